@@ -1,0 +1,36 @@
+-- pgque: a message queue and shared event log inside PostgreSQL.
+--
+-- Producers append events to a table.  A ticker records, every now and then,
+-- which transactions had committed: a tick is a stored MVCC snapshot.  What
+-- became visible between two ticks is a window, and a window never changes:
+-- it can be read twice, by many consumers, in slices, after a crash.  Every
+-- consumer owns a position, "the tick up to which I am done", and moves it by
+-- appending one row to a journal.  Nothing on that path is updated or deleted.
+-- Each queue writes into one of three tables in turn, and a table whose rows
+-- lie behind every position is emptied with TRUNCATE.  So there is nothing to
+-- vacuum, and an old open transaction costs nothing.
+--
+-- The parts of this file follow the life of a message:
+--   base       schema, roles, clock
+--   tables     everything that is stored
+--   queues     create, configure, pause, drop
+--   send       append events
+--   tick       record snapshots
+--   window     which rows lie between two snapshots
+--   position   where consumers stand
+--   consume    subscribe, receive, ack
+--   workers    several processes share one position
+--   fail       nack, retry, dead letters
+--   maintain   rotation, compaction, retention, restore
+--   schedule   the loop and pg_cron
+--   observe    information, metrics, health
+--   triggers   table changes as events
+--   grants     which role may call what
+--
+-- Rules that hold throughout, and that a change must keep:
+--   * take locks in this order: queue row, consumer row, worker row, leaf;
+--   * a transaction's id is known before its event is stored, so every tick
+--     either saw the transaction finished or lists it as running;
+--   * a leaf is emptied only under its own lock, after looking at its rows.
+--
+-- Install:  psql -1 -f pgque.sql      (again to upgrade; prints nothing)

@@ -1,0 +1,50 @@
+-- ---------------------------------------------------------------------------
+-- base: schema, roles, clock, errors
+-- ---------------------------------------------------------------------------
+
+do $$
+begin
+  perform set_config('client_min_messages', 'warning', true);
+  if to_regnamespace('pgque') is null then
+    create schema pgque;
+  end if;
+  if to_regrole('pgque_reader') is null then
+    create role pgque_reader;
+  end if;
+  if to_regrole('pgque_writer') is null then
+    create role pgque_writer;
+  end if;
+  if to_regrole('pgque_admin') is null then
+    create role pgque_admin in role pgque_reader, pgque_writer;
+  end if;
+end
+$$;
+
+-- The version of this file.  Clients compare major and minor with their own.
+create or replace function pgque.version() returns text
+language sql immutable as $$ select '0.1.0'::text $$;
+
+-- The only clock of the engine.  A test moves time by replacing it.
+create or replace function pgque.clock() returns timestamptz
+language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
+
+-- The id of the writing transaction, for generated columns.  It is declared
+-- immutable so that a generated column may use it, and it is the point that it
+-- is not: the stored value says which transaction put the row there, and a row
+-- that came back from a dump gets another one.
+create or replace function pgque._xid() returns xid8
+language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
+
+-- Refuses work that takes a snapshot of its own under a lock, when the
+-- transaction's snapshot is older than that lock.
+create or replace function pgque._need_read_committed(p_what text) returns void
+language plpgsql as $$
+begin
+  if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    raise exception using
+      errcode = 'invalid_transaction_state',
+      message = pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
+      hint = 'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.';
+  end if;
+end
+$$;

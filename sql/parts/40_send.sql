@@ -1,0 +1,184 @@
+-- ---------------------------------------------------------------------------
+-- send: append events
+-- ---------------------------------------------------------------------------
+
+-- Appends one event and returns its id.  The transaction's id is taken before
+-- the queue row is read, and one statement reads the row and stores the event
+-- (see sql/README.md, "Writers and rotation").
+create or replace function pgque.insert_event(
+  queue_name text, ev_type text, ev_data text,
+  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_txid  xid8 := pg_current_xact_id();
+  v_id    bigint;
+begin
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4)
+  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid,
+    $2, $3, $4, $5, $6, $7
+  from pgque.queue q
+  where q.queue_name = $1 and q.queue_open
+  returning event.ev_id into v_id;
+  if v_id is null then
+    perform pgque._open_queue($1);
+    return pgque.insert_event($1, $2, $3, $4, $5, $6, $7);
+  end if;
+  return v_id;
+end
+$$;
+
+-- Says why a queue takes no events, or, when it came out of a dump, makes it
+-- take them.
+create or replace function pgque._open_queue(p_queue text) returns void
+language plpgsql as $$
+declare
+  v_queue  pgque.queue := pgque._queue(p_queue);
+begin
+  if v_queue.queue_paused then
+    raise exception using
+      errcode = 'PQ013',
+      message = pg_catalog.format('queue is paused: %I', v_queue.queue_name),
+      hint = 'An administrator opens it again with pgque.resume(name).';
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+end
+$$;
+
+-- The wrappers below have neither SET nor SECURITY DEFINER, so that they are
+-- inlined into the calling statement and cost nothing.
+create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, payload text) returns bigint
+language sql as $$ select pgque.insert_event($1, 'default', $2, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
+language sql as $$ select pgque.insert_event($1, 'default', $2::text, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload text) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload jsonb) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3::text, null, null, null, null) $$;
+
+create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3, $4, null, null, null) $$;
+
+-- Appends one event per element with one statement; ids in input order.
+create or replace function pgque.send_batch(queue_name text, type_name text, payloads text[]) returns bigint[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_txid  xid8;
+  v_ids   bigint[];
+begin
+  if $3 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('payloads for queue %I must not be null', $1),
+      hint = 'Pass an array; an empty one sends nothing.';
+  elsif cardinality($3) = 0 then
+    return '{}';
+  end if;
+  v_txid := pg_current_xact_id();
+  with sent as (
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)
+    select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), q.at, v_txid, $2, p.payload
+    from (
+      select q.queue_id, q.queue_cur_table, q.queue_event_seq, pgque.clock() as at
+      from pgque.queue q
+      where q.queue_name = $1 and q.queue_open
+      offset 0
+    ) q, unnest($3) p (payload)
+    returning ev_id
+  )
+  select array_agg(s.ev_id) into v_ids from sent s;
+  if v_ids is null then
+    perform pgque._open_queue($1);
+    return pgque.send_batch($1, $2, $3);
+  end if;
+  return v_ids;
+end
+$$;
+
+create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
+language sql as $$ select pgque.send_batch($1, 'default', $2) $$;
+
+create or replace function pgque.send_batch(queue_name text, type_name text, payloads jsonb[]) returns bigint[]
+language sql as $$ select pgque.send_batch($1, $2, $3::text[]) $$;
+
+create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
+language sql as $$ select pgque.send_batch($1, 'default', $2::text[]) $$;
+
+-- Sends unless the same key was sent within ttl; then the first id comes back.
+-- The primary key makes two senders of one key meet; the second waits.
+create or replace function pgque.send_idem(
+  queue text, type text, payload text, idem_key text,
+  ttl interval default '1 hour', partition_key text default null,
+  out event_id bigint, out deduped boolean
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_now    timestamptz := pgque.clock();
+begin
+  if $4 is null or $5 is null or $5 <= '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('send_idem to queue %I needs a key and a positive ttl', $1),
+      hint = 'Without a key use pgque.send().';
+  end if;
+  select k.idem_ev_id into event_id
+  from pgque.idempotency_key k
+  where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > v_now;
+  if not found then
+    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), v_now + $5)
+    on conflict on constraint idempotency_key_pkey do update
+    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
+    where k.idem_expires <= v_now
+    returning k.idem_ev_id into event_id;
+    if event_id is not null then
+      deduped := false;
+      perform pgque._insert_as(v_queue.queue_name, event_id, $2, $3, $6);
+      return;
+    end if;
+    select k.idem_ev_id into strict event_id
+    from pgque.idempotency_key k
+    where k.idem_queue = v_queue.queue_id and k.idem_key = $4;
+  end if;
+  deduped := true;
+end
+$$;
+
+create or replace function pgque.send_idem(
+  queue text, type text, payload jsonb, idem_key text,
+  ttl interval default '1 hour', partition_key text default null,
+  out event_id bigint, out deduped boolean
+)
+language sql as $$ select * from pgque.send_idem($1, $2, $3::text, $4, $5, $6) $$;
+
+-- Appends an event whose id is known already.
+create or replace function pgque._insert_as(p_queue text, p_id bigint, p_type text, p_data text, p_extra1 text) returns void
+language plpgsql as $$
+declare
+  v_txid  xid8 := pg_catalog.pg_current_xact_id();
+begin
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
+  select q.queue_id * 3 + q.queue_cur_table, p_id, pgque.clock(), v_txid, p_type, p_data, p_extra1
+  from pgque.queue q
+  where q.queue_name = p_queue and q.queue_open;
+  if not found then
+    perform pgque._open_queue(p_queue);
+    perform pgque._insert_as(p_queue, p_id, p_type, p_data, p_extra1);
+  end if;
+end
+$$;
+
+-- The table that events of the queue go to now.  For COPY by the owner; its
+-- columns have the defaults that make a plain INSERT of ev_type and ev_data an
+-- event.
+create or replace function pgque.current_event_table(queue_name text) returns text
+language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
+$$;

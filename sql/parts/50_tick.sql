@@ -1,0 +1,240 @@
+-- ---------------------------------------------------------------------------
+-- tick: record snapshots
+-- ---------------------------------------------------------------------------
+
+-- The current snapshot, in which the calling transaction itself is never
+-- visible.  A transaction that sends, ticks and sends again has one id; were
+-- it visible in its own tick, a reader of that tick inside the transaction
+-- would miss the second event.
+create or replace function pgque._tick_snapshot() returns pg_snapshot
+language plpgsql as $$
+declare
+  v_snapshot  pg_snapshot := pg_catalog.pg_current_snapshot();
+  v_own       xid8 := pg_catalog.pg_current_xact_id_if_assigned();
+begin
+  if v_own is null or not pg_catalog.pg_visible_in_snapshot(v_own, v_snapshot) then
+    return v_snapshot;
+  end if;
+  return (
+    select least(pg_catalog.pg_snapshot_xmin(v_snapshot), v_own)::text || ':' || pg_catalog.pg_snapshot_xmax(v_snapshot)::text
+      || ':' || pg_catalog.string_agg(x.xid::text, ',' order by x.xid)
+    from (
+      select s.xid from pg_catalog.pg_snapshot_xip(v_snapshot) s (xid)
+      union
+      select v_own
+    ) x
+  )::pg_snapshot;
+end
+$$;
+
+-- The newest tick of a queue.
+create or replace function pgque._last_tick(p_queue_id int) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick  pgque.tick;
+begin
+  execute pg_catalog.format(
+    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
+    ' order by t.tick_id desc limit 1', p_queue_id) into v_tick;
+  return v_tick;
+end
+$$;
+
+-- One tick by its id; all columns null when it is gone.
+create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick  pgque.tick;
+begin
+  execute pg_catalog.format(
+    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
+    ' where t.tick_id = $1', p_queue_id) into v_tick using p_tick_id;
+  return v_tick;
+end
+$$;
+
+-- Why a queue wants a tick now: 'events' (something committed that no tick
+-- covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
+-- no transaction id.
+create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick) returns text
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
+  v_cond   text;
+  v_found  boolean;
+begin
+  if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
+    return 'forced';
+  end if;
+  if v_count >= p_queue.queue_ticker_max_count or v_now - p_last.tick_time >= p_queue.queue_ticker_max_lag then
+    v_cond := pgque._xid_condition(p_last.tick_snapshot, pg_catalog.pg_current_snapshot());
+    if v_cond is not null then
+      execute pg_catalog.format(
+        'select exists (select from pgque.event_%1$s_0 e where %2$s)'
+        ' or exists (select from pgque.event_%1$s_1 e where %2$s)'
+        ' or exists (select from pgque.event_%1$s_2 e where %2$s)', p_queue.queue_id, v_cond) into v_found;
+      if v_found then
+        return 'events';
+      end if;
+    end if;
+  end if;
+  if v_now - p_last.tick_time >= p_queue.queue_ticker_idle_period then
+    return 'idle';
+  end if;
+  return null;
+end
+$$;
+
+-- Ticks one queue if there is a reason; returns the tick's id or null.  The
+-- lock comes before the snapshot, so two tickers can not store ticks in an
+-- order that is not the order of their snapshots; it is held to the end of the
+-- transaction, so the second sees the tick of the first.
+create or replace function pgque._tick_queue(p_queue pgque.queue, p_wait boolean) returns bigint
+language plpgsql as $$
+declare
+  v_last    pgque.tick := pgque._last_tick(p_queue.queue_id);
+  v_reason  text := pgque._tick_reason(p_queue, v_last);
+  v_class   int := pg_catalog.hashtext('pgque.tick');
+begin
+  if v_reason is null then
+    return null;
+  end if;
+  perform pgque._need_read_committed('a tick');
+  if p_wait then
+    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
+  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
+    return null;
+  end if;
+  select q.* into p_queue from pgque.queue q where q.queue_id = p_queue.queue_id;
+  if not found then
+    return null;
+  end if;
+  v_last := pgque._last_tick(p_queue.queue_id);
+  v_reason := pgque._tick_reason(p_queue, v_last);
+  if v_reason is null then
+    return null;
+  end if;
+  return pgque._store_tick(p_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
+end
+$$;
+
+-- Stores a tick and tells listeners.
+create or replace function pgque._store_tick(
+  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_event_seq bigint, p_notify boolean
+) returns bigint
+language plpgsql as $$
+begin
+  insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
+  values (
+    p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, pgque._tick_snapshot(),
+    coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
+  if p_notify then
+    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
+  end if;
+  return p_tick_id;
+end
+$$;
+
+-- Ticks a queue now if there is a reason; null if there was none.  Waits for
+-- another ticker of the same queue.
+create or replace function pgque.ticker(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+begin
+  if v_queue.queue_external_ticker then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('queue %I has an external ticker', v_queue.queue_name),
+      hint = 'Call pgque.ticker(queue, tick_id, time, event_seq).';
+  elsif v_queue.queue_ticker_paused then
+    return null;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  return pgque._tick_queue(v_queue, true);
+end
+$$;
+
+-- Ticks every queue that has a reason; returns the number of ticks.
+create or replace function pgque.ticker() returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_count  bigint := 0;
+  v_id     int;
+begin
+  for v_id in select q.queue_id from pgque.queue q order by q.queue_id loop
+    if pgque._try_tick(v_id) is not null then
+      v_count := v_count + 1;
+    end if;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Ticks one queue for a ticker that serves all of them: never waits for
+-- another ticker, and a queue that is broken is reported and left alone.
+create or replace function pgque._try_tick(p_queue_id int) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
+    return null;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  return pgque._tick_queue(v_queue, false);
+exception
+  when invalid_transaction_state then
+    raise;
+  when others then
+    raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+    return null;
+end
+$$;
+
+-- Stores a tick whose id, time and event sequence another system decided.
+create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+  v_last   pgque.tick;
+begin
+  perform pgque._need_read_committed('a tick');
+  if not v_queue.queue_external_ticker then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('queue %I has no external ticker', v_queue.queue_name),
+      hint = format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name);
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
+  v_queue := pgque._queue(ticker.queue_name);
+  v_last := pgque._last_tick(v_queue.queue_id);
+  if ticker.tick_id <= v_last.tick_id or ticker.event_seq < v_last.tick_event_seq then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('tick %s of queue %I is not after tick %s', ticker.tick_id, v_queue.queue_name, v_last.tick_id),
+      hint = 'Tick ids rise, event sequences do not fall.';
+  end if;
+  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, ticker.event_seq, true);
+end
+$$;
+
+-- Makes the next ticker() tick the queue whether or not anything happened.
+-- The wish is kept in a sequence, so it leaves no row behind.  Returns the id
+-- of the newest tick.
+create or replace function pgque.force_next_tick(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name);
+  v_last   bigint := (pgque._last_tick(v_queue.queue_id)).tick_id;
+begin
+  perform setval(v_queue.queue_tick_seq, v_last + 1);
+  return v_last;
+end
+$$;
+
+create or replace function pgque.force_tick(queue_name text) returns bigint
+language sql as $$ select pgque.force_next_tick($1) $$;

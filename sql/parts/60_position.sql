@@ -1,0 +1,141 @@
+-- ---------------------------------------------------------------------------
+-- position: where consumers stand
+-- ---------------------------------------------------------------------------
+
+-- The newest row of a subscriber.  The leaf that is being written is asked
+-- first and the other one only if it knows nothing, so that the other one can
+-- be emptied while consumers work.  The caller holds the subscriber's row
+-- lock if it means to append.
+create or replace function pgque._position(p_sub int) returns pgque.position_0
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position_0;
+begin
+  if pgque._journal_leaf() = 0 then
+    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    if not found then
+      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+  else
+    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    if not found then
+      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+  end if;
+  if v_position.pos_sub is null then
+    -- A snapshot that is older than a compaction sees neither leaf's row.
+    raise exception using
+      errcode = 'serialization_failure',
+      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
+      hint = 'Retry the transaction.';
+  end if;
+  return v_position;
+end
+$$;
+
+-- Which leaf of the journal is written.  A transaction with an old snapshot
+-- locks the answer, and fails with 40001 if it is no longer true.
+create or replace function pgque._journal_leaf() returns int
+language plpgsql as $$
+declare
+  v_leaf  int;
+begin
+  if pg_catalog.current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+    select j.journal_cur into v_leaf from pgque.journal j;
+  else
+    select j.journal_cur into v_leaf from pgque.journal j for key share;
+  end if;
+  return v_leaf;
+end
+$$;
+
+-- Appends a position; the sequence number and the time are set here.  The
+-- primary key stops a transaction whose snapshot does not show the newest row:
+-- it gets 40001, never a second truth.
+create or replace function pgque._append_position(p_position pgque.position_0) returns void
+language plpgsql as $$
+begin
+  p_position.pos_seq := p_position.pos_seq + 1;
+  p_position.pos_time := pgque.clock();
+  if pgque._journal_leaf() = 0 then
+    insert into pgque.position_0 select p_position.* on conflict do nothing;
+  else
+    insert into pgque.position_1 select p_position.* on conflict do nothing;
+  end if;
+  if not found then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
+      hint = 'Retry the transaction.';
+  end if;
+end
+$$;
+
+-- Brings a subscriber's position, and what is settled in its open batch, to
+-- the leaf that is being written.  Whoever appends to a position without
+-- closing its batch, or settles a message, does this first; compaction does it
+-- for everybody else.
+create or replace function pgque._carry_over(p_position pgque.position_0) returns void
+language plpgsql as $$
+begin
+  if pgque._journal_leaf() = 0 then
+    if not exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub) then
+      insert into pgque.position_0 select p_position.* on conflict do nothing;
+      insert into pgque.settled_0
+      select s.* from pgque.settled_1 s where s.set_batch = p_position.pos_batch
+      on conflict do nothing;
+    end if;
+  else
+    if not exists (select from pgque.position_1 p where p.pos_sub = p_position.pos_sub) then
+      insert into pgque.position_1 select p_position.* on conflict do nothing;
+      insert into pgque.settled_1
+      select s.* from pgque.settled_0 s where s.set_batch = p_position.pos_batch
+      on conflict do nothing;
+    end if;
+  end if;
+end
+$$;
+
+-- A batch id never issued before: the subscriber's low 20 bits under a number
+-- that rises with the clock in quarters of a millisecond, and by at least one.
+-- A counter alone would not do: a crash, a failover or a restore can take back
+-- the newest values of a counter, and an old token would then fit a new batch.
+create or replace function pgque._new_batch_id(p_position pgque.position_0) returns bigint
+language sql volatile as $$
+  select (greatest(
+      (p_position.pos_last_batch >> 20) + 1,
+      ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
+    | (p_position.pos_sub & 1048575)
+$$;
+
+-- Locks the subscriber that owns a batch and returns its position, or null if
+-- the batch is not open.
+create or replace function pgque._lock_batch(p_batch bigint) returns pgque.position_0
+language plpgsql as $$
+declare
+  v_sub       int;
+  v_position  pgque.position_0;
+begin
+  select s.sub_id into v_sub
+  from pgque.subscriber s
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
+  for no key update;
+  if found then
+    v_position := pgque._position(v_sub);
+    if v_position.pos_batch = p_batch then
+      return v_position;
+    end if;
+  end if;
+  return null;
+end
+$$;
+
+create or replace function pgque._no_batch(p_batch bigint) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ012',
+    message = pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
+    hint = 'It was finished already, its worker lost it to another one, or it never was.';
+end
+$$;

@@ -1,0 +1,696 @@
+-- ---------------------------------------------------------------------------
+-- consume: subscribe, receive, ack
+-- ---------------------------------------------------------------------------
+
+-- The subscriber for a queue and a consumer, or a worker of it, without a
+-- lock; PQ001 or PQ011 if there is none.
+create or replace function pgque._subscriber(p_queue text, p_consumer text) returns pgque.subscriber
+language plpgsql stable as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub
+  from pgque.queue q
+  join pgque.consumer c on c.co_name = p_consumer
+  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  where q.queue_name = p_queue;
+  if not found then
+    perform pgque._queue(p_queue);
+    raise exception using
+      errcode = 'PQ011',
+      message = pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
+      hint = 'select pgque.subscribe(queue, consumer) makes it one.';
+  end if;
+  return v_sub;
+end
+$$;
+
+-- Locks a subscriber against its own other calls and returns its position; an
+-- old snapshot that does not know of a change since fails with 40001.
+create or replace function pgque._lock_position(p_sub int) returns pgque.position_0
+language plpgsql as $$
+begin
+  perform from pgque.subscriber s where s.sub_id = p_sub for no key update;
+  if not found then
+    raise exception using
+      errcode = 'PQ011',
+      message = 'not subscriber to queue any more',
+      hint = 'It was unsubscribed while this call waited.';
+  end if;
+  return pgque._position(p_sub);
+end
+$$;
+
+-- The tick that start_at means: latest, earliest, a tick id, or a time (the
+-- last tick before it).
+create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns bigint
+language plpgsql as $$
+declare
+  v_tick  bigint;
+begin
+  if p_start_at = 'latest' then
+    return (pgque._last_tick(p_queue.queue_id)).tick_id;
+  elsif p_start_at = 'earliest' then
+    execute pg_catalog.format('select min(t.tick_id) from (%s) t', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  elsif p_start_at ~ '^\d{1,18}$' then
+    v_tick := (pgque._tick(p_queue.queue_id, p_start_at::bigint)).tick_id;
+  else
+    execute pg_catalog.format(
+      'select coalesce(max(t.tick_id) filter (where t.tick_time <= $1), min(t.tick_id)) from (%s) t', pgque._ticks_sql(p_queue.queue_id))
+    into v_tick using p_start_at::timestamptz;
+  end if;
+  if v_tick is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+  end if;
+  return v_tick;
+exception
+  when datetime_field_overflow or invalid_datetime_format then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
+      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+end
+$$;
+
+create or replace function pgque._ticks_sql(p_queue_id int) returns text
+language sql immutable as $$
+  select pg_catalog.format(
+    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
+$$;
+
+-- Adds a subscriber row with its first position; the low 20 bits of its id are
+-- taken once only.
+create or replace function pgque._add_subscriber(
+  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick bigint
+) returns int
+language plpgsql as $$
+declare
+  v_position  pgque.position_0;
+begin
+  loop
+    insert into pgque.subscriber (sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
+    values (p_queue_id, p_consumer, p_role, p_main, p_worker)
+    on conflict ((sub_id & 1048575)) do nothing
+    returning sub_id into v_position.pos_sub;
+    exit when found;
+  end loop;
+  v_position.pos_main := p_main;
+  v_position.pos_seq := 0;
+  v_position.pos_tick := p_tick;
+  v_position.pos_last_batch := 0;
+  v_position.pos_skipped := 0;
+  perform pgque._append_position(pgque._closed(v_position));
+  return v_position.pos_sub;
+end
+$$;
+
+-- Subscribes a consumer; it starts at start_at, by default at the newest tick.
+-- 1 when new, 0 when it was subscribed already (its position stays).
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+  v_co     int;
+begin
+  -- The lock keeps rotation from emptying the tick that is about to be used.
+  select q.* into v_queue from pgque.queue q where q.queue_name = subscribe.queue_name for share;
+  if not found then
+    perform pgque._no_queue(subscribe.queue_name);
+  end if;
+  v_co := pgque._consumer(subscribe.consumer_name);
+  if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
+    return 0;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  perform pgque._add_subscriber(v_queue.queue_id, v_co, 'normal', null, null, pgque._find_tick(v_queue, subscribe.start_at));
+  return 1;
+exception
+  when unique_violation then
+    return 0;
+end
+$$;
+
+-- The id of a consumer's name, made known if it is new.
+create or replace function pgque._consumer(p_consumer text) returns int
+language plpgsql as $$
+declare
+  v_id  int;
+begin
+  if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
+    raise exception using
+      errcode = 'PQ004',
+      message = 'invalid consumer name',
+      hint = 'A consumer name has 1 to 1000 bytes; any character is allowed.';
+  end if;
+  select c.co_id into v_id from pgque.consumer c where c.co_name = p_consumer;
+  if not found then
+    insert into pgque.consumer (co_name) values (p_consumer) on conflict do nothing;
+    select c.co_id into strict v_id from pgque.consumer c where c.co_name = p_consumer;
+  end if;
+  return v_id;
+end
+$$;
+
+create or replace function pgque.subscribe(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
+
+create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
+
+-- Subscribes at a tick, or moves a known consumer there: its open batch is
+-- dropped.  1 when new, 0 when moved.
+create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue     pgque.queue;
+  v_position  pgque.position_0;
+begin
+  if register_consumer_at.tick_id is null then
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest');
+  end if;
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text) = 1 then
+    return 1;
+  end if;
+  v_queue := pgque._queue(register_consumer_at.queue_name);
+  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name)).sub_id);
+  v_position.pos_tick := pgque._find_tick(v_queue, register_consumer_at.tick_id::text);
+  perform pgque._append_position(pgque._closed(v_position));
+  return 0;
+end
+$$;
+
+-- A position with no window and no batch.
+create or replace function pgque._closed(p_position pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  p_position.pos_next_tick := null;
+  p_position.pos_done_id := null;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_slice := 0;
+  p_position.pos_attempt := 1;
+  return p_position;
+end
+$$;
+
+-- Removes a consumer from a queue, with its workers and its waiting retries.
+-- Its dead letters stay.  Returns the number of subscribers removed.
+create or replace function pgque.unsubscribe(queue_name text, consumer_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name);
+  v_main   int;
+  v_count  int;
+  v_rows   int;
+begin
+  select s.sub_id into v_main
+  from pgque.subscriber s
+  join pgque.consumer c on c.co_id = s.sub_consumer
+  where s.sub_queue = v_queue.queue_id and c.co_name = unsubscribe.consumer_name and s.sub_main is null
+  for update of s;
+  if not found then
+    return 0;
+  end if;
+  delete from pgque.retry_queue r where r.ev_owner = v_main;
+  delete from pgque.subscriber s where s.sub_main = v_main;
+  get diagnostics v_count = row_count;
+  delete from pgque.subscriber s where s.sub_id = v_main;
+  get diagnostics v_rows = row_count;
+  return v_count + v_rows;
+end
+$$;
+
+create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.unsubscribe($1, $2) $$;
+
+-- Whether a tick newer than p_tick exists.
+create or replace function pgque._has_tick_after(p_queue_id int, p_tick bigint) returns boolean
+language plpgsql as $$
+declare
+  v_found  boolean;
+begin
+  execute pg_catalog.format(
+    'select exists (select from pgque.tick_%1$s_0 t where t.tick_id > $1)'
+    ' or exists (select from pgque.tick_%1$s_1 t where t.tick_id > $1)'
+    ' or exists (select from pgque.tick_%1$s_2 t where t.tick_id > $1)', p_queue_id) into v_found using p_tick;
+  return v_found;
+end
+$$;
+
+-- The end of the window that follows p_tick: the furthest of the next 100
+-- ticks up to which no more than p_max events were numbered, so that a
+-- consumer which lags behind many small ticks gets full batches; at least the
+-- next tick.  Null when there is none.
+create or replace function pgque._window_end(p_queue_id int, p_tick bigint, p_max bigint) returns bigint
+language plpgsql as $$
+declare
+  v_end  bigint;
+begin
+  execute pg_catalog.format(
+    'select coalesce(max(t.tick_id) filter (where t.tick_event_seq <= t.seq + $2), min(t.tick_id) filter (where t.tick_id > $1))'
+    ' from (select t.tick_id, t.tick_event_seq, first_value(t.tick_event_seq) over (order by t.tick_id) as seq'
+    '   from (%s) t where t.tick_id >= $1 order by t.tick_id limit 101) t'
+    ' where t.tick_id > $1', pgque._ticks_sql(p_queue_id)) into v_end using p_tick, p_max;
+  return v_end;
+end
+$$;
+
+-- Hands out the next messages of a consumer, at most max_return, as one batch.
+-- A batch that is still open comes again, with its id and its messages, less
+-- those that were settled one by one.  No message, no batch, no rows.
+--
+-- With a worker, the batch belongs to that worker (see "workers").
+create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
+returns setof pgque.message
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub      pgque.subscriber;
+  v_cursor   pgque.position_0;   -- the consumer's position
+  v_batch    pgque.position_0;   -- whose batch it is: the same, or the worker's
+  v_owner    int;
+  v_member   int;
+  v_open     boolean;            -- an open batch comes again
+  v_from     pgque.tick;
+  v_to       pgque.tick;
+  v_xids     text;
+  v_filter   text;
+  v_settled  text := '';
+  v_chunk    pgque.window_map;
+  v_mapped   boolean;
+  v_tids     text[];
+  v_row      pgque.message;
+  v_max      bigint := receive.max_return;
+  v_count    bigint;
+  v_read     bigint;
+  v_last     bigint;
+  v_more     boolean;
+begin
+  if receive.max_return is null or receive.max_return < 1 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('max_return must be at least 1, for queue %I', receive.queue_name),
+      hint = 'It is the greatest number of messages to hand out.';
+  end if;
+  v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
+  v_owner := v_sub.sub_id;
+  if receive.worker is not null then
+    v_member := pgque._worker(v_sub, receive.worker);
+  elsif v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers(receive.queue_name, receive.consumer_name);
+  end if;
+  -- An idle poll takes no lock, writes nothing and needs no transaction id.
+  v_cursor := pgque._position(v_owner);
+  if v_cursor.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_cursor.pos_tick)
+    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
+  then
+    return;
+  end if;
+
+  v_cursor := pgque._lock_position(v_owner);
+  v_batch := v_cursor;
+  if v_member is not null then
+    v_batch := pgque._lock_position(v_member);
+  end if;
+  v_open := v_batch.pos_batch is not null;
+  if not v_open then
+    v_batch.pos_tick := v_cursor.pos_tick;
+    v_batch.pos_next_tick := v_cursor.pos_next_tick;
+    v_batch.pos_done_id := v_cursor.pos_done_id;
+    v_batch.pos_slice := v_cursor.pos_slice;
+    v_batch.pos_batch := pgque._new_batch_id(v_batch);
+  else
+    -- It comes whole, whatever max_return says now, since ack() finishes it whole.
+    v_max := 2147483647;
+    v_settled := pgque._unsettled_condition(v_batch);
+  end if;
+
+  loop
+    if v_batch.pos_next_tick is null then
+      v_batch.pos_next_tick := pgque._window_end(v_sub.sub_queue, v_batch.pos_tick, v_max);
+      exit when v_batch.pos_next_tick is null;
+    end if;
+    v_from := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
+    v_to := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
+    v_xids := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot);
+    v_count := 0;
+    v_read := 0;
+    v_last := null;
+    v_more := false;
+    if v_xids is not null then
+      v_mapped := false;
+      if v_batch.pos_done_id is not null then
+        v_mapped := pgque._mapped(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick);
+        if not v_mapped and v_batch.pos_slice > 1 then
+          perform pgque._map_window(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick, v_xids);
+          v_mapped := true;
+        end if;
+        v_chunk.map_id_hi := v_batch.pos_done_id;
+      end if;
+      v_filter := pgque._slice_condition(
+        case when v_mapped then pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot) else v_xids end,
+        v_owner, v_batch.pos_done_id, v_batch.pos_last_id) || v_settled;
+      <<pieces>>
+      loop
+        if v_mapped then
+          select m.* into v_chunk
+          from pgque.window_map m
+          where m.map_queue = v_sub.sub_queue and m.map_from = v_batch.pos_tick and m.map_to = v_batch.pos_next_tick
+            and m.map_id_hi > v_chunk.map_id_hi and m.map_valid
+          order by m.map_id_hi
+          limit 1;
+          exit when not found;
+          v_tids := pgque._tid_conditions(v_chunk);
+        end if;
+        for v_row in execute format(
+          'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+          ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+          ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
+          ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
+          v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name,
+          pgque._rows_sql(v_sub.sub_queue, v_filter, v_tids),
+          v_max + 1 - v_count)
+        loop
+          v_read := v_read + 1;
+          -- A consumer that was moved back can meet an event and its own
+          -- retry in one window: the retry stands for both.
+          continue when v_row.msg_id = v_last;
+          if v_count = v_max then
+            v_more := true;
+            exit pieces;
+          end if;
+          v_count := v_count + 1;
+          v_last := v_row.msg_id;
+          return next v_row;
+        end loop;
+        exit when not v_mapped;
+      end loop;
+      v_more := v_more or v_read > v_max;
+    end if;
+    exit when v_count > 0 or v_open;
+    -- An empty window: go on behind it.
+    v_batch.pos_tick := v_batch.pos_next_tick;
+    v_batch.pos_next_tick := null;
+    v_batch.pos_done_id := null;
+    v_batch.pos_slice := 0;
+  end loop;
+
+  if v_open then
+    return;
+  end if;
+  if coalesce(v_count, 0) = 0 then
+    -- Nothing but empty windows: remember that, so that they can be reclaimed.
+    if v_batch.pos_tick > v_cursor.pos_tick then
+      v_cursor := pgque._closed(v_cursor);
+      v_cursor.pos_tick := v_batch.pos_tick;
+      perform pgque._append_position(v_cursor);
+    end if;
+    return;
+  end if;
+  v_batch.pos_last_id := case when v_more then v_last end;
+  v_batch.pos_last_batch := v_batch.pos_batch;
+  v_batch.pos_slice := v_batch.pos_slice + 1;
+  perform pgque._append_position(v_batch);
+  if v_member is not null then
+    perform pgque._append_position(pgque._behind(v_cursor, v_batch));
+  end if;
+end
+$$;
+
+-- Whether a usable map of the window exists.
+create or replace function pgque._mapped(p_queue_id int, p_from bigint, p_to bigint) returns boolean
+language plpgsql as $$
+begin
+  return exists (
+    select from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_from and m.map_to = p_to
+      and m.map_valid and m.map_filenodes = pgque._filenodes(p_queue_id));
+end
+$$;
+
+-- A chunk's row addresses as one condition a table; null where it has no row.
+create or replace function pgque._tid_conditions(p_chunk pgque.window_map) returns text[]
+language plpgsql immutable as $$
+declare
+  v_tids  text[];
+begin
+  for n in 1..3 loop
+    v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', p_chunk.map_lo[n], p_chunk.map_hi[n]);
+    if p_chunk.map_lo[n] is null then
+      v_tids[n] := null;
+    end if;
+  end loop;
+  return v_tids;
+end
+$$;
+
+-- A condition that leaves out what is settled in an open batch.
+create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
+language plpgsql as $$
+declare
+  v_ids  bigint[];
+begin
+  perform pgque._carry_over(p_batch);
+  if pgque._journal_leaf() = 0 then
+    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_0 s where s.set_batch = p_batch.pos_batch;
+  else
+    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_1 s where s.set_batch = p_batch.pos_batch;
+  end if;
+  return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
+end
+$$;
+
+-- A consumer's position behind a batch: inside the window after a slice, at
+-- the window's end after its last one.  A worker's is empty then.
+create or replace function pgque._behind(p_position pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  if p_position.pos_main is not null then
+    p_position := pgque._closed(p_position);
+    p_position.pos_tick := null;
+  elsif p_batch.pos_last_id is null then
+    p_position := pgque._closed(p_position);
+    p_position.pos_tick := p_batch.pos_next_tick;
+  else
+    p_position.pos_tick := p_batch.pos_tick;
+    p_position.pos_next_tick := p_batch.pos_next_tick;
+    p_position.pos_done_id := p_batch.pos_last_id;
+    p_position.pos_slice := p_batch.pos_slice;
+    p_position.pos_last_id := null;
+    p_position.pos_batch := null;
+    p_position.pos_attempt := 1;
+  end if;
+  return p_position;
+end
+$$;
+
+-- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
+-- is not open.
+create or replace function pgque.ack(batch_id bigint) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_batch  pgque.position_0 := pgque._lock_batch(ack.batch_id);
+begin
+  if v_batch.pos_sub is null then
+    return 0;
+  end if;
+  perform pgque._append_position(pgque._behind(v_batch, v_batch));
+  return 1;
+end
+$$;
+
+create or replace function pgque.finish_batch(batch_id bigint) returns int
+language sql as $$ select pgque.ack($1) $$;
+
+-- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
+-- what receive() left of one.  An open batch comes again.  Null if there is no
+-- further tick.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_batch  pgque.position_0;
+  v_prev   pgque.tick;
+  v_cur    pgque.tick;
+begin
+  if v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers($1, $2);
+  end if;
+  v_batch := pgque._position(v_sub.sub_id);
+  if v_batch.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_batch.pos_tick) then
+    return;
+  end if;
+  v_batch := pgque._lock_position(v_sub.sub_id);
+  v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
+  if v_batch.pos_batch is null then
+    if v_batch.pos_next_tick is null then
+      execute format(
+        'select t.tick_id from (%s) t where t.tick_id > $1'
+        ' and ($2 is null or t.tick_time <= $3 - $2)'
+        ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+        ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
+      into v_batch.pos_next_tick
+      using v_batch.pos_tick, $3, pgque.clock(), $4, $5, v_prev.tick_event_seq, v_prev.tick_time;
+      if v_batch.pos_next_tick is null then
+        return;
+      end if;
+    end if;
+    v_batch.pos_last_id := null;
+    v_batch.pos_batch := pgque._new_batch_id(v_batch);
+    v_batch.pos_last_batch := v_batch.pos_batch;
+    perform pgque._append_position(v_batch);
+  end if;
+  v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
+  batch_id := v_batch.pos_batch;
+  cur_tick_id := v_cur.tick_id;
+  cur_tick_time := v_cur.tick_time;
+  cur_tick_event_seq := v_cur.tick_event_seq;
+  prev_tick_id := v_prev.tick_id;
+  prev_tick_time := v_prev.tick_time;
+  prev_tick_event_seq := v_prev.tick_event_seq;
+end
+$$;
+
+create or replace function pgque.next_batch_info(
+  queue_name text, consumer_name text,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque.next_batch_custom($1, $2, null, null, null) $$;
+
+create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
+language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, null, null, null) b $$;
+
+-- The subscriber that owns a batch and its position, without a lock; PQ012
+-- when the batch is not open.
+create or replace function pgque._open_batch(p_batch bigint, out sub pgque.subscriber, out pos pgque.position_0)
+language plpgsql as $$
+begin
+  select s.* into sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  if found then
+    pos := pgque._position(sub.sub_id);
+  end if;
+  if pos.pos_batch is distinct from p_batch or p_batch is null then
+    perform pgque._no_batch(p_batch);
+  end if;
+end
+$$;
+
+-- The query that reads the rows of an open batch, as columns of pgque.event,
+-- by the window's map if it has one.  p_and is one more condition on e.
+create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '') returns text
+language plpgsql as $$
+declare
+  v_from   pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_tick);
+  v_to     pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_next_tick);
+  v_xids   text;
+  v_tids   text[];
+  v_chunk  pgque.window_map;
+begin
+  if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+    select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
+    into v_chunk.map_lo, v_chunk.map_hi
+    from pgque.window_map m
+    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+      and m.map_valid
+      and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
+      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id);
+    v_tids := pgque._tid_conditions(v_chunk);
+    v_xids := pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot);
+  else
+    v_xids := coalesce(pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot), 'false');
+  end if;
+  return pgque._rows_sql(p_sub.sub_queue,
+    pgque._slice_condition(v_xids, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id) || p_and,
+    v_tids);
+end
+$$;
+
+-- The events of an open batch in the order of their ids.
+create or replace function pgque.get_batch_events(
+  batch_id bigint,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open  record := pgque._open_batch($1);
+begin
+  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos));
+end
+$$;
+
+create or replace function pgque._event_columns() returns text
+language sql immutable as $$
+  select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+    ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
+$$;
+
+-- Opens a cursor over a batch and returns its first rows.  extra_where is SQL,
+-- so this is for administrators.
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int, extra_where text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open    record := pgque._open_batch($1);
+  v_cursor  refcursor := $2;
+begin
+  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
+    pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos), coalesce('and (' || $4 || ')', ''));
+  return query execute format('fetch forward %s from %I', $3, $2);
+end
+$$;
+
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
+
+-- What an open batch spans.
+create or replace function pgque.get_batch_info(
+  batch_id bigint,
+  out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
+  out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open  record := pgque._open_batch($1);
+  v_sub   pgque.subscriber := v_open.sub;
+  v_prev  pgque.tick;
+  v_cur   pgque.tick;
+begin
+  v_prev := pgque._tick(v_sub.sub_queue, (v_open.pos).pos_tick);
+  v_cur := pgque._tick(v_sub.sub_queue, (v_open.pos).pos_next_tick);
+  queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
+  consumer_name := pgque._subscriber_name(v_sub);
+  batch_start := v_prev.tick_time;
+  batch_end := v_cur.tick_time;
+  prev_tick_id := v_prev.tick_id;
+  tick_id := v_cur.tick_id;
+  lag := pgque.clock() - v_cur.tick_time;
+  seq_start := v_prev.tick_event_seq;
+  seq_end := v_cur.tick_event_seq;
+end
+$$;
+
+-- A consumer's name; for a worker consumer.worker.
+create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
+language sql stable as $$
+  select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer
+$$;

@@ -1,0 +1,255 @@
+-- ---------------------------------------------------------------------------
+-- schedule: the loop and pg_cron
+-- ---------------------------------------------------------------------------
+
+-- Sets how often the loop looks for work, in milliseconds (1 to 60000).
+create or replace function pgque.set_tick_period_ms(ms int) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  update pgque.config c set tick_period_ms = $1;
+  return $1;
+exception
+  when check_violation or not_null_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('tick period out of range: %s ms', coalesce($1::text, 'null')),
+      hint = 'Use 1 to 60000 milliseconds.';
+end
+$$;
+
+-- The queues that a ticker serves.
+create or replace function pgque._ticked_queues() returns int[]
+language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select coalesce(array_agg(q.queue_id order by q.queue_id), '{}')
+  from pgque.queue q
+  where not q.queue_external_ticker and not q.queue_ticker_paused
+$$;
+
+-- The settings of the loop: period, and when stop() was called last.
+create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
+language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select c.tick_period_ms, c.stopped_at from pgque.config c
+$$;
+
+-- When the loop has to look again although nothing happened: a retry becomes
+-- due, a queue its idle tick.
+create or replace function pgque._look_again_at() returns timestamptz
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return (
+    select least(
+      clock_timestamp() + interval '1 second',
+      clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
+      (select min(r.ev_retry_after) from pgque.retry_queue r))
+    from pgque.queue q);
+end
+$$;
+
+-- The ticker: ticks, moves due retries, maintains, for just under a minute (or
+-- run_for), on absolute deadlines, and commits after each step.  pg_cron or
+-- `pgque ticker` calls it again and again.  A second loop waits for the first,
+-- so it takes over within a second.  A round in which no transaction of the
+-- server began or ended does nothing; a round without work writes nothing and
+-- uses no transaction id.
+--
+-- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
+-- names are qualified and all work is in functions.
+create or replace procedure pgque.ticker_loop(run_for interval default null)
+language plpgsql as $$
+declare
+  v_start     timestamptz := pg_catalog.clock_timestamp();
+  v_timeout   interval := pg_catalog.current_setting('statement_timeout')::interval;
+  v_end       timestamptz;
+  v_lock      int := pg_catalog.hashtext('pgque.ticker_loop');
+  v_next      timestamptz;
+  v_maint     timestamptz := v_start;
+  v_due       timestamptz := v_start;
+  v_period    interval;
+  v_stopped   timestamptz;
+  v_seen      text;
+  v_snapshot  text;
+  v_queue     int;
+  v_op        record;
+begin
+  v_end := v_start + coalesce(ticker_loop.run_for, interval '55 seconds');
+  if v_timeout > interval '0' then
+    v_end := least(v_end, v_start + greatest(v_timeout - interval '2 seconds', v_timeout / 2));
+  end if;
+  loop
+    exit when pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('pgque'), v_lock);
+    commit;
+    if pg_catalog.clock_timestamp() >= v_end then
+      return;
+    end if;
+    perform pg_catalog.pg_sleep(0.5);
+    commit;
+  end loop;
+  v_next := pg_catalog.clock_timestamp();
+  loop
+    select c.tick_period_ms * interval '1 millisecond', c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
+    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
+
+    v_snapshot := pg_catalog.pg_current_snapshot()::text;
+    if v_snapshot is distinct from v_seen or pg_catalog.clock_timestamp() >= v_due then
+      v_seen := v_snapshot;
+      v_due := pgque._look_again_at();
+      if pgque._maint_operation('pgque.maint_retry_events', null) > 0 then
+        commit;
+      end if;
+      foreach v_queue in array pgque._ticked_queues() loop
+        if pgque._try_tick(v_queue) is not null then
+          commit;
+        end if;
+      end loop;
+    end if;
+
+    if pg_catalog.clock_timestamp() >= v_maint then
+      v_maint := pg_catalog.clock_timestamp() + interval '5 seconds';
+      for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
+        perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
+        commit;
+      end loop;
+    end if;
+
+    commit;
+    v_next := v_next + v_period;
+    if v_next < pg_catalog.clock_timestamp() then
+      v_next := pg_catalog.clock_timestamp();
+    else
+      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()));
+    end if;
+    commit;
+  end loop;
+  perform pg_catalog.pg_advisory_unlock(pg_catalog.hashtext('pgque'), v_lock);
+end
+$$;
+
+create or replace function pgque._has_cron() returns boolean
+language sql stable as $$
+  select pg_catalog.to_regprocedure('cron.schedule(text,text,text)') is not null
+$$;
+
+-- Schedules the loop with pg_cron, in this database, once; PQ014 without it.
+-- With pg_cron 1.5 or newer it is one job that is restarted within a second of
+-- any failure.  Older ones know minutes only: there a second job stands by.
+create or replace function pgque.start() returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_job     bigint;
+  v_minute  text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '59.7 seconds' - clock_timestamp())$q$;
+begin
+  if not pgque._has_cron() then
+    raise exception using
+      errcode = 'PQ014',
+      message = format('pg_cron is not in database %I', current_database()),
+      hint = 'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
+        'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.';
+  end if;
+  perform pgque._unschedule();
+  update pgque.config c set stopped_at = null;
+  begin
+    execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '1 second', 'call pgque.ticker_loop()';
+  exception
+    when insufficient_privilege then
+      raise exception using
+        errcode = 'PQ014',
+        message = format('role %I may not schedule jobs', current_user),
+        hint = format('grant usage on schema cron to %I;', current_user);
+    when others then
+      execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', v_minute;
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', v_minute;
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', v_minute;
+  end;
+  return v_job;
+end
+$$;
+
+-- Ends the running loop, whoever runs it, and removes the pg_cron jobs.
+create or replace function pgque.stop() returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  update pgque.config c set stopped_at = clock_timestamp();
+  perform pgque._unschedule();
+end
+$$;
+
+create or replace function pgque._unschedule() returns void
+language plpgsql as $$
+begin
+  if pgque._has_cron() then
+    execute 'select cron.unschedule(j.jobid) from cron.job j'
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()';
+  end if;
+end
+$$;
+
+-- Keeps a day of pg_cron's history of our own jobs.
+create or replace function pgque._trim_cron_history() returns int
+language plpgsql as $$
+declare
+  v_count  int := 0;
+begin
+  if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
+    execute 'delete from cron.job_run_details d using cron.job j'
+      ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' and d.end_time < pg_catalog.now() - interval ''1 day''';
+    get diagnostics v_count = row_count;
+  end if;
+  return v_count;
+exception
+  when insufficient_privilege then
+    return 0;
+end
+$$;
+
+-- What is set up and what runs: component, status, detail.
+create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_loop  int;
+  v_jobs  text;
+begin
+  component := 'pgque'; status := pgque.version(); detail := version();
+  return next;
+  component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
+  if pgque._has_cron() then
+    execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+    into v_jobs;
+    status := case when v_jobs is null then 'stopped' else 'scheduled' end;
+    detail := coalesce(v_jobs, 'select pgque.start()');
+  end if;
+  return next;
+  select l.pid into v_loop
+  from pg_locks l
+  where l.locktype = 'advisory' and l.granted
+    and l.database = (select d.oid from pg_database d where d.datname = current_database())
+    and l.classid::bigint = (hashtext('pgque')::bigint & 4294967295) and l.objid::bigint = (hashtext('pgque.ticker_loop')::bigint & 4294967295);
+  component := 'ticker';
+  status := case when v_loop is null then 'stopped' else 'running' end;
+  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque.config c));
+  return next;
+  component := 'queues'; status := (select count(*)::text from pgque.queue);
+  detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';
+  return next;
+end
+$$;
+
+-- Removes pgque with everything in it; roles stay, they belong to the cluster.
+-- Only the owner of the schema.
+create or replace function pgque.uninstall() returns void
+language plpgsql as $$
+begin
+  if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
+    raise exception using
+      errcode = 'insufficient_privilege',
+      message = 'only the owner of schema pgque may uninstall it',
+      hint = 'Log in as the role that installed it.';
+  end if;
+  perform pgque.stop();
+  if exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then
+    drop extension pgque cascade;
+  end if;
+  drop schema if exists pgque cascade;
+end
+$$;

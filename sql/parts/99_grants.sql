@@ -1,0 +1,113 @@
+-- ---------------------------------------------------------------------------
+-- grants
+-- ---------------------------------------------------------------------------
+
+-- Which role may call what: one row a function name, all its signatures.  A
+-- function that is not named here can be called by nobody but the owner.
+create or replace function pgque._grants() returns table (func_name text, role_name text)
+language sql immutable as $$
+  values
+    ('version', 'pgque_reader'),
+    ('version', 'pgque_writer'),
+    ('clock', 'pgque_reader'),
+    ('clock', 'pgque_writer'),
+    -- produce
+    ('send', 'pgque_writer'),
+    ('send_batch', 'pgque_writer'),
+    ('send_idem', 'pgque_writer'),
+    ('insert_event', 'pgque_writer'),
+    ('current_event_table', 'pgque_writer'),
+    ('jsontriga', 'pgque_writer'),
+    ('logutriga', 'pgque_writer'),
+    ('sqltriga', 'pgque_writer'),
+    -- consume
+    ('subscribe', 'pgque_reader'),
+    ('register_consumer', 'pgque_reader'),
+    ('register_consumer_at', 'pgque_reader'),
+    ('unsubscribe', 'pgque_reader'),
+    ('unregister_consumer', 'pgque_reader'),
+    ('receive', 'pgque_reader'),
+    ('ack', 'pgque_reader'),
+    ('finish_batch', 'pgque_reader'),
+    ('nack', 'pgque_reader'),
+    ('next_batch', 'pgque_reader'),
+    ('next_batch_info', 'pgque_reader'),
+    ('next_batch_custom', 'pgque_reader'),
+    ('get_batch_events', 'pgque_reader'),
+    ('get_batch_info', 'pgque_reader'),
+    ('event_retry', 'pgque_reader'),
+    ('batch_retry', 'pgque_reader'),
+    ('register_subconsumer', 'pgque_reader'),
+    ('subscribe_subconsumer', 'pgque_reader'),
+    ('unregister_subconsumer', 'pgque_reader'),
+    ('unsubscribe_subconsumer', 'pgque_reader'),
+    ('touch_subconsumer', 'pgque_reader'),
+    ('receive_coop', 'pgque_reader'),
+    ('peek', 'pgque_reader'),
+    ('get_queue_info', 'pgque_reader'),
+    ('get_consumer_info', 'pgque_reader'),
+    ('_queue_exists', 'pgque_reader'),
+    ('queue_config', 'pgque_reader'),
+    ('metrics', 'pgque_reader'),
+    ('health', 'pgque_reader'),
+    ('status', 'pgque_reader'),
+    -- operate
+    ('create_queue', 'pgque_admin'),
+    ('alter_queue', 'pgque_admin'),
+    ('set_queue_config', 'pgque_admin'),
+    ('pause', 'pgque_admin'),
+    ('resume', 'pgque_admin'),
+    ('drop_queue', 'pgque_admin'),
+    ('ticker', 'pgque_admin'),
+    ('force_next_tick', 'pgque_admin'),
+    ('force_tick', 'pgque_admin'),
+    ('ticker_loop', 'pgque_admin'),
+    ('set_tick_period_ms', 'pgque_admin'),
+    ('start', 'pgque_admin'),
+    ('stop', 'pgque_admin'),
+    ('maint', 'pgque_admin'),
+    ('maint_operations', 'pgque_admin'),
+    ('maint_retry_events', 'pgque_admin'),
+    ('maint_rotate_tables_step1', 'pgque_admin'),
+    ('maint_rotate_tables_step2', 'pgque_admin'),
+    ('maint_retain', 'pgque_admin'),
+    ('maint_tables', 'pgque_admin'),
+    ('get_batch_cursor', 'pgque_admin'),
+    ('dlq_inspect', 'pgque_admin'),
+    ('dlq_replay', 'pgque_admin'),
+    ('dlq_replay_all', 'pgque_admin'),
+    ('dlq_requeue', 'pgque_admin'),
+    ('dlq_requeue_all', 'pgque_admin'),
+    ('dlq_purge', 'pgque_admin'),
+    ('_ticked_queues', 'pgque_admin'),
+    ('_loop_config', 'pgque_admin'),
+    ('_look_again_at', 'pgque_admin'),
+    ('_try_tick', 'pgque_admin'),
+    ('_maint_operation', 'pgque_admin')
+$$;
+
+do $$
+declare
+  v_func   record;
+  v_table  text;
+begin
+  revoke all on schema pgque from public;
+  revoke all on all tables in schema pgque from public;
+  revoke all on all sequences in schema pgque from public;
+  grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin;
+  for v_func in
+    select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,
+      (select string_agg(g.role_name, ', ') from pgque._grants() g where g.func_name = p.proname) as roles
+    from pg_proc p
+    where p.pronamespace = 'pgque'::regnamespace
+  loop
+    execute format('revoke all on %s %s from public, pgque_reader, pgque_writer, pgque_admin', v_func.kind, v_func.sig);
+    if v_func.roles is not null then
+      execute format('grant execute on %s %s to %s', v_func.kind, v_func.sig, v_func.roles);
+    end if;
+  end loop;
+  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'config'] loop
+    execute format('grant select on pgque.%I to pgque_admin', v_table);
+  end loop;
+end
+$$;

@@ -1,0 +1,3754 @@
+-- pgque: a message queue and shared event log inside PostgreSQL.
+--
+-- Producers append events to a table.  A ticker records, every now and then,
+-- which transactions had committed: a tick is a stored MVCC snapshot.  What
+-- became visible between two ticks is a window, and a window never changes:
+-- it can be read twice, by many consumers, in slices, after a crash.  Every
+-- consumer owns a position, "the tick up to which I am done", and moves it by
+-- appending one row to a journal.  Nothing on that path is updated or deleted.
+-- Each queue writes into one of three tables in turn, and a table whose rows
+-- lie behind every position is emptied with TRUNCATE.  So there is nothing to
+-- vacuum, and an old open transaction costs nothing.
+--
+-- The parts of this file follow the life of a message:
+--   base       schema, roles, clock
+--   tables     everything that is stored
+--   queues     create, configure, pause, drop
+--   send       append events
+--   tick       record snapshots
+--   window     which rows lie between two snapshots
+--   position   where consumers stand
+--   consume    subscribe, receive, ack
+--   workers    several processes share one position
+--   fail       nack, retry, dead letters
+--   maintain   rotation, compaction, retention, restore
+--   schedule   the loop and pg_cron
+--   observe    information, metrics, health
+--   triggers   table changes as events
+--   grants     which role may call what
+--
+-- Rules that hold throughout, and that a change must keep:
+--   * take locks in this order: queue row, consumer row, worker row, leaf;
+--   * a transaction's id is known before its event is stored, so every tick
+--     either saw the transaction finished or lists it as running;
+--   * a leaf is emptied only under its own lock, after looking at its rows.
+--
+-- Install:  psql -1 -f pgque.sql      (again to upgrade; prints nothing)
+-- ---------------------------------------------------------------------------
+-- base: schema, roles, clock, errors
+-- ---------------------------------------------------------------------------
+
+do $$
+begin
+  perform set_config('client_min_messages', 'warning', true);
+  if to_regnamespace('pgque') is null then
+    create schema pgque;
+  end if;
+  if to_regrole('pgque_reader') is null then
+    create role pgque_reader;
+  end if;
+  if to_regrole('pgque_writer') is null then
+    create role pgque_writer;
+  end if;
+  if to_regrole('pgque_admin') is null then
+    create role pgque_admin in role pgque_reader, pgque_writer;
+  end if;
+end
+$$;
+
+-- The version of this file.  Clients compare major and minor with their own.
+create or replace function pgque.version() returns text
+language sql immutable as $$ select '0.1.0'::text $$;
+
+-- The only clock of the engine.  A test moves time by replacing it.
+create or replace function pgque.clock() returns timestamptz
+language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
+
+-- The id of the writing transaction, for generated columns.  It is declared
+-- immutable so that a generated column may use it, and it is the point that it
+-- is not: the stored value says which transaction put the row there, and a row
+-- that came back from a dump gets another one.
+create or replace function pgque._xid() returns xid8
+language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
+
+-- Refuses work that takes a snapshot of its own under a lock, when the
+-- transaction's snapshot is older than that lock.
+create or replace function pgque._need_read_committed(p_what text) returns void
+language plpgsql as $$
+begin
+  if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    raise exception using
+      errcode = 'invalid_transaction_state',
+      message = pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
+      hint = 'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.';
+  end if;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- tables
+-- ---------------------------------------------------------------------------
+
+create table if not exists pgque.config (
+  config_id       int not null default 1
+    constraint config_pkey primary key
+    constraint config_one_row check (config_id = 1),
+  tick_period_ms  int not null default 100
+    constraint config_tick_period check (tick_period_ms between 1 and 60000),
+  stopped_at      timestamptz
+);
+insert into pgque.config default values on conflict do nothing;
+
+-- One row a queue.  queue_xid is the transaction that wrote the row, and every
+-- statement that updates a row sets it.  When the row is loaded from a dump it
+-- names a transaction of another cluster, the generated columns notice, and
+-- pgque._rebase() has to run before the queue takes events.
+create table if not exists pgque.queue (
+  queue_id                 int generated by default as identity
+    constraint queue_pkey primary key,
+  queue_name               text not null
+    constraint queue_name_key unique
+    constraint queue_name_length check (octet_length(queue_name) between 1 and 57),
+  queue_ntables            int not null default 3
+    constraint queue_three_tables check (queue_ntables = 3),
+  queue_cur_table          int not null default 0
+    constraint queue_cur_table_range check (queue_cur_table between 0 and 2),
+  queue_rotation_period    interval not null default '2 hours'
+    constraint queue_rotation_period_positive check (queue_rotation_period > '0'),
+  queue_switch_time        timestamptz not null default pg_catalog.now(),
+  queue_external_ticker    boolean not null default false,
+  queue_ticker_paused      boolean not null default false,
+  queue_ticker_max_count   int not null default 500
+    constraint queue_ticker_max_count_positive check (queue_ticker_max_count > 0),
+  queue_ticker_max_lag     interval not null default '0'
+    constraint queue_ticker_max_lag_range check (queue_ticker_max_lag >= '0'),
+  queue_ticker_idle_period interval not null default '1 minute'
+    constraint queue_ticker_idle_period_positive check (queue_ticker_idle_period > '0'),
+  queue_max_retries        int not null default 5
+    constraint queue_max_retries_range check (queue_max_retries >= 0),
+  queue_retention_period   interval not null default '7 days'
+    constraint queue_retention_period_positive check (queue_retention_period > '0'),
+  queue_paused             boolean not null default false,
+  queue_event_seq          regclass not null,
+  queue_tick_seq           regclass not null,
+  queue_uid                uuid not null default pg_catalog.gen_random_uuid(),
+  queue_created_at         timestamptz not null default pg_catalog.now(),
+  queue_xid                xid8 not null,
+  queue_restored           boolean generated always as (queue_xid <> pgque._xid()) stored,
+  queue_open               boolean generated always as (not queue_paused and queue_xid = pgque._xid()) stored
+) with (fillfactor = 50);
+
+-- Events and ticks are partitioned by slot = queue_id * 3 + table number, so
+-- that one static INSERT reaches every queue.
+create table if not exists pgque.event (
+  slot        int not null,
+  ev_owner    int,
+  ev_id       bigint not null,
+  ev_time     timestamptz not null,
+  ev_txid     xid8 not null,
+  ev_retry    int,
+  ev_type     text,
+  ev_data     text,
+  ev_extra1   text,
+  ev_extra2   text,
+  ev_extra3   text,
+  ev_extra4   text,
+  ev_headers  jsonb,
+  ev_key      text,
+  ev_bytes    bytea,
+  ev_expires  timestamptz,
+  ev_error    text
+) partition by list (slot);
+create index if not exists event_txid on pgque.event (ev_txid);
+
+create table if not exists pgque.tick (
+  slot            int not null,
+  tick_queue      int not null,
+  tick_id         bigint not null,
+  tick_time       timestamptz not null,
+  tick_snapshot   pg_snapshot not null,
+  tick_event_seq  bigint not null
+) partition by list (slot);
+
+-- Leaves of dropped queues, waiting until they can go without stopping anyone.
+create table if not exists pgque.dropped_queue (
+  queue_id  int not null constraint dropped_queue_pkey primary key
+);
+
+create table if not exists pgque.consumer (
+  co_id    int generated by default as identity
+    constraint consumer_pkey primary key,
+  co_name  text not null
+    constraint consumer_name_key unique
+    constraint consumer_name_length check (octet_length(co_name) between 1 and 1000)
+);
+
+-- Who reads a queue: consumers, and under a consumer its workers.  A row is
+-- locked to serialise its owner's calls and never updated on that path.
+-- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).
+create table if not exists pgque.subscriber (
+  sub_id        int generated by default as identity
+    constraint subscriber_pkey primary key,
+  sub_queue     int not null
+    constraint subscriber_queue_fkey references pgque.queue,
+  sub_consumer  int not null
+    constraint subscriber_consumer_fkey references pgque.consumer,
+  sub_role      text not null default 'normal'
+    constraint subscriber_role check (sub_role in ('normal', 'coop_main', 'coop_member')),
+  sub_main      int
+    constraint subscriber_main_fkey references pgque.subscriber,
+  sub_worker    text
+    constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
+  constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
+);
+create unique index if not exists subscriber_low_bits on pgque.subscriber ((sub_id & 1048575));
+create unique index if not exists subscriber_consumer on pgque.subscriber (sub_queue, sub_consumer) where sub_main is null;
+create unique index if not exists subscriber_worker on pgque.subscriber (sub_main, sub_worker) where sub_main is not null;
+
+-- The journal of positions, in two leaves of which pgque.journal names the one
+-- that is written.  The row with the highest pos_seq of a subscriber is true.
+--   pos_tick                     finished up to here
+--   pos_next_tick, pos_done_id   the window being read, and how far it is done
+--   pos_batch, pos_last_id       the open batch: ids above pos_done_id up to
+--                                pos_last_id (null: to the end of the window)
+-- A worker's row (pos_main is its consumer) has a batch or nothing; its
+-- consumer's row has no batch, and pos_done_id says how far the window was
+-- handed out.
+create table if not exists pgque.journal (
+  journal_id   int not null default 1
+    constraint journal_pkey primary key
+    constraint journal_one_row check (journal_id = 1),
+  journal_cur  int not null default 0
+    constraint journal_cur_range check (journal_cur in (0, 1)),
+  journal_flipped_at  timestamptz not null default '-infinity'
+);
+insert into pgque.journal default values on conflict do nothing;
+
+create table if not exists pgque.position_0 (
+  pos_sub        int not null,
+  pos_main       int,
+  pos_seq        bigint not null,
+  pos_time       timestamptz not null,
+  pos_tick       bigint,
+  pos_next_tick  bigint,
+  pos_done_id    bigint,
+  pos_last_id    bigint,
+  pos_batch      bigint,
+  pos_last_batch bigint not null default 0,
+  pos_slice      int not null default 0,
+  pos_attempt    int not null default 1,
+  pos_skipped    bigint not null default 0,
+  constraint position_0_pkey primary key (pos_sub, pos_seq)
+);
+create table if not exists pgque.position_1 (
+  like pgque.position_0 including defaults,
+  constraint position_1_pkey primary key (pos_sub, pos_seq)
+);
+
+-- Messages of an open batch that have their outcome already.  Moves from leaf
+-- to leaf together with the positions.
+create table if not exists pgque.settled_0 (
+  set_batch  bigint not null,
+  set_ev_id  bigint not null,
+  set_sub    int not null,
+  constraint settled_0_pkey primary key (set_batch, set_ev_id)
+);
+create table if not exists pgque.settled_1 (
+  like pgque.settled_0,
+  constraint settled_1_pkey primary key (set_batch, set_ev_id)
+);
+
+-- Where the rows of a big window lie: a cache, see pgque._map_window.
+create table if not exists pgque.window_map (
+  map_queue      int not null,
+  map_from       bigint not null,
+  map_to         bigint not null,
+  map_chunk      int not null,
+  map_id_lo      bigint not null,
+  map_id_hi      bigint not null,
+  map_lo         tid[] not null,
+  map_hi         tid[] not null,
+  map_filenodes  oid[] not null,
+  map_xid        xid8 not null,
+  map_valid      boolean generated always as (map_xid = pgque._xid()) stored
+);
+create index if not exists window_map_id on pgque.window_map (map_queue, map_from, map_to, map_id_hi);
+
+create table if not exists pgque.retry_queue (
+  ev_retry_after  timestamptz not null,
+  ev_queue        int not null,
+  ev_id           bigint not null,
+  ev_time         timestamptz not null,
+  ev_txid         xid8 not null,
+  ev_owner        int not null,
+  ev_retry        int,
+  ev_type         text,
+  ev_data         text,
+  ev_extra1       text,
+  ev_extra2       text,
+  ev_extra3       text,
+  ev_extra4       text,
+  ev_headers      jsonb,
+  ev_key          text,
+  ev_bytes        bytea,
+  ev_expires      timestamptz,
+  ev_error        text,
+  constraint retry_queue_pkey primary key (ev_owner, ev_id)
+);
+create index if not exists retry_queue_due on pgque.retry_queue (ev_retry_after);
+
+create table if not exists pgque.dead_letter (
+  dl_id           bigint generated by default as identity
+    constraint dead_letter_pkey primary key,
+  dl_queue_id     int not null
+    constraint dead_letter_queue_fkey references pgque.queue,
+  dl_consumer_id  int not null
+    constraint dead_letter_consumer_fkey references pgque.consumer,
+  dl_time         timestamptz not null,
+  dl_reason       text,
+  ev_id           bigint not null,
+  ev_time         timestamptz not null,
+  ev_txid         xid8 not null,
+  ev_retry        int,
+  ev_type         text,
+  ev_data         text,
+  ev_extra1       text,
+  ev_extra2       text,
+  ev_extra3       text,
+  ev_extra4       text,
+  ev_headers      jsonb,
+  ev_key          text,
+  ev_bytes        bytea,
+  ev_expires      timestamptz,
+  ev_error        text,
+  constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
+);
+
+create table if not exists pgque.idempotency_key (
+  idem_queue    int not null
+    constraint idempotency_key_queue_fkey references pgque.queue on delete cascade,
+  idem_key      text not null,
+  idem_ev_id    bigint not null,
+  idem_expires  timestamptz not null,
+  constraint idempotency_key_pkey primary key (idem_queue, idem_key)
+);
+create index if not exists idempotency_key_expires on pgque.idempotency_key (idem_expires);
+
+-- A message as a consumer gets it, and what became of one message of a call
+-- that settles several.
+do $$
+begin
+  if to_regtype('pgque.outcome') is null then
+    create type pgque.outcome as (
+      msg_id  bigint,
+      ok      boolean,
+      reason  text
+    );
+  end if;
+  if to_regtype('pgque.message') is null then
+    create type pgque.message as (
+      msg_id         bigint,
+      batch_id       bigint,
+      type           text,
+      payload        text,
+      retry_count    int,
+      created_at     timestamptz,
+      extra1         text,
+      extra2         text,
+      extra3         text,
+      extra4         text,
+      headers        jsonb,
+      key            text,
+      payload_bytes  bytea,
+      receive_count  int,
+      last_error     text,
+      expires_at     timestamptz,
+      queue          text
+    );
+  end if;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- queues: create, configure, pause, drop
+-- ---------------------------------------------------------------------------
+
+-- The queue's row, or PQ001.
+create or replace function pgque._queue(p_queue text) returns pgque.queue
+language plpgsql stable as $$
+declare
+  v_queue  pgque.queue;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue;
+  if not found then
+    perform pgque._no_queue(p_queue);
+  end if;
+  return v_queue;
+end
+$$;
+
+create or replace function pgque._no_queue(p_queue text) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ001',
+    message = pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    hint = 'select pgque.create_queue(name) makes a queue; select queue_name from pgque.get_queue_info() lists them.';
+end
+$$;
+
+-- Makes one of a queue's six tables and attaches it.  ATTACH locks the parent
+-- in a mode that lets senders and readers of other queues go on.
+create or replace function pgque._create_leaf(p_kind text, p_queue_id int, p_n int, p_event_seq regclass) returns void
+language plpgsql as $$
+declare
+  v_leaf  text := pg_catalog.format('%s_%s_%s', p_kind, p_queue_id, p_n);
+  v_slot  int := p_queue_id * 3 + p_n;
+begin
+  execute pg_catalog.format('create table pgque.%I (like pgque.%I including all, constraint %I check (slot = %s))',
+    v_leaf, p_kind, v_leaf || '_slot', v_slot);
+  if p_kind = 'tick' then
+    execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
+  else
+    execute pg_catalog.format(
+      'alter table pgque.%I alter slot set default %s, alter ev_id set default pg_catalog.nextval(%L),'
+      ' alter ev_time set default pgque.clock(), alter ev_txid set default pg_catalog.pg_current_xact_id()',
+      v_leaf, v_slot, p_event_seq);
+  end if;
+  execute pg_catalog.format('alter table pgque.%I attach partition pgque.%I for values in (%s)', p_kind, v_leaf, v_slot);
+end
+$$;
+
+-- Creates a queue with its tables and first tick; 0 when the name is taken.
+create or replace function pgque.create_queue(queue_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_id   int;
+  v_seq  text;
+begin
+  if coalesce(create_queue.queue_name, '') = '' or octet_length(create_queue.queue_name) > 57 then
+    raise exception using
+      errcode = 'PQ004',
+      message = format('invalid queue name: %s', coalesce(quote_ident(left(create_queue.queue_name, 100)), 'null')),
+      hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
+  end if;
+  if exists (select from pgque.queue q where q.queue_name = create_queue.queue_name) then
+    return 0;
+  end if;
+  -- Two sessions that create one name meet here; the second sees the first.
+  perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(create_queue.queue_name));
+  if exists (select from pgque.queue q where q.queue_name = create_queue.queue_name) then
+    return 0;
+  end if;
+  v_id := nextval(pg_get_serial_sequence('pgque.queue', 'queue_id'));
+  v_seq := format('pgque.event_%s_seq', v_id);
+  execute format('create sequence %s', v_seq);
+  execute format('create sequence pgque.tick_%s_seq', v_id);
+  insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_xid)
+  values (v_id, create_queue.queue_name, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass, pg_current_xact_id());
+  for n in 0..2 loop
+    perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
+    perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
+  end loop;
+  execute format('alter sequence %s owned by pgque.event_%s_0.ev_id', v_seq, v_id);
+  execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick_%1$s_0.tick_id', v_id);
+  insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
+  values (v_id * 3, v_id, 1, pgque.clock(), pgque._tick_snapshot(), 0);
+  return 1;
+exception
+  when unique_violation then
+    -- A creator whose snapshot is older than the name's commit.
+    return 0;
+end
+$$;
+
+create or replace function pgque.create_queue(queue_name text, config jsonb) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_new  int := pgque.create_queue(create_queue.queue_name);
+begin
+  if v_new = 1 then
+    perform pgque.alter_queue(create_queue.queue_name, create_queue.config);
+  end if;
+  return v_new;
+end
+$$;
+
+-- Sets several parameters at once: all of them or, on an error, none.
+create or replace function pgque.alter_queue(queue_name text, config jsonb) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_count  int := 0;
+  v_pair   record;
+begin
+  perform pgque._queue(alter_queue.queue_name);
+  if jsonb_typeof(alter_queue.config) is distinct from 'object' then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('the configuration of queue %I must be a JSON object', alter_queue.queue_name),
+      hint = 'For example {"max_retries": 3, "rotation_period": "1 hour"}.';
+  end if;
+  for v_pair in select e.key, e.value from jsonb_each_text(alter_queue.config) e loop
+    perform pgque.set_queue_config(alter_queue.queue_name, v_pair.key, v_pair.value);
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- The settings of a queue, as data: parameter name and type.  The column is
+-- queue_<name>; its default is the setting's default and its check constraint
+-- the setting's range.
+create or replace function pgque._setting_type(p_param text) returns text
+language sql immutable as $$
+  select case
+    when p_param in ('ticker_max_count', 'max_retries') then 'int'
+    when p_param in ('ticker_max_lag', 'ticker_idle_period', 'rotation_period', 'retention_period') then 'interval'
+    when p_param in ('ticker_paused', 'external_ticker') then 'boolean'
+  end
+$$;
+
+-- Sets one parameter; NULL restores the default.  PgQ's names with the prefix
+-- queue_ are understood too.
+create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(set_queue_config.queue_name);
+  v_param  text := regexp_replace(set_queue_config.param_name, '^queue_', '');
+  v_type   text := pgque._setting_type(v_param);
+begin
+  if v_type is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('unknown parameter %L for queue %I', set_queue_config.param_name, v_queue.queue_name),
+      hint = 'Parameters: ticker_max_count, ticker_max_lag, ticker_idle_period, ticker_paused, external_ticker, rotation_period, retention_period, max_retries.';
+  end if;
+  if set_queue_config.param_value is null then
+    execute format('update pgque.queue set %I = default, queue_xid = pg_catalog.pg_current_xact_id() where queue_id = $1', 'queue_' || v_param)
+      using v_queue.queue_id;
+  else
+    execute format('update pgque.queue set %I = $2::%s, queue_xid = pg_catalog.pg_current_xact_id() where queue_id = $1', 'queue_' || v_param, v_type)
+      using v_queue.queue_id, set_queue_config.param_value;
+  end if;
+  return 1;
+exception
+  when data_exception or check_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('invalid value %L for parameter %s of queue %I', set_queue_config.param_value, v_param, set_queue_config.queue_name),
+      detail = sqlerrm,
+      hint = format('The type of %s is %s.', v_param, v_type);
+end
+$$;
+
+-- The values in force, one row a parameter.
+create or replace function pgque.queue_config(queue_name text) returns table (param_name text, param_value text)
+language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(queue_config.queue_name);
+begin
+  return query
+    select substr(e.key, 7), e.value
+    from jsonb_each_text(to_jsonb(v_queue)) e
+    where pgque._setting_type(substr(e.key, 7)) is not null
+    order by 1;
+end
+$$;
+
+-- Closes a queue for senders (PQ013) until resume(); consumers drain what is
+-- there.
+create or replace function pgque.pause(queue_name text) returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  update pgque.queue q set queue_paused = true, queue_xid = pg_current_xact_id()
+  where q.queue_id = (pgque._queue(pause.queue_name)).queue_id;
+end
+$$;
+
+create or replace function pgque.resume(queue_name text) returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  update pgque.queue q set queue_paused = false, queue_xid = pg_current_xact_id()
+  where q.queue_id = (pgque._queue(resume.queue_name)).queue_id;
+end
+$$;
+
+-- Drops a queue and all it holds.  With consumers it needs force (PQ006).
+-- Its leaves are emptied at once; they are detached and dropped when that can
+-- be done without making any other queue wait, here or by maint().
+create or replace function pgque.drop_queue(queue_name text, force boolean default false) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for update;
+  if not found then
+    perform pgque._no_queue(drop_queue.queue_name);
+  end if;
+  if not drop_queue.force and exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
+    raise exception using
+      errcode = 'PQ006',
+      message = format('queue %I has consumers', v_queue.queue_name),
+      hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+  end if;
+  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
+  delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
+  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is not null;
+  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
+  delete from pgque.queue q where q.queue_id = v_queue.queue_id;
+  execute (
+    select 'truncate ' || string_agg(l.leaf, ', ')
+    from pgque._leaves(v_queue.queue_id) l
+    where to_regclass(l.leaf) is not null);
+  insert into pgque.dropped_queue (queue_id) values (v_queue.queue_id);
+  perform pgque._drop_leaves();
+  return 1;
+end
+$$;
+
+-- The six tables of a queue.
+create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
+language sql immutable as $$
+  select k.kind, g.n, pg_catalog.format('pgque.%s_%s_%s', k.kind, p_queue_id, g.n)
+  from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
+$$;
+
+-- Drops the tables of dropped queues if the locks on the two parents can be
+-- had at once: waiting for them would stop every sender.
+create or replace function pgque._drop_leaves() returns int
+language plpgsql as $$
+declare
+  v_id      int;
+  v_leaves  text;
+  v_count   int := 0;
+begin
+  if not exists (select from pgque.dropped_queue) then
+    return 0;
+  end if;
+  lock table pgque.event, pgque.tick in access exclusive mode nowait;
+  for v_id in delete from pgque.dropped_queue d returning d.queue_id loop
+    select pg_catalog.string_agg(l.leaf, ', ') into v_leaves
+    from pgque._leaves(v_id) l
+    where pg_catalog.to_regclass(l.leaf) is not null;
+    if v_leaves is not null then
+      execute 'drop table ' || v_leaves;
+    end if;
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- send: append events
+-- ---------------------------------------------------------------------------
+
+-- Appends one event and returns its id.  The transaction's id is taken before
+-- the queue row is read, and one statement reads the row and stores the event
+-- (see sql/README.md, "Writers and rotation").
+create or replace function pgque.insert_event(
+  queue_name text, ev_type text, ev_data text,
+  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_txid  xid8 := pg_current_xact_id();
+  v_id    bigint;
+begin
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4)
+  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid,
+    $2, $3, $4, $5, $6, $7
+  from pgque.queue q
+  where q.queue_name = $1 and q.queue_open
+  returning event.ev_id into v_id;
+  if v_id is null then
+    perform pgque._open_queue($1);
+    return pgque.insert_event($1, $2, $3, $4, $5, $6, $7);
+  end if;
+  return v_id;
+end
+$$;
+
+-- Says why a queue takes no events, or, when it came out of a dump, makes it
+-- take them.
+create or replace function pgque._open_queue(p_queue text) returns void
+language plpgsql as $$
+declare
+  v_queue  pgque.queue := pgque._queue(p_queue);
+begin
+  if v_queue.queue_paused then
+    raise exception using
+      errcode = 'PQ013',
+      message = pg_catalog.format('queue is paused: %I', v_queue.queue_name),
+      hint = 'An administrator opens it again with pgque.resume(name).';
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+end
+$$;
+
+-- The wrappers below have neither SET nor SECURITY DEFINER, so that they are
+-- inlined into the calling statement and cost nothing.
+create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, payload text) returns bigint
+language sql as $$ select pgque.insert_event($1, 'default', $2, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
+language sql as $$ select pgque.insert_event($1, 'default', $2::text, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload text) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload jsonb) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3::text, null, null, null, null) $$;
+
+create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
+language sql as $$ select pgque.insert_event($1, $2, $3, $4, null, null, null) $$;
+
+-- Appends one event per element with one statement; ids in input order.
+create or replace function pgque.send_batch(queue_name text, type_name text, payloads text[]) returns bigint[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_txid  xid8;
+  v_ids   bigint[];
+begin
+  if $3 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('payloads for queue %I must not be null', $1),
+      hint = 'Pass an array; an empty one sends nothing.';
+  elsif cardinality($3) = 0 then
+    return '{}';
+  end if;
+  v_txid := pg_current_xact_id();
+  with sent as (
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)
+    select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), q.at, v_txid, $2, p.payload
+    from (
+      select q.queue_id, q.queue_cur_table, q.queue_event_seq, pgque.clock() as at
+      from pgque.queue q
+      where q.queue_name = $1 and q.queue_open
+      offset 0
+    ) q, unnest($3) p (payload)
+    returning ev_id
+  )
+  select array_agg(s.ev_id) into v_ids from sent s;
+  if v_ids is null then
+    perform pgque._open_queue($1);
+    return pgque.send_batch($1, $2, $3);
+  end if;
+  return v_ids;
+end
+$$;
+
+create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
+language sql as $$ select pgque.send_batch($1, 'default', $2) $$;
+
+create or replace function pgque.send_batch(queue_name text, type_name text, payloads jsonb[]) returns bigint[]
+language sql as $$ select pgque.send_batch($1, $2, $3::text[]) $$;
+
+create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
+language sql as $$ select pgque.send_batch($1, 'default', $2::text[]) $$;
+
+-- Sends unless the same key was sent within ttl; then the first id comes back.
+-- The primary key makes two senders of one key meet; the second waits.
+create or replace function pgque.send_idem(
+  queue text, type text, payload text, idem_key text,
+  ttl interval default '1 hour', partition_key text default null,
+  out event_id bigint, out deduped boolean
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_now    timestamptz := pgque.clock();
+begin
+  if $4 is null or $5 is null or $5 <= '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('send_idem to queue %I needs a key and a positive ttl', $1),
+      hint = 'Without a key use pgque.send().';
+  end if;
+  select k.idem_ev_id into event_id
+  from pgque.idempotency_key k
+  where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > v_now;
+  if not found then
+    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), v_now + $5)
+    on conflict on constraint idempotency_key_pkey do update
+    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
+    where k.idem_expires <= v_now
+    returning k.idem_ev_id into event_id;
+    if event_id is not null then
+      deduped := false;
+      perform pgque._insert_as(v_queue.queue_name, event_id, $2, $3, $6);
+      return;
+    end if;
+    select k.idem_ev_id into strict event_id
+    from pgque.idempotency_key k
+    where k.idem_queue = v_queue.queue_id and k.idem_key = $4;
+  end if;
+  deduped := true;
+end
+$$;
+
+create or replace function pgque.send_idem(
+  queue text, type text, payload jsonb, idem_key text,
+  ttl interval default '1 hour', partition_key text default null,
+  out event_id bigint, out deduped boolean
+)
+language sql as $$ select * from pgque.send_idem($1, $2, $3::text, $4, $5, $6) $$;
+
+-- Appends an event whose id is known already.
+create or replace function pgque._insert_as(p_queue text, p_id bigint, p_type text, p_data text, p_extra1 text) returns void
+language plpgsql as $$
+declare
+  v_txid  xid8 := pg_catalog.pg_current_xact_id();
+begin
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
+  select q.queue_id * 3 + q.queue_cur_table, p_id, pgque.clock(), v_txid, p_type, p_data, p_extra1
+  from pgque.queue q
+  where q.queue_name = p_queue and q.queue_open;
+  if not found then
+    perform pgque._open_queue(p_queue);
+    perform pgque._insert_as(p_queue, p_id, p_type, p_data, p_extra1);
+  end if;
+end
+$$;
+
+-- The table that events of the queue go to now.  For COPY by the owner; its
+-- columns have the defaults that make a plain INSERT of ev_type and ev_data an
+-- event.
+create or replace function pgque.current_event_table(queue_name text) returns text
+language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
+$$;
+-- ---------------------------------------------------------------------------
+-- tick: record snapshots
+-- ---------------------------------------------------------------------------
+
+-- The current snapshot, in which the calling transaction itself is never
+-- visible.  A transaction that sends, ticks and sends again has one id; were
+-- it visible in its own tick, a reader of that tick inside the transaction
+-- would miss the second event.
+create or replace function pgque._tick_snapshot() returns pg_snapshot
+language plpgsql as $$
+declare
+  v_snapshot  pg_snapshot := pg_catalog.pg_current_snapshot();
+  v_own       xid8 := pg_catalog.pg_current_xact_id_if_assigned();
+begin
+  if v_own is null or not pg_catalog.pg_visible_in_snapshot(v_own, v_snapshot) then
+    return v_snapshot;
+  end if;
+  return (
+    select least(pg_catalog.pg_snapshot_xmin(v_snapshot), v_own)::text || ':' || pg_catalog.pg_snapshot_xmax(v_snapshot)::text
+      || ':' || pg_catalog.string_agg(x.xid::text, ',' order by x.xid)
+    from (
+      select s.xid from pg_catalog.pg_snapshot_xip(v_snapshot) s (xid)
+      union
+      select v_own
+    ) x
+  )::pg_snapshot;
+end
+$$;
+
+-- The newest tick of a queue.
+create or replace function pgque._last_tick(p_queue_id int) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick  pgque.tick;
+begin
+  execute pg_catalog.format(
+    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
+    ' order by t.tick_id desc limit 1', p_queue_id) into v_tick;
+  return v_tick;
+end
+$$;
+
+-- One tick by its id; all columns null when it is gone.
+create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick  pgque.tick;
+begin
+  execute pg_catalog.format(
+    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
+    ' where t.tick_id = $1', p_queue_id) into v_tick using p_tick_id;
+  return v_tick;
+end
+$$;
+
+-- Why a queue wants a tick now: 'events' (something committed that no tick
+-- covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
+-- no transaction id.
+create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick) returns text
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
+  v_cond   text;
+  v_found  boolean;
+begin
+  if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
+    return 'forced';
+  end if;
+  if v_count >= p_queue.queue_ticker_max_count or v_now - p_last.tick_time >= p_queue.queue_ticker_max_lag then
+    v_cond := pgque._xid_condition(p_last.tick_snapshot, pg_catalog.pg_current_snapshot());
+    if v_cond is not null then
+      execute pg_catalog.format(
+        'select exists (select from pgque.event_%1$s_0 e where %2$s)'
+        ' or exists (select from pgque.event_%1$s_1 e where %2$s)'
+        ' or exists (select from pgque.event_%1$s_2 e where %2$s)', p_queue.queue_id, v_cond) into v_found;
+      if v_found then
+        return 'events';
+      end if;
+    end if;
+  end if;
+  if v_now - p_last.tick_time >= p_queue.queue_ticker_idle_period then
+    return 'idle';
+  end if;
+  return null;
+end
+$$;
+
+-- Ticks one queue if there is a reason; returns the tick's id or null.  The
+-- lock comes before the snapshot, so two tickers can not store ticks in an
+-- order that is not the order of their snapshots; it is held to the end of the
+-- transaction, so the second sees the tick of the first.
+create or replace function pgque._tick_queue(p_queue pgque.queue, p_wait boolean) returns bigint
+language plpgsql as $$
+declare
+  v_last    pgque.tick := pgque._last_tick(p_queue.queue_id);
+  v_reason  text := pgque._tick_reason(p_queue, v_last);
+  v_class   int := pg_catalog.hashtext('pgque.tick');
+begin
+  if v_reason is null then
+    return null;
+  end if;
+  perform pgque._need_read_committed('a tick');
+  if p_wait then
+    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
+  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
+    return null;
+  end if;
+  select q.* into p_queue from pgque.queue q where q.queue_id = p_queue.queue_id;
+  if not found then
+    return null;
+  end if;
+  v_last := pgque._last_tick(p_queue.queue_id);
+  v_reason := pgque._tick_reason(p_queue, v_last);
+  if v_reason is null then
+    return null;
+  end if;
+  return pgque._store_tick(p_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
+end
+$$;
+
+-- Stores a tick and tells listeners.
+create or replace function pgque._store_tick(
+  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_event_seq bigint, p_notify boolean
+) returns bigint
+language plpgsql as $$
+begin
+  insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
+  values (
+    p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, pgque._tick_snapshot(),
+    coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
+  if p_notify then
+    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
+  end if;
+  return p_tick_id;
+end
+$$;
+
+-- Ticks a queue now if there is a reason; null if there was none.  Waits for
+-- another ticker of the same queue.
+create or replace function pgque.ticker(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+begin
+  if v_queue.queue_external_ticker then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('queue %I has an external ticker', v_queue.queue_name),
+      hint = 'Call pgque.ticker(queue, tick_id, time, event_seq).';
+  elsif v_queue.queue_ticker_paused then
+    return null;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  return pgque._tick_queue(v_queue, true);
+end
+$$;
+
+-- Ticks every queue that has a reason; returns the number of ticks.
+create or replace function pgque.ticker() returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_count  bigint := 0;
+  v_id     int;
+begin
+  for v_id in select q.queue_id from pgque.queue q order by q.queue_id loop
+    if pgque._try_tick(v_id) is not null then
+      v_count := v_count + 1;
+    end if;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Ticks one queue for a ticker that serves all of them: never waits for
+-- another ticker, and a queue that is broken is reported and left alone.
+create or replace function pgque._try_tick(p_queue_id int) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
+    return null;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  return pgque._tick_queue(v_queue, false);
+exception
+  when invalid_transaction_state then
+    raise;
+  when others then
+    raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+    return null;
+end
+$$;
+
+-- Stores a tick whose id, time and event sequence another system decided.
+create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+  v_last   pgque.tick;
+begin
+  perform pgque._need_read_committed('a tick');
+  if not v_queue.queue_external_ticker then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('queue %I has no external ticker', v_queue.queue_name),
+      hint = format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name);
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
+  v_queue := pgque._queue(ticker.queue_name);
+  v_last := pgque._last_tick(v_queue.queue_id);
+  if ticker.tick_id <= v_last.tick_id or ticker.event_seq < v_last.tick_event_seq then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('tick %s of queue %I is not after tick %s', ticker.tick_id, v_queue.queue_name, v_last.tick_id),
+      hint = 'Tick ids rise, event sequences do not fall.';
+  end if;
+  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, ticker.event_seq, true);
+end
+$$;
+
+-- Makes the next ticker() tick the queue whether or not anything happened.
+-- The wish is kept in a sequence, so it leaves no row behind.  Returns the id
+-- of the newest tick.
+create or replace function pgque.force_next_tick(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name);
+  v_last   bigint := (pgque._last_tick(v_queue.queue_id)).tick_id;
+begin
+  perform setval(v_queue.queue_tick_seq, v_last + 1);
+  return v_last;
+end
+$$;
+
+create or replace function pgque.force_tick(queue_name text) returns bigint
+language sql as $$ select pgque.force_next_tick($1) $$;
+-- ---------------------------------------------------------------------------
+-- window: which rows lie between two snapshots
+-- ---------------------------------------------------------------------------
+
+-- An SQL condition on e.ev_txid for "visible in p_to, not visible in p_from",
+-- or null if that can be no transaction.
+--
+-- The naive condition scans from the xmin of p_from; one transaction that
+-- stays open for a day then makes every window scan a day of rows.  Instead:
+-- every id from xmax(p_from) up to xmax(p_to) was not visible in p_from, so
+-- that range is cut at the ids still running in p_to; and of the ids below it
+-- only those that ran in p_from can be new, so they are named one by one.
+-- Every part is a range of the index, and rows of transactions that are still
+-- running are not even looked at.  With a great many parts one range and a
+-- filter serve better.
+create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
+language plpgsql stable as $$
+declare
+  v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
+  v_end    bigint := pg_catalog.pg_snapshot_xmax(p_to)::text::bigint;
+  v_late   xid8[];
+  v_parts  text[] := '{}';
+  v_hi     bigint;
+begin
+  if pg_catalog.pg_snapshot_xmin(p_from) < pg_catalog.pg_snapshot_xmax(p_from) then
+    select pg_catalog.array_agg(x.xid) into v_late
+    from pg_catalog.pg_snapshot_xip(p_from) x (xid)
+    where pg_catalog.pg_visible_in_snapshot(x.xid, p_to);
+    if v_late is not null then
+      v_parts := array[pg_catalog.format('e.ev_txid = any (%L::xid8[])', v_late)];
+    end if;
+  end if;
+  if v_lo < v_end then
+    for v_hi in
+      select x.xid::text::bigint as hi
+      from pg_catalog.pg_snapshot_xip(p_to) x (xid)
+      where x.xid::text::bigint >= v_lo
+      union all
+      select v_end
+      order by 1
+    loop
+      if v_lo < v_hi then
+        v_parts := v_parts || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8)', v_lo, v_hi);
+      end if;
+      v_lo := v_hi + 1;
+    end loop;
+  end if;
+  if pg_catalog.cardinality(v_parts) > 100 then
+    return pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8 and %s)',
+      pg_catalog.pg_snapshot_xmin(p_from), pg_catalog.pg_snapshot_xmax(p_to), pgque._xid_filter(p_from, p_to));
+  end if;
+  return '(' || nullif(pg_catalog.array_to_string(v_parts, ' or '), '') || ')';
+end
+$$;
+
+-- The same set of transactions as a filter that no index serves: where row
+-- addresses lead to the rows, the planner shall not be led astray.
+create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
+language sql immutable as $$
+  select pg_catalog.format(
+    '(pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L) and not pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_to, p_from)
+$$;
+
+-- The rows of a queue that satisfy a condition on e, over all three tables: a
+-- writer whose snapshot is older than a rotation stores into a table that is
+-- no longer current, so none may be left out.  p_tids narrows each table to a
+-- range of row addresses (three conditions, or null).
+create or replace function pgque._rows_sql(p_queue_id int, p_condition text, p_tids text[] default null) returns text
+language plpgsql immutable as $$
+declare
+  v_sql  text;
+begin
+  if p_tids is null then
+    return pg_catalog.format(
+      'select * from pgque.event_%1$s_0 e where %2$s union all'
+      ' select * from pgque.event_%1$s_1 e where %2$s union all'
+      ' select * from pgque.event_%1$s_2 e where %2$s', p_queue_id, p_condition);
+  end if;
+  for n in 0..2 loop
+    if p_tids[n + 1] is not null then
+      v_sql := pg_catalog.concat_ws(' union all ', v_sql,
+        pg_catalog.format('select * from pgque.event_%s_%s e where %s and %s', p_queue_id, n, p_tids[n + 1], p_condition));
+    end if;
+  end loop;
+  return v_sql;
+end
+$$;
+
+-- The condition for the part of a window that belongs to one subscriber and
+-- has its ids in (p_after, p_upto]; either bound may be null.
+create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
+language sql immutable as $$
+  select p_xids
+    || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_owner)
+    || coalesce(' and e.ev_id > ' || p_after, '')
+    || coalesce(' and e.ev_id <= ' || p_upto, '')
+$$;
+
+-- Reads a window once, in the order of ids, and notes for every 2,000 rows
+-- between which ids they are and, for each table, between which row addresses.
+-- A slice is then a TID range scan.  A window's rows are fixed and do not
+-- move; VACUUM FULL and the like give the table another file, which is noted
+-- too.  The map is a cache: without it, reading is only slower.
+create or replace function pgque._map_window(
+  p_queue_id int, p_from bigint, p_to bigint, p_xids text
+) returns void
+language plpgsql as $$
+begin
+  execute pg_catalog.format(
+    $q$
+    insert into pgque.window_map (map_queue, map_from, map_to, map_chunk, map_id_lo, map_id_hi, map_lo, map_hi, map_filenodes, map_xid)
+    select $1, $2, $3, r.chunk, min(r.ev_id), max(r.ev_id),
+      array[min(r.tid) filter (where r.n = 0), min(r.tid) filter (where r.n = 1), min(r.tid) filter (where r.n = 2)],
+      array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
+      pgque._filenodes($1), pg_catalog.pg_current_xact_id()
+    from (
+      select w.ev_id, w.n, w.tid, (row_number() over (order by w.ev_id) - 1) / 2000 as chunk
+      from (
+        select e.ev_id, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
+        union all
+        select e.ev_id, 1, e.ctid from pgque.event_%1$s_1 e where %2$s
+        union all
+        select e.ev_id, 2, e.ctid from pgque.event_%1$s_2 e where %2$s
+      ) w
+    ) r
+    group by r.chunk
+    $q$, p_queue_id, p_xids)
+  using p_queue_id, p_from, p_to;
+end
+$$;
+
+create or replace function pgque._filenodes(p_queue_id int) returns oid[]
+language plpgsql stable as $$
+begin
+  return array[
+    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_0', p_queue_id)::regclass),
+    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_1', p_queue_id)::regclass),
+    pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_2', p_queue_id)::regclass)];
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- position: where consumers stand
+-- ---------------------------------------------------------------------------
+
+-- The newest row of a subscriber.  The leaf that is being written is asked
+-- first and the other one only if it knows nothing, so that the other one can
+-- be emptied while consumers work.  The caller holds the subscriber's row
+-- lock if it means to append.
+create or replace function pgque._position(p_sub int) returns pgque.position_0
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position_0;
+begin
+  if pgque._journal_leaf() = 0 then
+    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    if not found then
+      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+  else
+    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    if not found then
+      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+  end if;
+  if v_position.pos_sub is null then
+    -- A snapshot that is older than a compaction sees neither leaf's row.
+    raise exception using
+      errcode = 'serialization_failure',
+      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
+      hint = 'Retry the transaction.';
+  end if;
+  return v_position;
+end
+$$;
+
+-- Which leaf of the journal is written.  A transaction with an old snapshot
+-- locks the answer, and fails with 40001 if it is no longer true.
+create or replace function pgque._journal_leaf() returns int
+language plpgsql as $$
+declare
+  v_leaf  int;
+begin
+  if pg_catalog.current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+    select j.journal_cur into v_leaf from pgque.journal j;
+  else
+    select j.journal_cur into v_leaf from pgque.journal j for key share;
+  end if;
+  return v_leaf;
+end
+$$;
+
+-- Appends a position; the sequence number and the time are set here.  The
+-- primary key stops a transaction whose snapshot does not show the newest row:
+-- it gets 40001, never a second truth.
+create or replace function pgque._append_position(p_position pgque.position_0) returns void
+language plpgsql as $$
+begin
+  p_position.pos_seq := p_position.pos_seq + 1;
+  p_position.pos_time := pgque.clock();
+  if pgque._journal_leaf() = 0 then
+    insert into pgque.position_0 select p_position.* on conflict do nothing;
+  else
+    insert into pgque.position_1 select p_position.* on conflict do nothing;
+  end if;
+  if not found then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
+      hint = 'Retry the transaction.';
+  end if;
+end
+$$;
+
+-- Brings a subscriber's position, and what is settled in its open batch, to
+-- the leaf that is being written.  Whoever appends to a position without
+-- closing its batch, or settles a message, does this first; compaction does it
+-- for everybody else.
+create or replace function pgque._carry_over(p_position pgque.position_0) returns void
+language plpgsql as $$
+begin
+  if pgque._journal_leaf() = 0 then
+    if not exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub) then
+      insert into pgque.position_0 select p_position.* on conflict do nothing;
+      insert into pgque.settled_0
+      select s.* from pgque.settled_1 s where s.set_batch = p_position.pos_batch
+      on conflict do nothing;
+    end if;
+  else
+    if not exists (select from pgque.position_1 p where p.pos_sub = p_position.pos_sub) then
+      insert into pgque.position_1 select p_position.* on conflict do nothing;
+      insert into pgque.settled_1
+      select s.* from pgque.settled_0 s where s.set_batch = p_position.pos_batch
+      on conflict do nothing;
+    end if;
+  end if;
+end
+$$;
+
+-- A batch id never issued before: the subscriber's low 20 bits under a number
+-- that rises with the clock in quarters of a millisecond, and by at least one.
+-- A counter alone would not do: a crash, a failover or a restore can take back
+-- the newest values of a counter, and an old token would then fit a new batch.
+create or replace function pgque._new_batch_id(p_position pgque.position_0) returns bigint
+language sql volatile as $$
+  select (greatest(
+      (p_position.pos_last_batch >> 20) + 1,
+      ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
+    | (p_position.pos_sub & 1048575)
+$$;
+
+-- Locks the subscriber that owns a batch and returns its position, or null if
+-- the batch is not open.
+create or replace function pgque._lock_batch(p_batch bigint) returns pgque.position_0
+language plpgsql as $$
+declare
+  v_sub       int;
+  v_position  pgque.position_0;
+begin
+  select s.sub_id into v_sub
+  from pgque.subscriber s
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
+  for no key update;
+  if found then
+    v_position := pgque._position(v_sub);
+    if v_position.pos_batch = p_batch then
+      return v_position;
+    end if;
+  end if;
+  return null;
+end
+$$;
+
+create or replace function pgque._no_batch(p_batch bigint) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ012',
+    message = pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
+    hint = 'It was finished already, its worker lost it to another one, or it never was.';
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- consume: subscribe, receive, ack
+-- ---------------------------------------------------------------------------
+
+-- The subscriber for a queue and a consumer, or a worker of it, without a
+-- lock; PQ001 or PQ011 if there is none.
+create or replace function pgque._subscriber(p_queue text, p_consumer text) returns pgque.subscriber
+language plpgsql stable as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub
+  from pgque.queue q
+  join pgque.consumer c on c.co_name = p_consumer
+  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  where q.queue_name = p_queue;
+  if not found then
+    perform pgque._queue(p_queue);
+    raise exception using
+      errcode = 'PQ011',
+      message = pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
+      hint = 'select pgque.subscribe(queue, consumer) makes it one.';
+  end if;
+  return v_sub;
+end
+$$;
+
+-- Locks a subscriber against its own other calls and returns its position; an
+-- old snapshot that does not know of a change since fails with 40001.
+create or replace function pgque._lock_position(p_sub int) returns pgque.position_0
+language plpgsql as $$
+begin
+  perform from pgque.subscriber s where s.sub_id = p_sub for no key update;
+  if not found then
+    raise exception using
+      errcode = 'PQ011',
+      message = 'not subscriber to queue any more',
+      hint = 'It was unsubscribed while this call waited.';
+  end if;
+  return pgque._position(p_sub);
+end
+$$;
+
+-- The tick that start_at means: latest, earliest, a tick id, or a time (the
+-- last tick before it).
+create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns bigint
+language plpgsql as $$
+declare
+  v_tick  bigint;
+begin
+  if p_start_at = 'latest' then
+    return (pgque._last_tick(p_queue.queue_id)).tick_id;
+  elsif p_start_at = 'earliest' then
+    execute pg_catalog.format('select min(t.tick_id) from (%s) t', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  elsif p_start_at ~ '^\d{1,18}$' then
+    v_tick := (pgque._tick(p_queue.queue_id, p_start_at::bigint)).tick_id;
+  else
+    execute pg_catalog.format(
+      'select coalesce(max(t.tick_id) filter (where t.tick_time <= $1), min(t.tick_id)) from (%s) t', pgque._ticks_sql(p_queue.queue_id))
+    into v_tick using p_start_at::timestamptz;
+  end if;
+  if v_tick is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+  end if;
+  return v_tick;
+exception
+  when datetime_field_overflow or invalid_datetime_format then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
+      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+end
+$$;
+
+create or replace function pgque._ticks_sql(p_queue_id int) returns text
+language sql immutable as $$
+  select pg_catalog.format(
+    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
+$$;
+
+-- Adds a subscriber row with its first position; the low 20 bits of its id are
+-- taken once only.
+create or replace function pgque._add_subscriber(
+  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick bigint
+) returns int
+language plpgsql as $$
+declare
+  v_position  pgque.position_0;
+begin
+  loop
+    insert into pgque.subscriber (sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
+    values (p_queue_id, p_consumer, p_role, p_main, p_worker)
+    on conflict ((sub_id & 1048575)) do nothing
+    returning sub_id into v_position.pos_sub;
+    exit when found;
+  end loop;
+  v_position.pos_main := p_main;
+  v_position.pos_seq := 0;
+  v_position.pos_tick := p_tick;
+  v_position.pos_last_batch := 0;
+  v_position.pos_skipped := 0;
+  perform pgque._append_position(pgque._closed(v_position));
+  return v_position.pos_sub;
+end
+$$;
+
+-- Subscribes a consumer; it starts at start_at, by default at the newest tick.
+-- 1 when new, 0 when it was subscribed already (its position stays).
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+  v_co     int;
+begin
+  -- The lock keeps rotation from emptying the tick that is about to be used.
+  select q.* into v_queue from pgque.queue q where q.queue_name = subscribe.queue_name for share;
+  if not found then
+    perform pgque._no_queue(subscribe.queue_name);
+  end if;
+  v_co := pgque._consumer(subscribe.consumer_name);
+  if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
+    return 0;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  perform pgque._add_subscriber(v_queue.queue_id, v_co, 'normal', null, null, pgque._find_tick(v_queue, subscribe.start_at));
+  return 1;
+exception
+  when unique_violation then
+    return 0;
+end
+$$;
+
+-- The id of a consumer's name, made known if it is new.
+create or replace function pgque._consumer(p_consumer text) returns int
+language plpgsql as $$
+declare
+  v_id  int;
+begin
+  if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
+    raise exception using
+      errcode = 'PQ004',
+      message = 'invalid consumer name',
+      hint = 'A consumer name has 1 to 1000 bytes; any character is allowed.';
+  end if;
+  select c.co_id into v_id from pgque.consumer c where c.co_name = p_consumer;
+  if not found then
+    insert into pgque.consumer (co_name) values (p_consumer) on conflict do nothing;
+    select c.co_id into strict v_id from pgque.consumer c where c.co_name = p_consumer;
+  end if;
+  return v_id;
+end
+$$;
+
+create or replace function pgque.subscribe(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
+
+create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
+
+-- Subscribes at a tick, or moves a known consumer there: its open batch is
+-- dropped.  1 when new, 0 when moved.
+create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue     pgque.queue;
+  v_position  pgque.position_0;
+begin
+  if register_consumer_at.tick_id is null then
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest');
+  end if;
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text) = 1 then
+    return 1;
+  end if;
+  v_queue := pgque._queue(register_consumer_at.queue_name);
+  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name)).sub_id);
+  v_position.pos_tick := pgque._find_tick(v_queue, register_consumer_at.tick_id::text);
+  perform pgque._append_position(pgque._closed(v_position));
+  return 0;
+end
+$$;
+
+-- A position with no window and no batch.
+create or replace function pgque._closed(p_position pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  p_position.pos_next_tick := null;
+  p_position.pos_done_id := null;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_slice := 0;
+  p_position.pos_attempt := 1;
+  return p_position;
+end
+$$;
+
+-- Removes a consumer from a queue, with its workers and its waiting retries.
+-- Its dead letters stay.  Returns the number of subscribers removed.
+create or replace function pgque.unsubscribe(queue_name text, consumer_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name);
+  v_main   int;
+  v_count  int;
+  v_rows   int;
+begin
+  select s.sub_id into v_main
+  from pgque.subscriber s
+  join pgque.consumer c on c.co_id = s.sub_consumer
+  where s.sub_queue = v_queue.queue_id and c.co_name = unsubscribe.consumer_name and s.sub_main is null
+  for update of s;
+  if not found then
+    return 0;
+  end if;
+  delete from pgque.retry_queue r where r.ev_owner = v_main;
+  delete from pgque.subscriber s where s.sub_main = v_main;
+  get diagnostics v_count = row_count;
+  delete from pgque.subscriber s where s.sub_id = v_main;
+  get diagnostics v_rows = row_count;
+  return v_count + v_rows;
+end
+$$;
+
+create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.unsubscribe($1, $2) $$;
+
+-- Whether a tick newer than p_tick exists.
+create or replace function pgque._has_tick_after(p_queue_id int, p_tick bigint) returns boolean
+language plpgsql as $$
+declare
+  v_found  boolean;
+begin
+  execute pg_catalog.format(
+    'select exists (select from pgque.tick_%1$s_0 t where t.tick_id > $1)'
+    ' or exists (select from pgque.tick_%1$s_1 t where t.tick_id > $1)'
+    ' or exists (select from pgque.tick_%1$s_2 t where t.tick_id > $1)', p_queue_id) into v_found using p_tick;
+  return v_found;
+end
+$$;
+
+-- The end of the window that follows p_tick: the furthest of the next 100
+-- ticks up to which no more than p_max events were numbered, so that a
+-- consumer which lags behind many small ticks gets full batches; at least the
+-- next tick.  Null when there is none.
+create or replace function pgque._window_end(p_queue_id int, p_tick bigint, p_max bigint) returns bigint
+language plpgsql as $$
+declare
+  v_end  bigint;
+begin
+  execute pg_catalog.format(
+    'select coalesce(max(t.tick_id) filter (where t.tick_event_seq <= t.seq + $2), min(t.tick_id) filter (where t.tick_id > $1))'
+    ' from (select t.tick_id, t.tick_event_seq, first_value(t.tick_event_seq) over (order by t.tick_id) as seq'
+    '   from (%s) t where t.tick_id >= $1 order by t.tick_id limit 101) t'
+    ' where t.tick_id > $1', pgque._ticks_sql(p_queue_id)) into v_end using p_tick, p_max;
+  return v_end;
+end
+$$;
+
+-- Hands out the next messages of a consumer, at most max_return, as one batch.
+-- A batch that is still open comes again, with its id and its messages, less
+-- those that were settled one by one.  No message, no batch, no rows.
+--
+-- With a worker, the batch belongs to that worker (see "workers").
+create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
+returns setof pgque.message
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub      pgque.subscriber;
+  v_cursor   pgque.position_0;   -- the consumer's position
+  v_batch    pgque.position_0;   -- whose batch it is: the same, or the worker's
+  v_owner    int;
+  v_member   int;
+  v_open     boolean;            -- an open batch comes again
+  v_from     pgque.tick;
+  v_to       pgque.tick;
+  v_xids     text;
+  v_filter   text;
+  v_settled  text := '';
+  v_chunk    pgque.window_map;
+  v_mapped   boolean;
+  v_tids     text[];
+  v_row      pgque.message;
+  v_max      bigint := receive.max_return;
+  v_count    bigint;
+  v_read     bigint;
+  v_last     bigint;
+  v_more     boolean;
+begin
+  if receive.max_return is null or receive.max_return < 1 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('max_return must be at least 1, for queue %I', receive.queue_name),
+      hint = 'It is the greatest number of messages to hand out.';
+  end if;
+  v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
+  v_owner := v_sub.sub_id;
+  if receive.worker is not null then
+    v_member := pgque._worker(v_sub, receive.worker);
+  elsif v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers(receive.queue_name, receive.consumer_name);
+  end if;
+  -- An idle poll takes no lock, writes nothing and needs no transaction id.
+  v_cursor := pgque._position(v_owner);
+  if v_cursor.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_cursor.pos_tick)
+    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
+  then
+    return;
+  end if;
+
+  v_cursor := pgque._lock_position(v_owner);
+  v_batch := v_cursor;
+  if v_member is not null then
+    v_batch := pgque._lock_position(v_member);
+  end if;
+  v_open := v_batch.pos_batch is not null;
+  if not v_open then
+    v_batch.pos_tick := v_cursor.pos_tick;
+    v_batch.pos_next_tick := v_cursor.pos_next_tick;
+    v_batch.pos_done_id := v_cursor.pos_done_id;
+    v_batch.pos_slice := v_cursor.pos_slice;
+    v_batch.pos_batch := pgque._new_batch_id(v_batch);
+  else
+    -- It comes whole, whatever max_return says now, since ack() finishes it whole.
+    v_max := 2147483647;
+    v_settled := pgque._unsettled_condition(v_batch);
+  end if;
+
+  loop
+    if v_batch.pos_next_tick is null then
+      v_batch.pos_next_tick := pgque._window_end(v_sub.sub_queue, v_batch.pos_tick, v_max);
+      exit when v_batch.pos_next_tick is null;
+    end if;
+    v_from := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
+    v_to := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
+    v_xids := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot);
+    v_count := 0;
+    v_read := 0;
+    v_last := null;
+    v_more := false;
+    if v_xids is not null then
+      v_mapped := false;
+      if v_batch.pos_done_id is not null then
+        v_mapped := pgque._mapped(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick);
+        if not v_mapped and v_batch.pos_slice > 1 then
+          perform pgque._map_window(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick, v_xids);
+          v_mapped := true;
+        end if;
+        v_chunk.map_id_hi := v_batch.pos_done_id;
+      end if;
+      v_filter := pgque._slice_condition(
+        case when v_mapped then pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot) else v_xids end,
+        v_owner, v_batch.pos_done_id, v_batch.pos_last_id) || v_settled;
+      <<pieces>>
+      loop
+        if v_mapped then
+          select m.* into v_chunk
+          from pgque.window_map m
+          where m.map_queue = v_sub.sub_queue and m.map_from = v_batch.pos_tick and m.map_to = v_batch.pos_next_tick
+            and m.map_id_hi > v_chunk.map_id_hi and m.map_valid
+          order by m.map_id_hi
+          limit 1;
+          exit when not found;
+          v_tids := pgque._tid_conditions(v_chunk);
+        end if;
+        for v_row in execute format(
+          'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+          ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+          ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
+          ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
+          v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name,
+          pgque._rows_sql(v_sub.sub_queue, v_filter, v_tids),
+          v_max + 1 - v_count)
+        loop
+          v_read := v_read + 1;
+          -- A consumer that was moved back can meet an event and its own
+          -- retry in one window: the retry stands for both.
+          continue when v_row.msg_id = v_last;
+          if v_count = v_max then
+            v_more := true;
+            exit pieces;
+          end if;
+          v_count := v_count + 1;
+          v_last := v_row.msg_id;
+          return next v_row;
+        end loop;
+        exit when not v_mapped;
+      end loop;
+      v_more := v_more or v_read > v_max;
+    end if;
+    exit when v_count > 0 or v_open;
+    -- An empty window: go on behind it.
+    v_batch.pos_tick := v_batch.pos_next_tick;
+    v_batch.pos_next_tick := null;
+    v_batch.pos_done_id := null;
+    v_batch.pos_slice := 0;
+  end loop;
+
+  if v_open then
+    return;
+  end if;
+  if coalesce(v_count, 0) = 0 then
+    -- Nothing but empty windows: remember that, so that they can be reclaimed.
+    if v_batch.pos_tick > v_cursor.pos_tick then
+      v_cursor := pgque._closed(v_cursor);
+      v_cursor.pos_tick := v_batch.pos_tick;
+      perform pgque._append_position(v_cursor);
+    end if;
+    return;
+  end if;
+  v_batch.pos_last_id := case when v_more then v_last end;
+  v_batch.pos_last_batch := v_batch.pos_batch;
+  v_batch.pos_slice := v_batch.pos_slice + 1;
+  perform pgque._append_position(v_batch);
+  if v_member is not null then
+    perform pgque._append_position(pgque._behind(v_cursor, v_batch));
+  end if;
+end
+$$;
+
+-- Whether a usable map of the window exists.
+create or replace function pgque._mapped(p_queue_id int, p_from bigint, p_to bigint) returns boolean
+language plpgsql as $$
+begin
+  return exists (
+    select from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_from and m.map_to = p_to
+      and m.map_valid and m.map_filenodes = pgque._filenodes(p_queue_id));
+end
+$$;
+
+-- A chunk's row addresses as one condition a table; null where it has no row.
+create or replace function pgque._tid_conditions(p_chunk pgque.window_map) returns text[]
+language plpgsql immutable as $$
+declare
+  v_tids  text[];
+begin
+  for n in 1..3 loop
+    v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', p_chunk.map_lo[n], p_chunk.map_hi[n]);
+    if p_chunk.map_lo[n] is null then
+      v_tids[n] := null;
+    end if;
+  end loop;
+  return v_tids;
+end
+$$;
+
+-- A condition that leaves out what is settled in an open batch.
+create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
+language plpgsql as $$
+declare
+  v_ids  bigint[];
+begin
+  perform pgque._carry_over(p_batch);
+  if pgque._journal_leaf() = 0 then
+    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_0 s where s.set_batch = p_batch.pos_batch;
+  else
+    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_1 s where s.set_batch = p_batch.pos_batch;
+  end if;
+  return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
+end
+$$;
+
+-- A consumer's position behind a batch: inside the window after a slice, at
+-- the window's end after its last one.  A worker's is empty then.
+create or replace function pgque._behind(p_position pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  if p_position.pos_main is not null then
+    p_position := pgque._closed(p_position);
+    p_position.pos_tick := null;
+  elsif p_batch.pos_last_id is null then
+    p_position := pgque._closed(p_position);
+    p_position.pos_tick := p_batch.pos_next_tick;
+  else
+    p_position.pos_tick := p_batch.pos_tick;
+    p_position.pos_next_tick := p_batch.pos_next_tick;
+    p_position.pos_done_id := p_batch.pos_last_id;
+    p_position.pos_slice := p_batch.pos_slice;
+    p_position.pos_last_id := null;
+    p_position.pos_batch := null;
+    p_position.pos_attempt := 1;
+  end if;
+  return p_position;
+end
+$$;
+
+-- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
+-- is not open.
+create or replace function pgque.ack(batch_id bigint) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_batch  pgque.position_0 := pgque._lock_batch(ack.batch_id);
+begin
+  if v_batch.pos_sub is null then
+    return 0;
+  end if;
+  perform pgque._append_position(pgque._behind(v_batch, v_batch));
+  return 1;
+end
+$$;
+
+create or replace function pgque.finish_batch(batch_id bigint) returns int
+language sql as $$ select pgque.ack($1) $$;
+
+-- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
+-- what receive() left of one.  An open batch comes again.  Null if there is no
+-- further tick.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_batch  pgque.position_0;
+  v_prev   pgque.tick;
+  v_cur    pgque.tick;
+begin
+  if v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers($1, $2);
+  end if;
+  v_batch := pgque._position(v_sub.sub_id);
+  if v_batch.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_batch.pos_tick) then
+    return;
+  end if;
+  v_batch := pgque._lock_position(v_sub.sub_id);
+  v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
+  if v_batch.pos_batch is null then
+    if v_batch.pos_next_tick is null then
+      execute format(
+        'select t.tick_id from (%s) t where t.tick_id > $1'
+        ' and ($2 is null or t.tick_time <= $3 - $2)'
+        ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+        ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
+      into v_batch.pos_next_tick
+      using v_batch.pos_tick, $3, pgque.clock(), $4, $5, v_prev.tick_event_seq, v_prev.tick_time;
+      if v_batch.pos_next_tick is null then
+        return;
+      end if;
+    end if;
+    v_batch.pos_last_id := null;
+    v_batch.pos_batch := pgque._new_batch_id(v_batch);
+    v_batch.pos_last_batch := v_batch.pos_batch;
+    perform pgque._append_position(v_batch);
+  end if;
+  v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
+  batch_id := v_batch.pos_batch;
+  cur_tick_id := v_cur.tick_id;
+  cur_tick_time := v_cur.tick_time;
+  cur_tick_event_seq := v_cur.tick_event_seq;
+  prev_tick_id := v_prev.tick_id;
+  prev_tick_time := v_prev.tick_time;
+  prev_tick_event_seq := v_prev.tick_event_seq;
+end
+$$;
+
+create or replace function pgque.next_batch_info(
+  queue_name text, consumer_name text,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque.next_batch_custom($1, $2, null, null, null) $$;
+
+create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
+language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, null, null, null) b $$;
+
+-- The subscriber that owns a batch and its position, without a lock; PQ012
+-- when the batch is not open.
+create or replace function pgque._open_batch(p_batch bigint, out sub pgque.subscriber, out pos pgque.position_0)
+language plpgsql as $$
+begin
+  select s.* into sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  if found then
+    pos := pgque._position(sub.sub_id);
+  end if;
+  if pos.pos_batch is distinct from p_batch or p_batch is null then
+    perform pgque._no_batch(p_batch);
+  end if;
+end
+$$;
+
+-- The query that reads the rows of an open batch, as columns of pgque.event,
+-- by the window's map if it has one.  p_and is one more condition on e.
+create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '') returns text
+language plpgsql as $$
+declare
+  v_from   pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_tick);
+  v_to     pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_next_tick);
+  v_xids   text;
+  v_tids   text[];
+  v_chunk  pgque.window_map;
+begin
+  if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+    select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
+    into v_chunk.map_lo, v_chunk.map_hi
+    from pgque.window_map m
+    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+      and m.map_valid
+      and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
+      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id);
+    v_tids := pgque._tid_conditions(v_chunk);
+    v_xids := pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot);
+  else
+    v_xids := coalesce(pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot), 'false');
+  end if;
+  return pgque._rows_sql(p_sub.sub_queue,
+    pgque._slice_condition(v_xids, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id) || p_and,
+    v_tids);
+end
+$$;
+
+-- The events of an open batch in the order of their ids.
+create or replace function pgque.get_batch_events(
+  batch_id bigint,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open  record := pgque._open_batch($1);
+begin
+  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos));
+end
+$$;
+
+create or replace function pgque._event_columns() returns text
+language sql immutable as $$
+  select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+    ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
+$$;
+
+-- Opens a cursor over a batch and returns its first rows.  extra_where is SQL,
+-- so this is for administrators.
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int, extra_where text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open    record := pgque._open_batch($1);
+  v_cursor  refcursor := $2;
+begin
+  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
+    pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos), coalesce('and (' || $4 || ')', ''));
+  return query execute format('fetch forward %s from %I', $3, $2);
+end
+$$;
+
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
+
+-- What an open batch spans.
+create or replace function pgque.get_batch_info(
+  batch_id bigint,
+  out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
+  out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open  record := pgque._open_batch($1);
+  v_sub   pgque.subscriber := v_open.sub;
+  v_prev  pgque.tick;
+  v_cur   pgque.tick;
+begin
+  v_prev := pgque._tick(v_sub.sub_queue, (v_open.pos).pos_tick);
+  v_cur := pgque._tick(v_sub.sub_queue, (v_open.pos).pos_next_tick);
+  queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
+  consumer_name := pgque._subscriber_name(v_sub);
+  batch_start := v_prev.tick_time;
+  batch_end := v_cur.tick_time;
+  prev_tick_id := v_prev.tick_id;
+  tick_id := v_cur.tick_id;
+  lag := pgque.clock() - v_cur.tick_time;
+  seq_start := v_prev.tick_event_seq;
+  seq_end := v_cur.tick_event_seq;
+end
+$$;
+
+-- A consumer's name; for a worker consumer.worker.
+create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
+language sql stable as $$
+  select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer
+$$;
+-- ---------------------------------------------------------------------------
+-- workers: several processes share one position
+-- ---------------------------------------------------------------------------
+
+-- A consumer's position says what was handed out; each worker's own row says
+-- which batch it holds.  A worker that is done with its batch has an empty
+-- row, which holds nothing back.
+
+create or replace function pgque._has_workers(p_queue text, p_consumer text) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
+    hint = 'Use pgque.receive_coop(queue, consumer, subconsumer).';
+end
+$$;
+
+-- The subscriber row of a worker, or null.
+create or replace function pgque._find_worker(p_main int, p_worker text) returns int
+language plpgsql stable as $$
+begin
+  return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker);
+end
+$$;
+
+create or replace function pgque._worker(p_main pgque.subscriber, p_worker text) returns int
+language plpgsql stable as $$
+declare
+  v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
+begin
+  if v_sub is null then
+    raise exception using
+      errcode = 'PQ011',
+      message = pg_catalog.format('not subscriber to queue: worker %I of %s', p_worker, pgque._subscriber_name(p_main)),
+      hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().';
+  end if;
+  return v_sub;
+end
+$$;
+
+-- Makes a worker known; its consumer too if it is new.  A consumer that reads
+-- on its own is changed only if convert_normal says so: its open batch is
+-- closed without being finished, and its messages come again.
+create or replace function pgque.register_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main      pgque.subscriber;
+  v_position  pgque.position_0;
+begin
+  if coalesce($3, '') = '' or octet_length($3) > 1000 then
+    raise exception using
+      errcode = 'PQ004',
+      message = format('invalid worker name for consumer %I of queue %I', $2, $1),
+      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+  end if;
+  if pgque.subscribe($1, $2, 'latest') = 1 then
+    update pgque.subscriber s set sub_role = 'coop_main'
+    where s.sub_id = (pgque._subscriber($1, $2)).sub_id;
+  end if;
+  v_main := pgque._subscriber($1, $2);
+  if pgque._find_worker(v_main.sub_id, $3) is not null then
+    return 0;
+  end if;
+  v_position := pgque._lock_position(v_main.sub_id);
+  if v_main.sub_role = 'normal' then
+    if not $4 then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('consumer %I of queue %I reads on its own', $2, $1),
+        hint = 'Call it with convert_normal => true to give it workers.';
+    end if;
+    update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
+    v_position.pos_batch := null;
+    v_position.pos_last_id := null;
+    perform pgque._append_position(v_position);
+  end if;
+  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null);
+  return 1;
+exception
+  when unique_violation then
+    return 0;
+end
+$$;
+
+create or replace function pgque.subscribe_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
+) returns int
+language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
+
+-- Removes a worker.  If it holds a batch: with batch_handling 0 that is an
+-- error (PQ006), with 1 its messages go through retry and dead letters.
+create or replace function pgque.unregister_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main      pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub       int;
+  v_position  pgque.position_0;
+begin
+  perform pgque._lock_position(v_main.sub_id);
+  v_sub := pgque._find_worker(v_main.sub_id, $3);
+  if v_sub is null then
+    return 0;
+  end if;
+  v_position := pgque._lock_position(v_sub);
+  if v_position.pos_batch is not null then
+    if $4 is distinct from 1 then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
+        hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
+    end if;
+    perform pgque._fail(v_position.pos_batch, null, '0', 'worker unregistered', true);
+  end if;
+  delete from pgque.subscriber s where s.sub_id = v_sub;
+  return 1;
+end
+$$;
+
+create or replace function pgque.unsubscribe_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
+) returns int
+language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
+
+-- Says that a worker is alive, so that dead_interval counts from now.
+create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_position  pgque.position_0;
+begin
+  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
+  perform pgque._carry_over(v_position);
+  perform pgque._append_position(v_position);
+  return 1;
+end
+$$;
+
+-- Gives the oldest batch whose worker was silent for longer than
+-- p_dead_interval to another worker, under a new batch id: from then on the
+-- old id is dead.
+create or replace function pgque._take_over(p_main int, p_sub int, p_dead_interval interval) returns void
+language plpgsql as $$
+declare
+  v_own   pgque.position_0;
+  v_dead  pgque.position_0;
+  v_id    int;
+begin
+  select p.pos_sub into v_id
+  from pgque.subscriber s
+  cross join lateral pgque._position(s.sub_id) p
+  where s.sub_main = p_main and s.sub_id <> p_sub and p.pos_batch is not null and p.pos_time < pgque.clock() - p_dead_interval
+  order by p.pos_time
+  limit 1;
+  if not found then
+    return;
+  end if;
+  perform pgque._lock_position(p_main);
+  v_own := pgque._lock_position(p_sub);
+  if v_own.pos_batch is not null then
+    return;
+  end if;
+  v_dead := pgque._lock_position(v_id);
+  if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
+    return;
+  end if;
+  perform pgque._carry_over(v_dead);
+  perform pgque._carry_over(v_own);
+  v_own.pos_tick := v_dead.pos_tick;
+  v_own.pos_next_tick := v_dead.pos_next_tick;
+  v_own.pos_done_id := v_dead.pos_done_id;
+  v_own.pos_last_id := v_dead.pos_last_id;
+  v_own.pos_slice := v_dead.pos_slice;
+  v_own.pos_attempt := v_dead.pos_attempt + 1;
+  v_own.pos_batch := pgque._new_batch_id(v_own);
+  v_own.pos_last_batch := v_own.pos_batch;
+  perform pgque._append_position(v_own);
+  if pgque._journal_leaf() = 0 then
+    insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
+  else
+    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
+  end if;
+  perform pgque._append_position(pgque._behind(v_dead, v_dead));
+end
+$$;
+
+-- receive() for one of several workers of a consumer, which is registered on
+-- first use.  Every worker gets messages of its own.  With dead_interval, the
+-- batch of a worker that was silent for longer is taken over first.
+create or replace function pgque.receive_coop(
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null
+) returns setof pgque.message
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main  int;
+begin
+  perform pgque._queue($1);
+  select s.sub_id into v_main
+  from pgque.queue q
+  join pgque.consumer c on c.co_name = $2
+  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  where q.queue_name = $1;
+  if pgque._find_worker(v_main, $3) is null then
+    perform pgque.register_subconsumer($1, $2, $3);
+    v_main := (pgque._subscriber($1, $2)).sub_id;
+  end if;
+  if $5 is not null then
+    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $5);
+  end if;
+  return query select * from pgque.receive($1, $2, $4, $3);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- fail: nack, retry, dead letters
+-- ---------------------------------------------------------------------------
+
+-- Settles messages of an open batch as failed: each goes to the retry queue of
+-- its consumer, or, when p_limited and its retries are used up, to the dead
+-- letters.  p_ids null means all that are not settled.  The rows are read
+-- again from the log, so nothing a client says but the ids is believed, and
+-- the primary key of the settled messages lets each one fail once.
+create or replace function pgque._fail(p_batch bigint, p_ids bigint[], p_after interval, p_reason text, p_limited boolean)
+returns setof pgque.outcome
+language plpgsql as $$
+declare
+  v_batch  pgque.position_0 := pgque._lock_batch(p_batch);
+  v_sub    pgque.subscriber;
+  v_limit  int;
+  v_and    text := '';
+  v_rows   pgque.event[];
+  v_new    bigint[];
+begin
+  if v_batch.pos_sub is null then
+    perform pgque._no_batch(p_batch);
+  end if;
+  select s.* into v_sub from pgque.subscriber s where s.sub_id = v_batch.pos_sub;
+  if p_limited then
+    select q.queue_max_retries into v_limit from pgque.queue q where q.queue_id = v_sub.sub_queue;
+  end if;
+  if p_ids is not null then
+    v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
+  end if;
+  perform pgque._carry_over(v_batch);
+  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._batch_sql(v_sub, v_batch, v_and)) into v_rows;
+
+  if pgque._journal_leaf() = 0 then
+    with new as (
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+      select p_batch, r.ev_id, v_batch.pos_sub from pg_catalog.unnest(v_rows) r
+      on conflict do nothing
+      returning set_ev_id
+    )
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+  else
+    with new as (
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+      select p_batch, r.ev_id, v_batch.pos_sub from pg_catalog.unnest(v_rows) r
+      on conflict do nothing
+      returning set_ev_id
+    )
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+  end if;
+
+  if v_new is not null then
+    insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,
+      ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
+    select pgque.clock() + p_after, v_sub.sub_queue, coalesce(v_sub.sub_main, v_sub.sub_id), coalesce(r.ev_retry, 0) + 1, p_reason,
+      r.ev_id, r.ev_time, r.ev_txid, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_expires
+    from pg_catalog.unnest(v_rows) r
+    where r.ev_id = any (v_new) and (v_limit is null or coalesce(r.ev_retry, 0) < v_limit)
+    on conflict do nothing;
+
+    if v_limit is not null then
+      perform pgque._bury(v_sub.sub_queue, v_sub.sub_consumer, coalesce(p_reason, 'retries used up'), r)
+      from pg_catalog.unnest(v_rows) r
+      where r.ev_id = any (v_new) and coalesce(r.ev_retry, 0) >= v_limit;
+    end if;
+  end if;
+
+  if p_ids is null then
+    return query select n, true, null::text from pg_catalog.unnest(v_new) n;
+  else
+    return query
+      select i.id, i.id = any (v_new) is true,
+        case
+          when i.id = any (v_new) then null
+          when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
+          else 'not in this batch'
+        end
+      from pg_catalog.unnest(p_ids) i (id);
+  end if;
+end
+$$;
+
+-- Puts one event among the dead letters of a consumer, once.
+create or replace function pgque._bury(p_queue_id int, p_consumer int, p_reason text, p_event pgque.event) returns void
+language plpgsql as $$
+begin
+  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, ev_error,
+    ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
+  values (p_queue_id, p_consumer, pgque.clock(), p_reason, p_reason,
+    p_event.ev_id, p_event.ev_time, p_event.ev_txid, p_event.ev_retry, p_event.ev_type, p_event.ev_data,
+    p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
+    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires)
+  on conflict on constraint dead_letter_once do nothing;
+end
+$$;
+
+-- A retry delay; negative ones are refused.
+create or replace function pgque._retry_after(p_after interval, p_batch bigint) returns interval
+language plpgsql immutable as $$
+begin
+  if p_after is null or p_after < '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('retry_after must not be negative, for batch %s', p_batch),
+      hint = 'It is the time to wait before the message is delivered again.';
+  end if;
+  return p_after;
+end
+$$;
+
+-- Fails one message of an open batch: it comes again after retry_after, or, if
+-- its retries are used up, it becomes a dead letter.  The rest of the batch is
+-- not touched; ack() finishes it.
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default '60 seconds', reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_outcome  record;
+begin
+  select f.* into v_outcome
+  from pgque._fail($1, array[($2).msg_id], pgque._retry_after($3, $1), $4, true) f;
+  if v_outcome.reason = 'not in this batch' then
+    raise exception using
+      errcode = 'PQ007',
+      message = format('message %s is not in batch %s', coalesce(($2).msg_id::text, 'null'), $1),
+      hint = 'Pass a message of this batch, as receive() returned it.';
+  end if;
+  return 1;
+end
+$$;
+
+-- The same for many messages, set-based; one row each with its outcome.
+create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default '60 seconds', reason text default null)
+returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._fail($1, coalesce($2, '{}'), pgque._retry_after($3, $1), $4, true) f;
+end
+$$;
+
+-- PgQ's way to fail an event: no limit on the number of retries.  1, or 0 if
+-- that was done already.
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_outcome  record;
+begin
+  select f.* into v_outcome
+  from pgque._fail($1, array[$2], greatest($3 - pgque.clock(), '0'), null, false) f;
+  if v_outcome.reason = 'not in this batch' then
+    raise exception using
+      errcode = 'PQ007',
+      message = format('event %s is not in batch %s', coalesce($2::text, 'null'), $1),
+      hint = 'Pass an event of this batch, as get_batch_events() returned it.';
+  end if;
+  return v_outcome.ok::int;
+end
+$$;
+
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
+language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + make_interval(secs => $3)) $$;
+
+-- Fails every event of a batch that has no outcome yet; returns their number.
+create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return (
+    select count(*)
+    from pgque._fail($1, null, pgque._retry_after(make_interval(secs => $2), $1), null, false));
+end
+$$;
+
+-- Puts what is due back into the log, for its consumer alone.  At most 10,000
+-- a call, in one statement; returns their number.
+create or replace function pgque.maint_retry_events() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_txid   xid8;
+  v_count  int;
+begin
+  if not exists (select from pgque.retry_queue r where r.ev_retry_after <= pgque.clock()) then
+    return 0;
+  end if;
+  perform pgque._rebase(q.queue_id) from pgque.queue q where q.queue_restored;
+  v_txid := pg_current_xact_id();
+  with due as (
+    delete from pgque.retry_queue r
+    using (
+      select d.ev_owner, d.ev_id
+      from pgque.retry_queue d
+      where d.ev_retry_after <= pgque.clock()
+      order by d.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) d
+    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id
+    returning r.*
+  )
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
+  select q.queue_id * 3 + q.queue_cur_table, d.ev_owner, d.ev_id, d.ev_time, v_txid, d.ev_retry, d.ev_type, d.ev_data,
+    d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
+  from due d
+  join pgque.queue q on q.queue_id = d.ev_queue
+  join pgque.subscriber s on s.sub_id = d.ev_owner;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The newest dead letters of a queue.
+create or replace function pgque.dlq_inspect(
+  queue_name text, limit_count int default 100,
+  out dl_id bigint, out dl_time timestamptz, out dl_reason text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return query
+    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
+      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = v_queue.queue_id
+    order by d.dl_id desc
+    limit $2;
+end
+$$;
+
+-- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
+-- the same one.
+create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
+language plpgsql as $$
+declare
+  v_dead  pgque.dead_letter;
+begin
+  delete from pgque.dead_letter d where d.dl_id = p_dl_id returning d.* into v_dead;
+  if not found then
+    raise exception using
+      errcode = 'PQ008',
+      message = pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
+      hint = 'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.';
+  end if;
+  return v_dead;
+end
+$$;
+
+-- Sends a dead letter again as a new event, for every consumer; returns the
+-- new id.
+create or replace function pgque.dlq_replay(dl_id bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id);
+begin
+  return pgque.insert_event(
+    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id),
+    v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4);
+end
+$$;
+
+-- Sends all dead letters of a queue again; one that can not be sent stays.
+create or replace function pgque.dlq_replay_all(queue_name text, out replayed int, out failed int, out first_error text)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_id     bigint;
+begin
+  replayed := 0;
+  failed := 0;
+  for v_id in select d.dl_id from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id order by d.dl_id loop
+    begin
+      perform pgque.dlq_replay(v_id);
+      replayed := replayed + 1;
+    exception
+      when others then
+        failed := failed + 1;
+        first_error := coalesce(first_error, sqlerrm);
+    end;
+  end loop;
+end
+$$;
+
+-- Gives a dead letter back to the consumer that failed it, with its id and
+-- with a clean count of retries; returns the id.
+create or replace function pgque.dlq_requeue(dl_id bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id);
+  v_sub   int;
+begin
+  select s.sub_id into v_sub
+  from pgque.subscriber s
+  where s.sub_queue = v_dead.dl_queue_id and s.sub_consumer = v_dead.dl_consumer_id and s.sub_main is null
+  for key share;
+  if not found then
+    raise exception using
+      errcode = 'PQ011',
+      message = format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
+      hint = 'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).';
+  end if;
+  insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_error,
+    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
+  values (pgque.clock(), v_dead.dl_queue_id, v_sub, v_dead.ev_error,
+    v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
+    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires);
+  return v_dead.ev_id;
+end
+$$;
+
+-- Requeues the oldest dead letters of a queue whose consumers are still there.
+create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return (
+    select count(pgque.dlq_requeue(x.dl_id))
+    from (
+      select d.dl_id
+      from pgque.dead_letter d
+      where d.dl_queue_id = v_queue.queue_id
+        and exists (
+          select from pgque.subscriber s
+          where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
+      order by d.dl_id
+      limit $2
+      for update of d skip locked
+    ) x);
+end
+$$;
+
+-- Deletes dead letters of a queue that are older than an interval.
+create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days') returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_count  bigint;
+begin
+  delete from pgque.dead_letter d
+  where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- maintain: rotation, compaction, retention, restore
+-- ---------------------------------------------------------------------------
+
+-- The tick up to which every subscriber of a queue is done; the newest tick if
+-- nobody subscribed.
+create or replace function pgque._slowest_tick(p_queue_id int) returns bigint
+language plpgsql as $$
+declare
+  v_tick  bigint;
+begin
+  select min(p.pos_tick) into v_tick
+  from pgque.subscriber s
+  cross join lateral pgque._position(s.sub_id) p
+  where s.sub_queue = p_queue_id;
+  return coalesce(v_tick, (pgque._last_tick(p_queue_id)).tick_id);
+end
+$$;
+
+-- Rotates a queue: empties the oldest table and makes it the current one.
+-- Returns 1 if it did.  It is not done while the rotation period has not
+-- passed, while there is nothing to reclaim, and never while the table holds
+-- one row or one tick that is not behind every position.  That is judged under
+-- the table's own lock, on its rows: a writer that still thinks of this table
+-- as the current one is either waiting for the lock, and will store a row that
+-- is read later, or has committed, and its row is looked at now.  The lock is
+-- not waited for: pg_dump or an open writer only postpones.
+create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue     pgque.queue;
+  v_id        int := (pgque._queue($1)).queue_id;
+  v_next      int;
+  v_event     text;
+  v_tick      text;
+  v_current   text;
+  v_slowest   pgque.tick;
+  v_needed    boolean;
+begin
+  perform pgque._need_read_committed('rotation');
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_id for no key update skip locked;
+  if not found or v_queue.queue_restored or pgque.clock() < v_queue.queue_switch_time + v_queue.queue_rotation_period then
+    return 0;
+  end if;
+  v_next := (v_queue.queue_cur_table + 1) % 3;
+  v_event := format('pgque.event_%s_%s', v_id, v_next);
+  v_tick := format('pgque.tick_%s_%s', v_id, v_next);
+  v_current := format('pgque.%s_%s_%s', '%s', v_id, v_queue.queue_cur_table);
+  -- Idle ticks alone are worth a rotation only once they fill some pages.
+  if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
+    and pg_relation_size(format(v_current, 'tick')) < 131072
+  then
+    return 0;
+  end if;
+  if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
+    execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+    v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
+    execute format(
+      'select exists (select from %s e where e.ev_txid >= $1)'
+      ' or exists (select from %1$s e where e.ev_txid = any ($2))'
+      ' or exists (select from %s t where t.tick_id >= $3)', v_event, v_tick)
+    into v_needed
+    using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
+    if v_needed is distinct from false then
+      return 0;
+    end if;
+    execute format('truncate %s, %s', v_event, v_tick);
+  end if;
+  update pgque.queue q
+  set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pg_current_xact_id()
+  where q.queue_id = v_id;
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+
+-- PgQ's second half of a rotation.  Here the first half is enough.
+create or replace function pgque.maint_rotate_tables_step2() returns int
+language sql as $$ select 0 $$;
+
+-- Compacts the journal of positions once the leaf that is written has grown
+-- past 4 MB, at most once a minute.  One call turns writers to the other leaf;
+-- after that commit a later call brings over, under each subscriber's lock,
+-- what nobody brought over by working, and empties the old leaf.  Whatever is
+-- locked is left for the next call.  Returns 1 if something was done.
+create or replace function pgque._compact_journal() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_cur      int;
+  v_flipped  timestamptz;
+  v_id       int;
+begin
+  perform pgque._need_read_committed('compaction');
+  select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j;
+  if pg_relation_size('pgque.position_' || (1 - v_cur)) = 0 and pg_relation_size('pgque.settled_' || (1 - v_cur)) = 0 then
+    if pg_relation_size('pgque.position_' || v_cur) + pg_relation_size('pgque.settled_' || v_cur) < 4194304
+      or v_flipped > clock_timestamp() - interval '1 minute'
+    then
+      return 0;
+    end if;
+    update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_cur = v_cur;
+    return 1;
+  end if;
+  for v_id in
+    select s.sub_id
+    from pgque.subscriber s
+    where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
+      and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id)
+    for no key update skip locked
+  loop
+    perform pgque._carry_over(pgque._position(v_id));
+  end loop;
+  execute format('lock table pgque.position_%s, pgque.settled_%1$s in access exclusive mode nowait', 1 - v_cur);
+  if exists (
+    select from pgque.subscriber s
+    where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
+      and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id))
+  then
+    return 0;
+  end if;
+  execute format('truncate pgque.position_%s, pgque.settled_%1$s', 1 - v_cur);
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+
+-- Moves consumers that lag beyond the queue's retention period forward to the
+-- last tick before it, so that a consumer which never comes back can not fill
+-- the disk.  What it misses is counted in its position.  Returns the number of
+-- subscribers moved.
+create or replace function pgque._retain(p_queue_id int) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_cutoff    timestamptz;
+  v_to        pgque.tick;
+  v_from      pgque.tick;
+  v_id        int;
+  v_position  pgque.position_0;
+  v_count     int := 0;
+begin
+  select pgque.clock() - q.queue_retention_period into v_cutoff from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
+  execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
+  into v_to using v_cutoff;
+  if v_to.tick_id is null then
+    return 0;
+  end if;
+  for v_id in
+    select s.sub_id
+    from pgque.subscriber s
+    where s.sub_queue = p_queue_id and (pgque._position(s.sub_id)).pos_tick < v_to.tick_id
+    for no key update skip locked
+  loop
+    v_position := pgque._position(v_id);
+    if v_position.pos_tick < v_to.tick_id then
+      v_from := pgque._tick(p_queue_id, v_position.pos_tick);
+      v_position := pgque._closed(v_position);
+      if v_position.pos_main is null then
+        v_position.pos_tick := v_to.tick_id;
+        v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_from.tick_event_seq;
+      else
+        v_position.pos_tick := null;
+      end if;
+      perform pgque._append_position(v_position);
+      v_count := v_count + 1;
+    end if;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Makes a queue that was loaded from a dump usable.  Its events and ticks name
+-- transactions of another cluster, which mean nothing here.  What each
+-- consumer had not finished is worked out within the old numbers, put into its
+-- retry queue to be due at once, and the queue starts over with a tick of this
+-- cluster.  Until then it takes no events, so old and new numbers never mix.
+create or replace function pgque._rebase(p_queue_id int) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue     pgque.queue;
+  v_last      pgque.tick;
+  v_sub       pgque.subscriber;
+  v_position  pgque.position_0;
+  v_from      pgque.tick;
+  v_to        pgque.tick;
+  v_rows      text;
+begin
+  if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
+    return false;
+  end if;
+  perform pgque._need_read_committed('a restored queue');
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for update;
+  if not found or not v_queue.queue_restored then
+    return false;
+  end if;
+  v_last := pgque._last_tick(p_queue_id);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
+    v_position := pgque._position(v_sub.sub_id);
+    v_from := pgque._tick(p_queue_id, v_position.pos_tick);
+    v_to := pgque._tick(p_queue_id, v_position.pos_next_tick);
+    if v_position.pos_main is null then
+      -- Everything behind its position, less what it finished of the window.
+      v_rows := pgque._rows_sql(p_queue_id, format(
+        '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_from.tick_snapshot,
+        coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_to.tick_snapshot), '')));
+    elsif v_position.pos_batch is not null then
+      v_rows := pgque._rows_sql(p_queue_id, pgque._slice_condition(
+        pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot), v_sub.sub_main, v_position.pos_done_id, v_position.pos_last_id));
+    else
+      continue;
+    end if;
+    execute format(
+      'insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,'
+      ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
+      ' select $1, %s, %s, e.ev_retry, e.ev_error,'
+      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
+      ' from (%s) e where true%s on conflict do nothing',
+      p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position))
+    using pgque.clock();
+    v_position := pgque._closed(v_position);
+    v_position.pos_tick := case when v_position.pos_main is null then v_last.tick_id + 1 end;
+    perform pgque._append_position(v_position);
+  end loop;
+  execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
+  update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
+  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, false);
+  return true;
+end
+$$;
+
+-- Empties side tables that hold nothing live, so that not even their dead rows
+-- stay.  A table in use is left alone.
+create or replace function pgque._sweep() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_count  int := 0;
+begin
+  delete from pgque.idempotency_key k where k.idem_expires < pgque.clock();
+  if pg_relation_size('pgque.idempotency_key') > 0 and not exists (select from pgque.idempotency_key) then
+    v_count := v_count + pgque._empty('pgque.idempotency_key', 'true');
+  end if;
+  if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
+    v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
+  end if;
+  if pg_relation_size('pgque.dead_letter') > 0 and not exists (select from pgque.dead_letter) then
+    v_count := v_count + pgque._empty('pgque.dead_letter', 'true');
+  end if;
+  -- The map is a cache: what an open window still needs is made again.
+  if pg_relation_size('pgque.window_map') > 67108864 or exists (select from pgque.window_map) and not exists (
+    select from pgque.subscriber s
+    cross join lateral pgque._position(s.sub_id) p
+    where p.pos_done_id is not null)
+  then
+    v_count := v_count + pgque._empty('pgque.window_map', 'false');
+  end if;
+  return v_count;
+end
+$$;
+
+-- Truncates a table if its lock is free and, with p_only_if_empty, no row is
+-- in it once it is locked.
+create or replace function pgque._empty(p_table regclass, p_only_if_empty boolean) returns int
+language plpgsql as $$
+declare
+  v_rows  boolean := false;
+begin
+  execute pg_catalog.format('lock table %s in access exclusive mode nowait', p_table);
+  if p_only_if_empty then
+    execute pg_catalog.format('select exists (select from %s)', p_table) into v_rows;
+  end if;
+  if v_rows then
+    return 0;
+  end if;
+  execute pg_catalog.format('truncate %s', p_table);
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+
+-- What maint() does, one row a call, for a scheduler that wants to commit
+-- after each.
+create or replace function pgque.maint_operations(out func_name text, out func_arg text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query
+    select 'pgque.maint_retry_events'::text, null::text
+    union all
+    select f.func_name, q.queue_name
+    from pgque.queue q, (values ('pgque.maint_retain'), ('pgque.maint_rotate_tables_step1')) f (func_name)
+    union all
+    select 'pgque.maint_tables', null;
+end
+$$;
+
+-- Retention of one queue; see _retain.
+create or replace function pgque.maint_retain(queue_name text) returns int
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select pgque._retain((pgque._queue($1)).queue_id)
+$$;
+
+-- Maintenance of the tables all queues share.
+create or replace function pgque.maint_tables() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._compact_journal() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
+end
+$$;
+
+-- Does one of maint_operations(); what fails is reported and left for the next
+-- time.
+create or replace function pgque._maint_operation(p_func text, p_arg text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_done  int;
+begin
+  execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
+  return v_done;
+exception
+  when invalid_transaction_state then
+    raise;
+  when others then
+    raise warning 'pgque: % failed for %: % (%)', p_func, coalesce(p_arg, 'all queues'), sqlerrm, sqlstate;
+    return 0;
+end
+$$;
+
+-- All maintenance, for any scheduler; the loop does the same.  Returns how
+-- much there was to do.  Two at once do no harm.
+create or replace function pgque.maint() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._need_read_committed('maintenance');
+  return (select sum(pgque._maint_operation(o.func_name, o.func_arg)) from pgque.maint_operations() o);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- schedule: the loop and pg_cron
+-- ---------------------------------------------------------------------------
+
+-- Sets how often the loop looks for work, in milliseconds (1 to 60000).
+create or replace function pgque.set_tick_period_ms(ms int) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  update pgque.config c set tick_period_ms = $1;
+  return $1;
+exception
+  when check_violation or not_null_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('tick period out of range: %s ms', coalesce($1::text, 'null')),
+      hint = 'Use 1 to 60000 milliseconds.';
+end
+$$;
+
+-- The queues that a ticker serves.
+create or replace function pgque._ticked_queues() returns int[]
+language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select coalesce(array_agg(q.queue_id order by q.queue_id), '{}')
+  from pgque.queue q
+  where not q.queue_external_ticker and not q.queue_ticker_paused
+$$;
+
+-- The settings of the loop: period, and when stop() was called last.
+create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
+language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select c.tick_period_ms, c.stopped_at from pgque.config c
+$$;
+
+-- When the loop has to look again although nothing happened: a retry becomes
+-- due, a queue its idle tick.
+create or replace function pgque._look_again_at() returns timestamptz
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return (
+    select least(
+      clock_timestamp() + interval '1 second',
+      clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
+      (select min(r.ev_retry_after) from pgque.retry_queue r))
+    from pgque.queue q);
+end
+$$;
+
+-- The ticker: ticks, moves due retries, maintains, for just under a minute (or
+-- run_for), on absolute deadlines, and commits after each step.  pg_cron or
+-- `pgque ticker` calls it again and again.  A second loop waits for the first,
+-- so it takes over within a second.  A round in which no transaction of the
+-- server began or ended does nothing; a round without work writes nothing and
+-- uses no transaction id.
+--
+-- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
+-- names are qualified and all work is in functions.
+create or replace procedure pgque.ticker_loop(run_for interval default null)
+language plpgsql as $$
+declare
+  v_start     timestamptz := pg_catalog.clock_timestamp();
+  v_timeout   interval := pg_catalog.current_setting('statement_timeout')::interval;
+  v_end       timestamptz;
+  v_lock      int := pg_catalog.hashtext('pgque.ticker_loop');
+  v_next      timestamptz;
+  v_maint     timestamptz := v_start;
+  v_due       timestamptz := v_start;
+  v_period    interval;
+  v_stopped   timestamptz;
+  v_seen      text;
+  v_snapshot  text;
+  v_queue     int;
+  v_op        record;
+begin
+  v_end := v_start + coalesce(ticker_loop.run_for, interval '55 seconds');
+  if v_timeout > interval '0' then
+    v_end := least(v_end, v_start + greatest(v_timeout - interval '2 seconds', v_timeout / 2));
+  end if;
+  loop
+    exit when pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('pgque'), v_lock);
+    commit;
+    if pg_catalog.clock_timestamp() >= v_end then
+      return;
+    end if;
+    perform pg_catalog.pg_sleep(0.5);
+    commit;
+  end loop;
+  v_next := pg_catalog.clock_timestamp();
+  loop
+    select c.tick_period_ms * interval '1 millisecond', c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
+    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
+
+    v_snapshot := pg_catalog.pg_current_snapshot()::text;
+    if v_snapshot is distinct from v_seen or pg_catalog.clock_timestamp() >= v_due then
+      v_seen := v_snapshot;
+      v_due := pgque._look_again_at();
+      if pgque._maint_operation('pgque.maint_retry_events', null) > 0 then
+        commit;
+      end if;
+      foreach v_queue in array pgque._ticked_queues() loop
+        if pgque._try_tick(v_queue) is not null then
+          commit;
+        end if;
+      end loop;
+    end if;
+
+    if pg_catalog.clock_timestamp() >= v_maint then
+      v_maint := pg_catalog.clock_timestamp() + interval '5 seconds';
+      for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
+        perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
+        commit;
+      end loop;
+    end if;
+
+    commit;
+    v_next := v_next + v_period;
+    if v_next < pg_catalog.clock_timestamp() then
+      v_next := pg_catalog.clock_timestamp();
+    else
+      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()));
+    end if;
+    commit;
+  end loop;
+  perform pg_catalog.pg_advisory_unlock(pg_catalog.hashtext('pgque'), v_lock);
+end
+$$;
+
+create or replace function pgque._has_cron() returns boolean
+language sql stable as $$
+  select pg_catalog.to_regprocedure('cron.schedule(text,text,text)') is not null
+$$;
+
+-- Schedules the loop with pg_cron, in this database, once; PQ014 without it.
+-- With pg_cron 1.5 or newer it is one job that is restarted within a second of
+-- any failure.  Older ones know minutes only: there a second job stands by.
+create or replace function pgque.start() returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_job     bigint;
+  v_minute  text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '59.7 seconds' - clock_timestamp())$q$;
+begin
+  if not pgque._has_cron() then
+    raise exception using
+      errcode = 'PQ014',
+      message = format('pg_cron is not in database %I', current_database()),
+      hint = 'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
+        'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.';
+  end if;
+  perform pgque._unschedule();
+  update pgque.config c set stopped_at = null;
+  begin
+    execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '1 second', 'call pgque.ticker_loop()';
+  exception
+    when insufficient_privilege then
+      raise exception using
+        errcode = 'PQ014',
+        message = format('role %I may not schedule jobs', current_user),
+        hint = format('grant usage on schema cron to %I;', current_user);
+    when others then
+      execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', v_minute;
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', v_minute;
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', v_minute;
+  end;
+  return v_job;
+end
+$$;
+
+-- Ends the running loop, whoever runs it, and removes the pg_cron jobs.
+create or replace function pgque.stop() returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  update pgque.config c set stopped_at = clock_timestamp();
+  perform pgque._unschedule();
+end
+$$;
+
+create or replace function pgque._unschedule() returns void
+language plpgsql as $$
+begin
+  if pgque._has_cron() then
+    execute 'select cron.unschedule(j.jobid) from cron.job j'
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()';
+  end if;
+end
+$$;
+
+-- Keeps a day of pg_cron's history of our own jobs.
+create or replace function pgque._trim_cron_history() returns int
+language plpgsql as $$
+declare
+  v_count  int := 0;
+begin
+  if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
+    execute 'delete from cron.job_run_details d using cron.job j'
+      ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' and d.end_time < pg_catalog.now() - interval ''1 day''';
+    get diagnostics v_count = row_count;
+  end if;
+  return v_count;
+exception
+  when insufficient_privilege then
+    return 0;
+end
+$$;
+
+-- What is set up and what runs: component, status, detail.
+create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_loop  int;
+  v_jobs  text;
+begin
+  component := 'pgque'; status := pgque.version(); detail := version();
+  return next;
+  component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
+  if pgque._has_cron() then
+    execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+    into v_jobs;
+    status := case when v_jobs is null then 'stopped' else 'scheduled' end;
+    detail := coalesce(v_jobs, 'select pgque.start()');
+  end if;
+  return next;
+  select l.pid into v_loop
+  from pg_locks l
+  where l.locktype = 'advisory' and l.granted
+    and l.database = (select d.oid from pg_database d where d.datname = current_database())
+    and l.classid::bigint = (hashtext('pgque')::bigint & 4294967295) and l.objid::bigint = (hashtext('pgque.ticker_loop')::bigint & 4294967295);
+  component := 'ticker';
+  status := case when v_loop is null then 'stopped' else 'running' end;
+  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque.config c));
+  return next;
+  component := 'queues'; status := (select count(*)::text from pgque.queue);
+  detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';
+  return next;
+end
+$$;
+
+-- Removes pgque with everything in it; roles stay, they belong to the cluster.
+-- Only the owner of the schema.
+create or replace function pgque.uninstall() returns void
+language plpgsql as $$
+begin
+  if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
+    raise exception using
+      errcode = 'insufficient_privilege',
+      message = 'only the owner of schema pgque may uninstall it',
+      hint = 'Log in as the role that installed it.';
+  end if;
+  perform pgque.stop();
+  if exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then
+    drop extension pgque cascade;
+  end if;
+  drop schema if exists pgque cascade;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- observe: information, metrics, health
+-- ---------------------------------------------------------------------------
+
+-- PgQ's view of who reads what.
+create or replace view pgque.subscription as
+select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
+  p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
+from pgque.subscriber s
+cross join lateral pgque._position(s.sub_id) p;
+
+-- All queues, or one: settings in force, ticker lag, events a second over the
+-- last minute, events since the last tick.
+create or replace function pgque.get_queue_info(
+  out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
+  out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
+  out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
+  out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
+  out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+  v_last   pgque.tick;
+  v_old    pgque.tick;
+begin
+  for v_queue in select q.* from pgque.queue q order by q.queue_name loop
+    v_last := pgque._last_tick(v_queue.queue_id);
+    execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+    into v_old using v_last.tick_time - interval '1 minute';
+    queue_name := v_queue.queue_name;
+    queue_ntables := v_queue.queue_ntables;
+    queue_cur_table := v_queue.queue_cur_table;
+    queue_rotation_period := v_queue.queue_rotation_period;
+    queue_switch_time := v_queue.queue_switch_time;
+    queue_external_ticker := v_queue.queue_external_ticker;
+    queue_ticker_paused := v_queue.queue_ticker_paused;
+    queue_ticker_max_count := v_queue.queue_ticker_max_count;
+    queue_ticker_max_lag := v_queue.queue_ticker_max_lag;
+    queue_ticker_idle_period := v_queue.queue_ticker_idle_period;
+    ticker_lag := pgque.clock() - v_last.tick_time;
+    ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
+    ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
+    last_tick_id := v_last.tick_id;
+    queue_paused := v_queue.queue_paused;
+    queue_max_retries := v_queue.queue_max_retries;
+    queue_uid := v_queue.queue_uid;
+    return next;
+  end loop;
+end
+$$;
+
+-- True, or PQ001; for callers that may not read the queue table.
+create or replace function pgque._queue_exists(p_queue text) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return (pgque._queue(p_queue)).queue_id is not null;
+end
+$$;
+
+create or replace function pgque.get_queue_info(
+  i_queue_name text,
+  out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
+  out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
+  out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
+  out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
+  out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
+) returns setof record
+language sql as $$
+  select i.* from pgque._queue_exists($1) x, pgque.get_queue_info() i where i.queue_name = $1
+$$;
+
+-- All consumers and workers, of one queue, or one consumer: how far behind,
+-- when last seen, what is pending.
+create or replace function pgque.get_consumer_info(
+  i_queue_name text default null, i_consumer_name text default null,
+  out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
+  out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub   pgque.subscriber;
+  v_pos   pgque.position_0;
+  v_tick  pgque.tick;
+begin
+  if $1 is not null then
+    perform pgque._queue($1);
+  end if;
+  if $2 is not null and $1 is not null and not exists (
+    select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1)).queue_id)
+  then
+    perform pgque._subscriber($1, $2);
+  end if;
+  for v_sub in
+    select s.*
+    from pgque.subscriber s
+    join pgque.queue q on q.queue_id = s.sub_queue
+    where ($1 is null or q.queue_name = $1) and ($2 is null or pgque._subscriber_name(s) = $2)
+    order by q.queue_name, pgque._subscriber_name(s)
+  loop
+    v_pos := pgque._position(v_sub.sub_id);
+    v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
+    select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_tick.tick_event_seq
+    into queue_name, pending_events
+    from pgque.queue q where q.queue_id = v_sub.sub_queue;
+    consumer_name := pgque._subscriber_name(v_sub);
+    lag := pgque.clock() - v_tick.tick_time;
+    last_seen := pgque.clock() - v_pos.pos_time;
+    last_tick := v_pos.pos_tick;
+    current_batch := v_pos.pos_batch;
+    next_tick := v_pos.pos_next_tick;
+    role := v_sub.sub_role;
+    skipped_events := v_pos.pos_skipped;
+    return next;
+  end loop;
+end
+$$;
+
+-- The next n messages nobody has finished, without touching anything: what the
+-- slowest consumer, or the one named, has before it, ticked or not.
+create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null) returns setof pgque.message
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_cond   text;
+begin
+  if $2 is null or $2 < 1 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('peek at queue %I needs a positive number of messages', $1),
+      hint = 'select * from pgque.peek(queue, 10);';
+  end if;
+  if $3 is not null then
+    v_sub := pgque._subscriber($1, $3);
+    v_pos := pgque._position(v_sub.sub_id);
+  else
+    v_pos.pos_tick := pgque._slowest_tick(v_queue.queue_id);
+  end if;
+  v_cond := coalesce(pgque._xid_condition((pgque._tick(v_queue.queue_id, v_pos.pos_tick)).tick_snapshot, pg_current_snapshot()), 'false')
+    || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', '')
+    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
+      (pgque._tick(v_queue.queue_id, v_pos.pos_next_tick)).tick_snapshot), '');
+  return query execute format(
+    'select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+    ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+    ' coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, %L::text'
+    ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
+    $1, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
+end
+$$;
+
+-- Whether a queue's six tables are there; the loop goes on without it if not.
+create or replace function pgque._missing_leaf(p_queue_id int) returns text
+language sql stable as $$
+  select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null
+$$;
+
+-- One figure a row, for a collector: name, queue, consumer, value.  Counts of
+-- events are taken from sequences and are exact up to rolled-back sends.
+create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+  v_last   pgque.tick;
+begin
+  return query
+    select 'pgque_dead_tuples', null::text, null::text, coalesce(sum(t.n_dead_tup), 0)::double precision
+    from pg_stat_all_tables t where t.schemaname = 'pgque';
+  return query
+    select 'pgque_schema_bytes', null::text, null::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::double precision
+    from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
+  for v_queue in select q.* from pgque.queue q order by q.queue_name loop
+    continue when pgque._missing_leaf(v_queue.queue_id) is not null;
+    v_last := pgque._last_tick(v_queue.queue_id);
+    return query
+      select m.metric, v_queue.queue_name, null::text, m.value::double precision
+      from (values
+        ('pgque_queue_events_total', coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0)::numeric),
+        ('pgque_queue_last_tick_id', v_last.tick_id),
+        ('pgque_queue_ticker_lag_seconds', extract(epoch from pgque.clock() - v_last.tick_time)),
+        ('pgque_queue_bytes', (select sum(pg_total_relation_size(to_regclass(l.leaf))) from pgque._leaves(v_queue.queue_id) l)),
+        ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - v_queue.queue_switch_time)),
+        ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = v_queue.queue_id)),
+        ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)),
+        ('pgque_queue_paused', v_queue.queue_paused::int)
+      ) m (metric, value);
+    return query
+      select m.metric, i.queue_name, i.consumer_name, m.value::double precision
+      from pgque.get_consumer_info(v_queue.queue_name) i
+      cross join lateral (values
+        ('pgque_consumer_lag_seconds', extract(epoch from i.lag)),
+        ('pgque_consumer_last_seen_seconds', extract(epoch from i.last_seen)),
+        ('pgque_consumer_pending_events', i.pending_events::numeric),
+        ('pgque_consumer_skipped_events_total', i.skipped_events::numeric),
+        ('pgque_consumer_open_batch', (i.current_batch is not null)::int::numeric)
+      ) m (metric, value)
+      where m.value is not null;
+  end loop;
+end
+$$;
+
+-- One check a row: ok, warn or fail, what was found, and what to do about it.
+create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue    pgque.queue;
+  v_last     pgque.tick;
+  v_new      boolean;
+  v_missing  text;
+  v_found    record;
+begin
+  select s.status, s.detail into v_found from pgque.status() s where s.component = 'ticker';
+  check_name := 'ticker'; queue := null;
+  status := case when v_found.status = 'running' then 'ok' else 'warn' end;
+  detail := v_found.detail;
+  advice := case when v_found.status <> 'running' then 'select pgque.start() with pg_cron, or run: pgque ticker. A scheduler of your own that calls ticker() is fine too.' end;
+  return next;
+
+  for v_queue in select q.* from pgque.queue q order by q.queue_name loop
+    queue := v_queue.queue_name;
+    check_name := 'tables';
+    v_missing := pgque._missing_leaf(v_queue.queue_id);
+    if v_missing is not null then
+      status := 'fail';
+      detail := format('table %s is missing', v_missing);
+      advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
+      return next;
+      continue;
+    end if;
+    status := 'ok'; detail := 'all six tables are there'; advice := null;
+    if v_queue.queue_restored then
+      status := 'warn';
+      detail := 'the queue was loaded from a dump and was not used since';
+      advice := format('select pgque.ticker(%L)', queue);
+    end if;
+    return next;
+    continue when v_queue.queue_restored;
+
+    v_last := pgque._last_tick(v_queue.queue_id);
+    check_name := 'ticks';
+    v_new := coalesce(pgque._tick_reason(v_queue, v_last) = 'events', false);
+    status := case
+      when v_queue.queue_external_ticker then 'ok'
+      when v_queue.queue_ticker_paused then 'warn'
+      when v_new and pgque.clock() - v_last.tick_time > interval '1 minute' then 'fail'
+      when v_new and pgque.clock() - v_last.tick_time > interval '5 seconds' then 'warn'
+      else 'ok'
+    end;
+    detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
+      case when v_new then ', committed events wait for one' else '' end);
+    advice := case
+      when v_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', null)', queue)
+      when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
+    end;
+    return next;
+
+    check_name := 'rotation';
+    select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(queue) i order by i.last_tick limit 1;
+    status := case
+      when pgque.clock() - v_queue.queue_switch_time > 4 * v_queue.queue_rotation_period
+        and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(v_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
+      else 'ok'
+    end;
+    detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - v_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
+    advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
+    return next;
+
+    check_name := 'consumers';
+    status := case
+      when v_found.lag > v_queue.queue_retention_period then 'fail'
+      when v_found.lag > v_queue.queue_retention_period / 2 then 'warn'
+      else 'ok'
+    end;
+    detail := coalesce('consumer ' || v_found.consumer_name || ' lags ' || date_trunc('milliseconds', v_found.lag), 'no consumer');
+    advice := case when status <> 'ok' then format('Past %s it is moved forward and misses events. Start it, or unsubscribe it.', v_queue.queue_retention_period) end;
+    return next;
+
+    check_name := 'retries';
+    select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
+    from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_retry_after < pgque.clock();
+    status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
+    detail := format('%s due', v_found.n);
+    advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
+    return next;
+
+    check_name := 'dead letters';
+    select count(*) as n, max(d.dl_time) as newest into v_found from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
+    status := case when v_found.n > 0 then 'warn' else 'ok' end;
+    detail := format('%s', v_found.n) || coalesce(', newest at ' || v_found.newest, '');
+    advice := case when v_found.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end;
+    return next;
+  end loop;
+
+  check_name := 'open transactions'; queue := null;
+  select a.pid, pgque.clock() - a.xact_start as age into v_found
+  from pg_stat_activity a
+  where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
+  order by a.xact_start limit 1;
+  status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
+  detail := coalesce('oldest writing transaction: pid ' || v_found.pid || ', ' || date_trunc('seconds', v_found.age), 'none');
+  advice := case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end;
+  return next;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- triggers: table changes as events
+-- ---------------------------------------------------------------------------
+
+-- What the three trigger functions share.  Arguments: the queue, then options:
+--   backup            keep the old row in ev_extra2
+--   ignore=a,b        leave these columns out; an update of nothing else is no event
+--   pkey=a,b          the key columns, instead of the primary key
+--   deny              refuse the change
+--   skip              a BEFORE trigger that cancels the change after recording it
+-- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
+-- table's name.  p_format is json, url or sql.
+create or replace function pgque._row_event(
+  p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
+) returns void
+language plpgsql as $$
+declare
+  v_queue   text := p_args[1];
+  v_opts    text[] := p_args[2:];
+  v_ignore  text[];
+  v_pkey    text[];
+  v_row     jsonb := coalesce(p_new, p_old);
+  v_opt     text;
+  v_data    text;
+  v_where   text;
+begin
+  if v_queue is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('the trigger on table %s names no queue', p_table),
+      hint = 'create trigger ... execute function pgque.jsontriga(''queue'', options...)';
+  end if;
+  foreach v_opt in array v_opts loop
+    if v_opt like 'ignore=%' then
+      v_ignore := pg_catalog.string_to_array(pg_catalog.substr(v_opt, 8), ',');
+    elsif v_opt like 'pkey=%' then
+      v_pkey := pg_catalog.string_to_array(pg_catalog.substr(v_opt, 6), ',');
+    elsif v_opt = 'deny' then
+      raise exception using
+        errcode = 'PQ013',
+        message = pg_catalog.format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
+        hint = 'The trigger on the table has the option deny.';
+    elsif pg_catalog.lower(v_opt) not in ('backup', 'skip') then
+      raise exception using
+        errcode = 'PQ005',
+        message = pg_catalog.format('unknown option %L of the trigger on table %s', v_opt, p_table),
+        hint = 'Options: backup, ignore=columns, pkey=columns, deny, skip.';
+    end if;
+  end loop;
+  if p_op = 'TRUNCATE' then
+    perform pgque.insert_event(v_queue, 'R', null, p_table::text, null, null, null);
+    return;
+  end if;
+  v_pkey := coalesce(v_pkey, (
+    select pg_catalog.array_agg(a.attname::text order by k.n)
+    from pg_catalog.pg_index i
+    cross join lateral pg_catalog.unnest(i.indkey) with ordinality k (attnum, n)
+    join pg_catalog.pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
+    where i.indrelid = p_table and i.indisprimary), '{}');
+  v_row := v_row - coalesce(v_ignore, '{}');
+  if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
+    return;
+  end if;
+  if p_format = 'json' then
+    v_data := v_row::text;
+  elsif p_format = 'url' then
+    select pg_catalog.string_agg(pgque._url_encode(r.key) || coalesce('=' || pgque._url_encode(r.value), ''), '&')
+    into v_data from pg_catalog.jsonb_each_text(v_row) r;
+  else
+    select pg_catalog.string_agg(pg_catalog.format('%I = %s', r.key, pg_catalog.quote_nullable(r.value)), ' and ')
+    into v_where from pg_catalog.jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey);
+    if p_op = 'INSERT' then
+      select pg_catalog.format('(%s) values (%s)', pg_catalog.string_agg(pg_catalog.quote_ident(r.key), ','), pg_catalog.string_agg(pg_catalog.quote_nullable(r.value), ','))
+      into v_data from pg_catalog.jsonb_each_text(v_row) r;
+    elsif p_op = 'UPDATE' then
+      select pg_catalog.string_agg(pg_catalog.format('%I = %s', r.key, pg_catalog.quote_nullable(r.value)), ', ') || ' where ' || v_where
+      into v_data from pg_catalog.jsonb_each_text(v_row) r
+      where r.value is distinct from p_old ->> r.key;
+      v_data := coalesce(v_data, v_where);
+    else
+      v_data := v_where;
+    end if;
+  end if;
+  perform pgque.insert_event(v_queue,
+    case when p_format = 'sql' then pg_catalog.left(p_op, 1) else pg_catalog.left(p_op, 1) || ':' || pg_catalog.array_to_string(v_pkey, ',') end,
+    v_data, p_table::text, case when 'backup' = any (v_opts) then p_old::text end, null, null);
+end
+$$;
+
+-- Percent-encoding of everything but letters, digits, - _ . and ~.
+create or replace function pgque._url_encode(p_text text) returns text
+language sql immutable strict as $$
+  select coalesce(pg_catalog.string_agg(
+    case
+      when c.ch ~ '^[A-Za-z0-9_.~-]$' then c.ch
+      else pg_catalog.upper(pg_catalog.regexp_replace(pg_catalog.encode(pg_catalog.convert_to(c.ch, 'UTF8'), 'hex'), '(..)', '%\1', 'g'))
+    end, '' order by c.n), '')
+  from pg_catalog.regexp_split_to_table(p_text, '') with ordinality c (ch, n)
+$$;
+
+create or replace function pgque.jsontriga() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    return null;
+  end if;
+  return coalesce(new, old);
+end
+$$;
+
+create or replace function pgque.logutriga() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    return null;
+  end if;
+  return coalesce(new, old);
+end
+$$;
+
+create or replace function pgque.sqltriga() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    return null;
+  end if;
+  return coalesce(new, old);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- grants
+-- ---------------------------------------------------------------------------
+
+-- Which role may call what: one row a function name, all its signatures.  A
+-- function that is not named here can be called by nobody but the owner.
+create or replace function pgque._grants() returns table (func_name text, role_name text)
+language sql immutable as $$
+  values
+    ('version', 'pgque_reader'),
+    ('version', 'pgque_writer'),
+    ('clock', 'pgque_reader'),
+    ('clock', 'pgque_writer'),
+    -- produce
+    ('send', 'pgque_writer'),
+    ('send_batch', 'pgque_writer'),
+    ('send_idem', 'pgque_writer'),
+    ('insert_event', 'pgque_writer'),
+    ('current_event_table', 'pgque_writer'),
+    ('jsontriga', 'pgque_writer'),
+    ('logutriga', 'pgque_writer'),
+    ('sqltriga', 'pgque_writer'),
+    -- consume
+    ('subscribe', 'pgque_reader'),
+    ('register_consumer', 'pgque_reader'),
+    ('register_consumer_at', 'pgque_reader'),
+    ('unsubscribe', 'pgque_reader'),
+    ('unregister_consumer', 'pgque_reader'),
+    ('receive', 'pgque_reader'),
+    ('ack', 'pgque_reader'),
+    ('finish_batch', 'pgque_reader'),
+    ('nack', 'pgque_reader'),
+    ('next_batch', 'pgque_reader'),
+    ('next_batch_info', 'pgque_reader'),
+    ('next_batch_custom', 'pgque_reader'),
+    ('get_batch_events', 'pgque_reader'),
+    ('get_batch_info', 'pgque_reader'),
+    ('event_retry', 'pgque_reader'),
+    ('batch_retry', 'pgque_reader'),
+    ('register_subconsumer', 'pgque_reader'),
+    ('subscribe_subconsumer', 'pgque_reader'),
+    ('unregister_subconsumer', 'pgque_reader'),
+    ('unsubscribe_subconsumer', 'pgque_reader'),
+    ('touch_subconsumer', 'pgque_reader'),
+    ('receive_coop', 'pgque_reader'),
+    ('peek', 'pgque_reader'),
+    ('get_queue_info', 'pgque_reader'),
+    ('get_consumer_info', 'pgque_reader'),
+    ('_queue_exists', 'pgque_reader'),
+    ('queue_config', 'pgque_reader'),
+    ('metrics', 'pgque_reader'),
+    ('health', 'pgque_reader'),
+    ('status', 'pgque_reader'),
+    -- operate
+    ('create_queue', 'pgque_admin'),
+    ('alter_queue', 'pgque_admin'),
+    ('set_queue_config', 'pgque_admin'),
+    ('pause', 'pgque_admin'),
+    ('resume', 'pgque_admin'),
+    ('drop_queue', 'pgque_admin'),
+    ('ticker', 'pgque_admin'),
+    ('force_next_tick', 'pgque_admin'),
+    ('force_tick', 'pgque_admin'),
+    ('ticker_loop', 'pgque_admin'),
+    ('set_tick_period_ms', 'pgque_admin'),
+    ('start', 'pgque_admin'),
+    ('stop', 'pgque_admin'),
+    ('maint', 'pgque_admin'),
+    ('maint_operations', 'pgque_admin'),
+    ('maint_retry_events', 'pgque_admin'),
+    ('maint_rotate_tables_step1', 'pgque_admin'),
+    ('maint_rotate_tables_step2', 'pgque_admin'),
+    ('maint_retain', 'pgque_admin'),
+    ('maint_tables', 'pgque_admin'),
+    ('get_batch_cursor', 'pgque_admin'),
+    ('dlq_inspect', 'pgque_admin'),
+    ('dlq_replay', 'pgque_admin'),
+    ('dlq_replay_all', 'pgque_admin'),
+    ('dlq_requeue', 'pgque_admin'),
+    ('dlq_requeue_all', 'pgque_admin'),
+    ('dlq_purge', 'pgque_admin'),
+    ('_ticked_queues', 'pgque_admin'),
+    ('_loop_config', 'pgque_admin'),
+    ('_look_again_at', 'pgque_admin'),
+    ('_try_tick', 'pgque_admin'),
+    ('_maint_operation', 'pgque_admin')
+$$;
+
+do $$
+declare
+  v_func   record;
+  v_table  text;
+begin
+  revoke all on schema pgque from public;
+  revoke all on all tables in schema pgque from public;
+  revoke all on all sequences in schema pgque from public;
+  grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin;
+  for v_func in
+    select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,
+      (select string_agg(g.role_name, ', ') from pgque._grants() g where g.func_name = p.proname) as roles
+    from pg_proc p
+    where p.pronamespace = 'pgque'::regnamespace
+  loop
+    execute format('revoke all on %s %s from public, pgque_reader, pgque_writer, pgque_admin', v_func.kind, v_func.sig);
+    if v_func.roles is not null then
+      execute format('grant execute on %s %s to %s', v_func.kind, v_func.sig, v_func.roles);
+    end if;
+  end loop;
+  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'config'] loop
+    execute format('grant select on pgque.%I to pgque_admin', v_table);
+  end loop;
+end
+$$;
