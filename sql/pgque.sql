@@ -208,6 +208,9 @@ create unique index if not exists subscriber_worker on pgque.subscriber (sub_mai
 -- that is written.  The row with the highest pos_seq of a subscriber is true.
 --   pos_tick                     finished up to here
 --   pos_next_tick, pos_done_id   the window being read, and how far it is done
+--   pos_snapshot ...             what the two ticks say
+--   pos_done_count               how many messages of the window were handed out
+--   pos_high                     where it stood when it was moved back
 --   pos_batch, pos_last_id       the open batch: ids above pos_done_id up to
 --                                pos_last_id (null: to the end of the window)
 -- A worker's row (pos_main is its consumer) has a batch or nothing; its
@@ -229,12 +232,17 @@ create table if not exists pgque.position_0 (
   pos_seq        bigint not null,
   pos_time       timestamptz not null,
   pos_tick       bigint,
+  pos_snapshot   pg_snapshot,
+  pos_event_seq  bigint,
   pos_next_tick  bigint,
+  pos_next_snapshot   pg_snapshot,
+  pos_next_event_seq  bigint,
   pos_done_id    bigint,
   pos_last_id    bigint,
   pos_batch      bigint,
   pos_last_batch bigint not null default 0,
-  pos_slice      int not null default 0,
+  pos_done_count bigint not null default 0,
+  pos_high       bigint,
   pos_attempt    int not null default 1,
   pos_skipped    bigint not null default 0,
   constraint position_0_pkey primary key (pos_sub, pos_seq)
@@ -403,8 +411,8 @@ declare
   v_leaf  text := pg_catalog.format('%s_%s_%s', p_kind, p_queue_id, p_n);
   v_slot  int := p_queue_id * 3 + p_n;
 begin
-  execute pg_catalog.format('create table pgque.%I (like pgque.%I including all, constraint %I check (slot = %s))',
-    v_leaf, p_kind, v_leaf || '_slot', v_slot);
+  execute pg_catalog.format('create table pgque.%I (like pgque.%I including all)', v_leaf, p_kind);
+  execute pg_catalog.format('grant select on pgque.%I to pgque_admin', v_leaf);
   if p_kind = 'tick' then
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
   else
@@ -448,8 +456,8 @@ begin
     perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
   end loop;
-  execute format('alter sequence %s owned by pgque.event_%s_0.ev_id', v_seq, v_id);
-  execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick_%1$s_0.tick_id', v_id);
+  execute format('alter sequence %s owned by pgque.event.ev_id', v_seq);
+  execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick.tick_id', v_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (v_id * 3, v_id, 1, pgque.clock(), pgque._tick_snapshot(), 0);
   return 1;
@@ -498,7 +506,7 @@ $$;
 -- queue_<name>; its default is the setting's default and its check constraint
 -- the setting's range.
 create or replace function pgque._setting_type(p_param text) returns text
-language sql immutable as $$
+language sql stable as $$
   select case
     when p_param in ('ticker_max_count', 'max_retries') then 'int'
     when p_param in ('ticker_max_lag', 'ticker_idle_period', 'rotation_period', 'retention_period') then 'interval'
@@ -606,7 +614,7 @@ $$;
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
-language sql immutable as $$
+language sql stable as $$
   select k.kind, g.n, pg_catalog.format('pgque.%s_%s_%s', k.kind, p_queue_id, g.n)
   from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
 $$;
@@ -631,6 +639,7 @@ begin
     if v_leaves is not null then
       execute 'drop table ' || v_leaves;
     end if;
+    execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
     v_count := v_count + 1;
   end loop;
   return v_count;
@@ -852,17 +861,26 @@ begin
 end
 $$;
 
--- The newest tick of a queue.
-create or replace function pgque._last_tick(p_queue_id int) returns pgque.tick
+-- The newest tick of a queue.  Ticks go to the current table, so as soon as
+-- that holds one, the newest is there.
+create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
 language plpgsql as $$
 declare
   v_tick  pgque.tick;
 begin
-  execute pg_catalog.format(
-    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
-    ' order by t.tick_id desc limit 1', p_queue_id) into v_tick;
+  execute pg_catalog.format('select t.* from pgque.tick_%s_%s t order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
+  into v_tick;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  end if;
   return v_tick;
 end
+$$;
+
+create or replace function pgque._ticks_sql(p_queue_id int) returns text
+language sql stable as $$
+  select pg_catalog.format(
+    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
 $$;
 
 -- One tick by its id; all columns null when it is gone.
@@ -871,9 +889,7 @@ language plpgsql as $$
 declare
   v_tick  pgque.tick;
 begin
-  execute pg_catalog.format(
-    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
-    ' where t.tick_id = $1', p_queue_id) into v_tick using p_tick_id;
+  execute pg_catalog.format('select t.* from (%s) t where t.tick_id = $1', pgque._ticks_sql(p_queue_id)) into v_tick using p_tick_id;
   return v_tick;
 end
 $$;
@@ -886,25 +902,23 @@ language plpgsql as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
+  v_age    interval := v_now - p_last.tick_time;
   v_cond   text;
   v_found  boolean;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
     return 'forced';
   end if;
-  if v_count >= p_queue.queue_ticker_max_count or v_now - p_last.tick_time >= p_queue.queue_ticker_max_lag then
+  if v_count >= p_queue.queue_ticker_max_count or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period) then
     v_cond := pgque._xid_condition(p_last.tick_snapshot, pg_catalog.pg_current_snapshot());
     if v_cond is not null then
-      execute pg_catalog.format(
-        'select exists (select from pgque.event_%1$s_0 e where %2$s)'
-        ' or exists (select from pgque.event_%1$s_1 e where %2$s)'
-        ' or exists (select from pgque.event_%1$s_2 e where %2$s)', p_queue.queue_id, v_cond) into v_found;
+      execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
       if v_found then
         return 'events';
       end if;
     end if;
   end if;
-  if v_now - p_last.tick_time >= p_queue.queue_ticker_idle_period then
+  if v_age >= p_queue.queue_ticker_idle_period then
     return 'idle';
   end if;
   return null;
@@ -915,32 +929,34 @@ $$;
 -- lock comes before the snapshot, so two tickers can not store ticks in an
 -- order that is not the order of their snapshots; it is held to the end of the
 -- transaction, so the second sees the tick of the first.
-create or replace function pgque._tick_queue(p_queue pgque.queue, p_wait boolean) returns bigint
+create or replace function pgque._tick_queue(p_queue_id int, p_wait boolean) returns bigint
 language plpgsql as $$
 declare
-  v_last    pgque.tick := pgque._last_tick(p_queue.queue_id);
-  v_reason  text := pgque._tick_reason(p_queue, v_last);
+  v_queue   pgque.queue;
+  v_last    pgque.tick;
+  v_reason  text;
   v_class   int := pg_catalog.hashtext('pgque.tick');
 begin
-  if v_reason is null then
-    return null;
-  end if;
   perform pgque._need_read_committed('a tick');
   if p_wait then
-    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
-  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
+    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue_id);
+  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue_id) then
     return null;
   end if;
-  select q.* into p_queue from pgque.queue q where q.queue_id = p_queue.queue_id;
-  if not found then
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if v_queue.queue_restored then
+    perform pgque._rebase(p_queue_id);
+    select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  end if;
+  if v_queue.queue_id is null then
     return null;
   end if;
-  v_last := pgque._last_tick(p_queue.queue_id);
-  v_reason := pgque._tick_reason(p_queue, v_last);
+  v_last := pgque._last_tick(v_queue);
+  v_reason := pgque._tick_reason(v_queue, v_last);
   if v_reason is null then
     return null;
   end if;
-  return pgque._store_tick(p_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
+  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
 end
 $$;
 
@@ -976,8 +992,7 @@ begin
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
-  perform pgque._rebase(v_queue.queue_id);
-  return pgque._tick_queue(v_queue, true);
+  return pgque._tick_queue(v_queue.queue_id, true);
 end
 $$;
 
@@ -1008,8 +1023,7 @@ begin
   if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
     return null;
   end if;
-  perform pgque._rebase(v_queue.queue_id);
-  return pgque._tick_queue(v_queue, false);
+  return pgque._tick_queue(v_queue.queue_id, false);
 exception
   when invalid_transaction_state then
     raise;
@@ -1036,7 +1050,7 @@ begin
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(ticker.queue_name);
-  v_last := pgque._last_tick(v_queue.queue_id);
+  v_last := pgque._last_tick(v_queue);
   if ticker.tick_id <= v_last.tick_id or ticker.event_seq < v_last.tick_event_seq then
     raise exception using
       errcode = 'PQ005',
@@ -1054,7 +1068,7 @@ create or replace function pgque.force_next_tick(queue_name text) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name);
-  v_last   bigint := (pgque._last_tick(v_queue.queue_id)).tick_id;
+  v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
   perform setval(v_queue.queue_tick_seq, v_last + 1);
   return v_last;
@@ -1121,40 +1135,37 @@ $$;
 -- The same set of transactions as a filter that no index serves: where row
 -- addresses lead to the rows, the planner shall not be led astray.
 create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
-language sql immutable as $$
+language sql stable as $$
   select pg_catalog.format(
     '(pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L) and not pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_to, p_from)
 $$;
 
 -- The rows of a queue that satisfy a condition on e, over all three tables: a
 -- writer whose snapshot is older than a rotation stores into a table that is
--- no longer current, so none may be left out.  p_tids narrows each table to a
--- range of row addresses (three conditions, or null).
+-- no longer current, so none may be left out.  A table without a single page
+-- can be: what a tick covers was stored before.  p_tids narrows each table to
+-- a range of row addresses (three conditions, null for none).
 create or replace function pgque._rows_sql(p_queue_id int, p_condition text, p_tids text[] default null) returns text
-language plpgsql immutable as $$
+language plpgsql as $$
 declare
-  v_sql  text;
+  v_leaf  text;
+  v_sql   text;
 begin
-  if p_tids is null then
-    return pg_catalog.format(
-      'select * from pgque.event_%1$s_0 e where %2$s union all'
-      ' select * from pgque.event_%1$s_1 e where %2$s union all'
-      ' select * from pgque.event_%1$s_2 e where %2$s', p_queue_id, p_condition);
-  end if;
   for n in 0..2 loop
-    if p_tids[n + 1] is not null then
+    v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
+    if pg_catalog.pg_relation_size(v_leaf::regclass) > 0 and (p_tids is null or p_tids[n + 1] is not null) then
       v_sql := pg_catalog.concat_ws(' union all ', v_sql,
-        pg_catalog.format('select * from pgque.event_%s_%s e where %s and %s', p_queue_id, n, p_tids[n + 1], p_condition));
+        pg_catalog.concat('select * from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition));
     end if;
   end loop;
-  return v_sql;
+  return coalesce(v_sql, 'select * from ' || v_leaf || ' e where false');
 end
 $$;
 
 -- The condition for the part of a window that belongs to one subscriber and
 -- has its ids in (p_after, p_upto]; either bound may be null.
 create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
-language sql immutable as $$
+language sql stable as $$
   select p_xids
     || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_owner)
     || coalesce(' and e.ev_id > ' || p_after, '')
@@ -1179,7 +1190,7 @@ begin
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
       pgque._filenodes($1), pg_catalog.pg_current_xact_id()
     from (
-      select w.ev_id, w.n, w.tid, (row_number() over (order by w.ev_id) - 1) / 2000 as chunk
+      select w.ev_id, w.n, w.tid, (dense_rank() over (order by w.ev_id) - 1) / 2000 as chunk
       from (
         select e.ev_id, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
         union all
@@ -1246,9 +1257,9 @@ declare
   v_leaf  int;
 begin
   if pg_catalog.current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
-    select j.journal_cur into v_leaf from pgque.journal j;
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;
   else
-    select j.journal_cur into v_leaf from pgque.journal j for key share;
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;
   end if;
   return v_leaf;
 end
@@ -1389,29 +1400,29 @@ $$;
 
 -- The tick that start_at means: latest, earliest, a tick id, or a time (the
 -- last tick before it).
-create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns bigint
+create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns pgque.tick
 language plpgsql as $$
 declare
-  v_tick  bigint;
+  v_tick   pgque.tick;
+  v_ticks  text := pgque._ticks_sql(p_queue.queue_id);
 begin
   if p_start_at = 'latest' then
-    return (pgque._last_tick(p_queue.queue_id)).tick_id;
+    v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
-    execute pg_catalog.format('select min(t.tick_id) from (%s) t', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
   elsif p_start_at ~ '^\d{1,18}$' then
-    v_tick := (pgque._tick(p_queue.queue_id, p_start_at::bigint)).tick_id;
+    v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
-    execute pg_catalog.format(
-      'select coalesce(max(t.tick_id) filter (where t.tick_time <= $1), min(t.tick_id)) from (%s) t', pgque._ticks_sql(p_queue.queue_id))
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)) limit 1', v_ticks)
     into v_tick using p_start_at::timestamptz;
   end if;
-  if v_tick is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
-      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+  if v_tick.tick_id is not null then
+    return v_tick;
   end if;
-  return v_tick;
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+    hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
 exception
   when datetime_field_overflow or invalid_datetime_format then
     raise exception using
@@ -1421,16 +1432,10 @@ exception
 end
 $$;
 
-create or replace function pgque._ticks_sql(p_queue_id int) returns text
-language sql immutable as $$
-  select pg_catalog.format(
-    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
-$$;
-
 -- Adds a subscriber row with its first position; the low 20 bits of its id are
 -- taken once only.
 create or replace function pgque._add_subscriber(
-  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick bigint
+  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick
 ) returns int
 language plpgsql as $$
 declare
@@ -1445,10 +1450,9 @@ begin
   end loop;
   v_position.pos_main := p_main;
   v_position.pos_seq := 0;
-  v_position.pos_tick := p_tick;
   v_position.pos_last_batch := 0;
   v_position.pos_skipped := 0;
-  perform pgque._append_position(pgque._closed(v_position));
+  perform pgque._append_position(pgque._at_tick(v_position, p_tick));
   return v_position.pos_sub;
 end
 $$;
@@ -1522,23 +1526,9 @@ begin
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name);
   v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name)).sub_id);
-  v_position.pos_tick := pgque._find_tick(v_queue, register_consumer_at.tick_id::text);
-  perform pgque._append_position(pgque._closed(v_position));
+  v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
+  perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
-end
-$$;
-
--- A position with no window and no batch.
-create or replace function pgque._closed(p_position pgque.position_0) returns pgque.position_0
-language plpgsql immutable as $$
-begin
-  p_position.pos_next_tick := null;
-  p_position.pos_done_id := null;
-  p_position.pos_last_id := null;
-  p_position.pos_batch := null;
-  p_position.pos_slice := 0;
-  p_position.pos_attempt := 1;
-  return p_position;
 end
 $$;
 
@@ -1572,35 +1562,111 @@ $$;
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
 
--- Whether a tick newer than p_tick exists.
-create or replace function pgque._has_tick_after(p_queue_id int, p_tick bigint) returns boolean
+-- Opens the window that follows a position: up to the furthest of the next 100
+-- ticks before which no more than p_max events were numbered, so that a
+-- consumer which lags behind many small ticks gets full batches; at least one
+-- tick.  No window if there is no further tick.
+--
+-- If the current table knows the position's own tick or the one after it, it
+-- knows all that follow.
+create or replace function pgque._open_window(p_position pgque.position_0, p_queue_id int, p_max bigint) returns pgque.position_0
 language plpgsql as $$
 declare
-  v_found  boolean;
+  v_cur    int := (select q.queue_cur_table from pgque.queue q where q.queue_id = p_queue_id);
+  v_first  boolean := true;
+  v_tick   pgque.tick;
 begin
-  execute pg_catalog.format(
-    'select exists (select from pgque.tick_%1$s_0 t where t.tick_id > $1)'
-    ' or exists (select from pgque.tick_%1$s_1 t where t.tick_id > $1)'
-    ' or exists (select from pgque.tick_%1$s_2 t where t.tick_id > $1)', p_queue_id) into v_found using p_tick;
-  return v_found;
+  for v_tick in execute pg_catalog.format(
+    'select t.* from pgque.tick_%s_%s t where t.tick_id >= %s order by t.tick_id limit 101', p_queue_id, v_cur, p_position.pos_tick)
+  loop
+    exit when v_first and v_tick.tick_id > p_position.pos_tick + 1;
+    v_first := false;
+    exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
+    if v_tick.tick_id > p_position.pos_tick then
+      p_position := pgque._with_window(p_position, v_tick);
+    end if;
+  end loop;
+  if v_first then
+    for v_tick in execute pg_catalog.format(
+      'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
+    loop
+      exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
+      p_position := pgque._with_window(p_position, v_tick);
+    end loop;
+  end if;
+  return p_position;
 end
 $$;
 
--- The end of the window that follows p_tick: the furthest of the next 100
--- ticks up to which no more than p_max events were numbered, so that a
--- consumer which lags behind many small ticks gets full batches; at least the
--- next tick.  Null when there is none.
-create or replace function pgque._window_end(p_queue_id int, p_tick bigint, p_max bigint) returns bigint
-language plpgsql as $$
-declare
-  v_end  bigint;
+-- A position whose window ends at a tick.
+create or replace function pgque._with_window(p_position pgque.position_0, p_tick pgque.tick) returns pgque.position_0
+language plpgsql immutable as $$
 begin
-  execute pg_catalog.format(
-    'select coalesce(max(t.tick_id) filter (where t.tick_event_seq <= t.seq + $2), min(t.tick_id) filter (where t.tick_id > $1))'
-    ' from (select t.tick_id, t.tick_event_seq, first_value(t.tick_event_seq) over (order by t.tick_id) as seq'
-    '   from (%s) t where t.tick_id >= $1 order by t.tick_id limit 101) t'
-    ' where t.tick_id > $1', pgque._ticks_sql(p_queue_id)) into v_end using p_tick, p_max;
-  return v_end;
+  p_position.pos_next_tick := p_tick.tick_id;
+  p_position.pos_next_snapshot := p_tick.tick_snapshot;
+  p_position.pos_next_event_seq := p_tick.tick_event_seq;
+  return p_position;
+end
+$$;
+
+-- A position at a tick, with no window and no batch.
+create or replace function pgque._at_tick(p_position pgque.position_0, p_tick pgque.tick) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  p_position.pos_tick := p_tick.tick_id;
+  p_position.pos_snapshot := p_tick.tick_snapshot;
+  p_position.pos_event_seq := p_tick.tick_event_seq;
+  p_position.pos_next_tick := null;
+  p_position.pos_next_snapshot := null;
+  p_position.pos_next_event_seq := null;
+  p_position.pos_done_id := null;
+  p_position.pos_done_count := 0;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_attempt := 1;
+  return p_position;
+end
+$$;
+
+-- A position at the end of its window.
+create or replace function pgque._past_window(p_position pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  return pgque._at_tick(p_position, row(
+    null, null, p_position.pos_next_tick, null, p_position.pos_next_snapshot, p_position.pos_next_event_seq)::pgque.tick);
+end
+$$;
+
+-- A consumer's position behind a batch: inside the window after a slice, at
+-- the window's end after its last one.  A worker's is empty then.
+create or replace function pgque._behind(p_position pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  if p_position.pos_main is not null then
+    return pgque._at_tick(p_position, null);
+  end if;
+  p_position := pgque._as_batch_of(p_position, p_batch);
+  if p_batch.pos_last_id is null then
+    return pgque._past_window(p_position);
+  end if;
+  p_position.pos_done_id := p_batch.pos_last_id;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_attempt := 1;
+  return p_position;
+end
+$$;
+
+-- The window and the batch of one position in the name of another subscriber.
+create or replace function pgque._as_batch_of(p_subscriber pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  p_batch.pos_sub := p_subscriber.pos_sub;
+  p_batch.pos_main := p_subscriber.pos_main;
+  p_batch.pos_seq := p_subscriber.pos_seq;
+  p_batch.pos_last_batch := p_subscriber.pos_last_batch;
+  p_batch.pos_skipped := p_subscriber.pos_skipped;
+  return p_batch;
 end
 $$;
 
@@ -1611,28 +1677,20 @@ $$;
 -- With a worker, the batch belongs to that worker (see "workers").
 create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
 returns setof pgque.message
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
   v_sub      pgque.subscriber;
   v_cursor   pgque.position_0;   -- the consumer's position
+  v_ahead    pgque.position_0;   -- the same with its next window open
   v_batch    pgque.position_0;   -- whose batch it is: the same, or the worker's
-  v_owner    int;
   v_member   int;
+  v_token    bigint;
   v_open     boolean;            -- an open batch comes again
-  v_from     pgque.tick;
-  v_to       pgque.tick;
-  v_xids     text;
-  v_filter   text;
-  v_settled  text := '';
-  v_chunk    pgque.window_map;
-  v_mapped   boolean;
-  v_tids     text[];
-  v_row      pgque.message;
   v_max      bigint := receive.max_return;
-  v_count    bigint;
-  v_read     bigint;
-  v_last     bigint;
-  v_more     boolean;
+  v_and      text := '';
+  v_rows     text;
+  v_count    bigint := 0;
+  v_next_id  bigint;
 begin
   if receive.max_return is null or receive.max_return < 1 then
     raise exception using
@@ -1641,123 +1699,84 @@ begin
       hint = 'It is the greatest number of messages to hand out.';
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
-  v_owner := v_sub.sub_id;
   if receive.worker is not null then
     v_member := pgque._worker(v_sub, receive.worker);
   elsif v_sub.sub_role = 'coop_main' then
     perform pgque._has_workers(receive.queue_name, receive.consumer_name);
   end if;
   -- An idle poll takes no lock, writes nothing and needs no transaction id.
-  v_cursor := pgque._position(v_owner);
-  if v_cursor.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_cursor.pos_tick)
-    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
-  then
+  v_ahead := pgque._position(v_sub.sub_id);
+  if v_ahead.pos_next_tick is null then
+    v_ahead := pgque._open_window(v_ahead, v_sub.sub_queue, v_max);
+  end if;
+  if v_ahead.pos_next_tick is null and (v_member is null or (pgque._position(v_member)).pos_batch is null) then
     return;
   end if;
 
-  v_cursor := pgque._lock_position(v_owner);
-  v_batch := v_cursor;
+  v_cursor := pgque._lock_position(v_sub.sub_id);
+  if v_cursor.pos_seq <> v_ahead.pos_seq then
+    v_ahead := v_cursor;
+  end if;
+  v_batch := v_ahead;
   if v_member is not null then
     v_batch := pgque._lock_position(v_member);
   end if;
   v_open := v_batch.pos_batch is not null;
-  if not v_open then
-    v_batch.pos_tick := v_cursor.pos_tick;
-    v_batch.pos_next_tick := v_cursor.pos_next_tick;
-    v_batch.pos_done_id := v_cursor.pos_done_id;
-    v_batch.pos_slice := v_cursor.pos_slice;
-    v_batch.pos_batch := pgque._new_batch_id(v_batch);
-  else
+  if v_open then
     -- It comes whole, whatever max_return says now, since ack() finishes it whole.
-    v_max := 2147483647;
-    v_settled := pgque._unsettled_condition(v_batch);
+    v_max := null;
+    v_and := pgque._unsettled_condition(v_batch);
+  else
+    v_batch := pgque._as_batch_of(v_batch, v_ahead);
+    v_token := pgque._new_batch_id(v_batch);
+    v_batch.pos_batch := v_token;
+    v_batch.pos_last_batch := v_token;
   end if;
 
   loop
     if v_batch.pos_next_tick is null then
-      v_batch.pos_next_tick := pgque._window_end(v_sub.sub_queue, v_batch.pos_tick, v_max);
+      v_batch := pgque._open_window(v_batch, v_sub.sub_queue, v_max);
       exit when v_batch.pos_next_tick is null;
     end if;
-    v_from := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
-    v_to := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
-    v_xids := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot);
-    v_count := 0;
-    v_read := 0;
-    v_last := null;
-    v_more := false;
-    if v_xids is not null then
-      v_mapped := false;
-      if v_batch.pos_done_id is not null then
-        v_mapped := pgque._mapped(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick);
-        if not v_mapped and v_batch.pos_slice > 1 then
-          perform pgque._map_window(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick, v_xids);
-          v_mapped := true;
-        end if;
-        v_chunk.map_id_hi := v_batch.pos_done_id;
-      end if;
-      v_filter := pgque._slice_condition(
-        case when v_mapped then pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot) else v_xids end,
-        v_owner, v_batch.pos_done_id, v_batch.pos_last_id) || v_settled;
-      <<pieces>>
-      loop
-        if v_mapped then
-          select m.* into v_chunk
-          from pgque.window_map m
-          where m.map_queue = v_sub.sub_queue and m.map_from = v_batch.pos_tick and m.map_to = v_batch.pos_next_tick
-            and m.map_id_hi > v_chunk.map_id_hi and m.map_valid
-          order by m.map_id_hi
-          limit 1;
-          exit when not found;
-          v_tids := pgque._tid_conditions(v_chunk);
-        end if;
-        for v_row in execute format(
-          'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
-          ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-          ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
-          ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
-          v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name,
-          pgque._rows_sql(v_sub.sub_queue, v_filter, v_tids),
-          v_max + 1 - v_count)
-        loop
-          v_read := v_read + 1;
-          -- A consumer that was moved back can meet an event and its own
-          -- retry in one window: the retry stands for both.
-          continue when v_row.msg_id = v_last;
-          if v_count = v_max then
-            v_more := true;
-            exit pieces;
-          end if;
-          v_count := v_count + 1;
-          v_last := v_row.msg_id;
-          return next v_row;
-        end loop;
-        exit when not v_mapped;
-      end loop;
-      v_more := v_more or v_read > v_max;
-    end if;
+    v_rows := pgque._batch_sql(v_sub, v_batch, v_and, v_max);
+    return query execute format(
+      'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+      ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+      ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
+      ' from (%s) e order by e.ev_id limit %L',
+      v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows, v_max);
+    get diagnostics v_count = row_count;
     exit when v_count > 0 or v_open;
     -- An empty window: go on behind it.
-    v_batch.pos_tick := v_batch.pos_next_tick;
-    v_batch.pos_next_tick := null;
-    v_batch.pos_done_id := null;
-    v_batch.pos_slice := 0;
+    v_batch := pgque._past_window(v_batch);
+    v_batch.pos_batch := v_token;
   end loop;
 
-  if v_open then
+  if v_open and v_count = 0 then
+    -- Every message of it was settled: it is done.
+    perform pgque._append_position(pgque._behind(v_batch, v_batch));
+    return query select * from pgque.receive($1, $2, $3, $4);
     return;
-  end if;
-  if coalesce(v_count, 0) = 0 then
+  elsif v_open then
+    return;
+  elsif v_count = 0 then
     -- Nothing but empty windows: remember that, so that they can be reclaimed.
     if v_batch.pos_tick > v_cursor.pos_tick then
-      v_cursor := pgque._closed(v_cursor);
-      v_cursor.pos_tick := v_batch.pos_tick;
-      perform pgque._append_position(v_cursor);
+      v_batch.pos_batch := null;
+      perform pgque._append_position(pgque._as_batch_of(v_cursor, v_batch));
     end if;
     return;
+  elsif v_count = v_max then
+    -- The batch is full: if there is more, it ends before the id that comes
+    -- next.  Counting is a third of the price of sorting.
+    execute format('select count(*) from (select from (%s) e limit %s) e', v_rows, v_max + 1) into v_count;
+    if v_count > v_max then
+      v_count := v_max;
+      execute format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', v_rows, v_max) into v_next_id;
+    end if;
   end if;
-  v_batch.pos_last_id := case when v_more then v_last end;
-  v_batch.pos_last_batch := v_batch.pos_batch;
-  v_batch.pos_slice := v_batch.pos_slice + 1;
+  v_batch.pos_last_id := v_next_id - 1;
+  v_batch.pos_done_count := v_batch.pos_done_count + v_count;
   perform pgque._append_position(v_batch);
   if v_member is not null then
     perform pgque._append_position(pgque._behind(v_cursor, v_batch));
@@ -1808,30 +1827,6 @@ begin
 end
 $$;
 
--- A consumer's position behind a batch: inside the window after a slice, at
--- the window's end after its last one.  A worker's is empty then.
-create or replace function pgque._behind(p_position pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
-language plpgsql immutable as $$
-begin
-  if p_position.pos_main is not null then
-    p_position := pgque._closed(p_position);
-    p_position.pos_tick := null;
-  elsif p_batch.pos_last_id is null then
-    p_position := pgque._closed(p_position);
-    p_position.pos_tick := p_batch.pos_next_tick;
-  else
-    p_position.pos_tick := p_batch.pos_tick;
-    p_position.pos_next_tick := p_batch.pos_next_tick;
-    p_position.pos_done_id := p_batch.pos_last_id;
-    p_position.pos_slice := p_batch.pos_slice;
-    p_position.pos_last_id := null;
-    p_position.pos_batch := null;
-    p_position.pos_attempt := 1;
-  end if;
-  return p_position;
-end
-$$;
-
 -- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
 -- is not open.
 create or replace function pgque.ack(batch_id bigint) returns int
@@ -1870,7 +1865,7 @@ begin
     perform pgque._has_workers($1, $2);
   end if;
   v_batch := pgque._position(v_sub.sub_id);
-  if v_batch.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_batch.pos_tick) then
+  if v_batch.pos_next_tick is null and (pgque._open_window(v_batch, v_sub.sub_queue, 0)).pos_next_tick is null then
     return;
   end if;
   v_batch := pgque._lock_position(v_sub.sub_id);
@@ -1878,15 +1873,16 @@ begin
   if v_batch.pos_batch is null then
     if v_batch.pos_next_tick is null then
       execute format(
-        'select t.tick_id from (%s) t where t.tick_id > $1'
+        'select t.* from (%s) t where t.tick_id > $1'
         ' and ($2 is null or t.tick_time <= $3 - $2)'
         ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
         ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
-      into v_batch.pos_next_tick
+      into v_cur
       using v_batch.pos_tick, $3, pgque.clock(), $4, $5, v_prev.tick_event_seq, v_prev.tick_time;
-      if v_batch.pos_next_tick is null then
+      if v_cur.tick_id is null then
         return;
       end if;
+      v_batch := pgque._with_window(v_batch, v_cur);
     end if;
     v_batch.pos_last_id := null;
     v_batch.pos_batch := pgque._new_batch_id(v_batch);
@@ -1930,33 +1926,47 @@ begin
 end
 $$;
 
--- The query that reads the rows of an open batch, as columns of pgque.event,
--- by the window's map if it has one.  p_and is one more condition on e.
-create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '') returns text
+-- The query that reads the rows of a position's window, as columns of
+-- pgque.event: those of its open batch, or, with p_max, of the next batch of
+-- at most p_max messages.  p_and is one more condition on e.
+--
+-- From the third batch of a window on it goes by the window's map.  A consumer
+-- that was moved back can meet an event and its own retry in one window: then
+-- the retry stands for both.
+create or replace function pgque._batch_sql(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '', p_max bigint default null
+) returns text
 language plpgsql as $$
 declare
-  v_from   pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_tick);
-  v_to     pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_next_tick);
-  v_xids   text;
+  v_xids   text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
   v_tids   text[];
   v_chunk  pgque.window_map;
+  v_rows   text;
 begin
-  if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
-    select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
-    into v_chunk.map_lo, v_chunk.map_hi
-    from pgque.window_map m
-    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-      and m.map_valid
-      and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
-      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id);
-    v_tids := pgque._tid_conditions(v_chunk);
-    v_xids := pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot);
-  else
-    v_xids := coalesce(pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot), 'false');
+  if p_pos.pos_done_count >= 2 * coalesce(p_max, 0) and p_pos.pos_done_id is not null then
+    if p_max is not null and not pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+    end if;
+    if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+      select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
+      into v_chunk.map_lo, v_chunk.map_hi
+      from pgque.window_map m
+      where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+        and m.map_valid
+        and m.map_id_hi > p_pos.pos_done_id
+        and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+        and (p_max is null or m.map_chunk <= (p_pos.pos_done_count + p_max) / 2000);
+      v_tids := pgque._tid_conditions(v_chunk);
+      v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+    end if;
   end if;
-  return pgque._rows_sql(p_sub.sub_queue,
+  v_rows := pgque._rows_sql(p_sub.sub_queue,
     pgque._slice_condition(v_xids, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id) || p_and,
     v_tids);
+  if p_pos.pos_tick < p_pos.pos_high then
+    v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
+  end if;
+  return v_rows;
 end
 $$;
 
@@ -1976,27 +1986,36 @@ end
 $$;
 
 create or replace function pgque._event_columns() returns text
-language sql immutable as $$
+language sql stable as $$
   select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
     ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
 $$;
 
--- Opens a cursor over a batch and returns its first rows.  extra_where is SQL,
--- so this is for administrators.
+-- The query of an open batch, for those who may read the leaves themselves.
+create or replace function pgque._cursor_sql(p_batch bigint) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open  record := pgque._open_batch(p_batch);
+begin
+  return pgque._batch_sql(v_open.sub, v_open.pos);
+end
+$$;
+
+-- Opens a cursor over a batch and returns its first rows.  extra_where is SQL;
+-- it runs with the rights of the caller, who must be an administrator.
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int, extra_where text,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 declare
-  v_open    record := pgque._open_batch($1);
   v_cursor  refcursor := $2;
 begin
-  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
-    pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos), coalesce('and (' || $4 || ')', ''));
-  return query execute format('fetch forward %s from %I', $3, $2);
+  open v_cursor for execute pg_catalog.format('select %s from (%s) e where true %s order by e.ev_id',
+    pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
+  return query execute pg_catalog.format('fetch forward %s from %I', $3, $2);
 end
 $$;
 
@@ -2211,11 +2230,7 @@ begin
   end if;
   perform pgque._carry_over(v_dead);
   perform pgque._carry_over(v_own);
-  v_own.pos_tick := v_dead.pos_tick;
-  v_own.pos_next_tick := v_dead.pos_next_tick;
-  v_own.pos_done_id := v_dead.pos_done_id;
-  v_own.pos_last_id := v_dead.pos_last_id;
-  v_own.pos_slice := v_dead.pos_slice;
+  v_own := pgque._as_batch_of(v_own, v_dead);
   v_own.pos_attempt := v_dead.pos_attempt + 1;
   v_own.pos_batch := pgque._new_batch_id(v_own);
   v_own.pos_last_batch := v_own.pos_batch;
@@ -2429,24 +2444,39 @@ end
 $$;
 
 -- Puts what is due back into the log, for its consumer alone.  At most 10,000
--- a call, in one statement; returns their number.
+-- of each queue a call, in one statement; returns their number.  A queue that
+-- is broken is reported and left alone.
 create or replace function pgque.maint_retry_events() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_txid   xid8;
+  v_queue_id  int;
+  v_count     int := 0;
+begin
+  for v_queue_id in select distinct r.ev_queue from pgque.retry_queue r where r.ev_retry_after <= pgque.clock() loop
+    begin
+      v_count := v_count + pgque._retry_queue(v_queue_id);
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count;
+end
+$$;
+
+create or replace function pgque._retry_queue(p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_txid   xid8 := pg_catalog.pg_current_xact_id();
   v_count  int;
 begin
-  if not exists (select from pgque.retry_queue r where r.ev_retry_after <= pgque.clock()) then
-    return 0;
-  end if;
-  perform pgque._rebase(q.queue_id) from pgque.queue q where q.queue_restored;
-  v_txid := pg_current_xact_id();
+  perform pgque._rebase(p_queue_id);
   with due as (
     delete from pgque.retry_queue r
     using (
       select d.ev_owner, d.ev_id
       from pgque.retry_queue d
-      where d.ev_retry_after <= pgque.clock()
+      where d.ev_queue = p_queue_id and d.ev_retry_after <= pgque.clock()
       order by d.ev_retry_after
       limit 10000
       for update skip locked
@@ -2618,7 +2648,7 @@ begin
   from pgque.subscriber s
   cross join lateral pgque._position(s.sub_id) p
   where s.sub_queue = p_queue_id;
-  return coalesce(v_tick, (pgque._last_tick(p_queue_id)).tick_id);
+  return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
 $$;
 
@@ -2698,7 +2728,7 @@ declare
   v_id       int;
 begin
   perform pgque._need_read_committed('compaction');
-  select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j;
+  select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j where j.journal_id = 1;
   if pg_relation_size('pgque.position_' || (1 - v_cur)) = 0 and pg_relation_size('pgque.settled_' || (1 - v_cur)) = 0 then
     if pg_relation_size('pgque.position_' || v_cur) + pg_relation_size('pgque.settled_' || v_cur) < 4194304
       or v_flipped > clock_timestamp() - interval '1 minute'
@@ -2742,7 +2772,6 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_cutoff    timestamptz;
   v_to        pgque.tick;
-  v_from      pgque.tick;
   v_id        int;
   v_position  pgque.position_0;
   v_count     int := 0;
@@ -2761,15 +2790,12 @@ begin
   loop
     v_position := pgque._position(v_id);
     if v_position.pos_tick < v_to.tick_id then
-      v_from := pgque._tick(p_queue_id, v_position.pos_tick);
-      v_position := pgque._closed(v_position);
       if v_position.pos_main is null then
-        v_position.pos_tick := v_to.tick_id;
-        v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_from.tick_event_seq;
+        v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
+        perform pgque._append_position(pgque._at_tick(v_position, v_to));
       else
-        v_position.pos_tick := null;
+        perform pgque._append_position(pgque._at_tick(v_position, null));
       end if;
-      perform pgque._append_position(v_position);
       v_count := v_count + 1;
     end if;
   end loop;
@@ -2789,8 +2815,6 @@ declare
   v_last      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
-  v_from      pgque.tick;
-  v_to        pgque.tick;
   v_rows      text;
 begin
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
@@ -2801,19 +2825,17 @@ begin
   if not found or not v_queue.queue_restored then
     return false;
   end if;
-  v_last := pgque._last_tick(p_queue_id);
+  v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
     v_position := pgque._position(v_sub.sub_id);
-    v_from := pgque._tick(p_queue_id, v_position.pos_tick);
-    v_to := pgque._tick(p_queue_id, v_position.pos_next_tick);
     if v_position.pos_main is null then
       -- Everything behind its position, less what it finished of the window.
       v_rows := pgque._rows_sql(p_queue_id, format(
-        '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_from.tick_snapshot,
-        coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_to.tick_snapshot), '')));
+        '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
+        coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
     elsif v_position.pos_batch is not null then
       v_rows := pgque._rows_sql(p_queue_id, pgque._slice_condition(
-        pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot), v_sub.sub_main, v_position.pos_done_id, v_position.pos_last_id));
+        pgque._xid_filter(v_position.pos_snapshot, v_position.pos_next_snapshot), v_sub.sub_main, v_position.pos_done_id, v_position.pos_last_id));
     else
       continue;
     end if;
@@ -2825,13 +2847,15 @@ begin
       ' from (%s) e where true%s on conflict do nothing',
       p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position))
     using pgque.clock();
-    v_position := pgque._closed(v_position);
-    v_position.pos_tick := case when v_position.pos_main is null then v_last.tick_id + 1 end;
-    perform pgque._append_position(v_position);
   end loop;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
   perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
+    v_position := pgque._position(v_sub.sub_id);
+    perform pgque._append_position(pgque._at_tick(v_position, case when v_position.pos_main is null then v_last end));
+  end loop;
   return true;
 end
 $$;
@@ -2923,10 +2947,16 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_done  int;
 begin
+  if p_func not in (select o.func_name from pgque.maint_operations() o) then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('not a maintenance operation: %L', p_func),
+      hint = 'select * from pgque.maint_operations() lists them.';
+  end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;
 exception
-  when invalid_transaction_state then
+  when invalid_transaction_state or sqlstate 'PQ005' then
     raise;
   when others then
     raise warning 'pgque: % failed for %: % (%)', p_func, coalesce(p_arg, 'all queues'), sqlerrm, sqlstate;
@@ -3020,17 +3050,17 @@ begin
   if v_timeout > interval '0' then
     v_end := least(v_end, v_start + greatest(v_timeout - interval '2 seconds', v_timeout / 2));
   end if;
+  v_next := v_start;
   loop
-    exit when pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('pgque'), v_lock);
-    commit;
-    if pg_catalog.clock_timestamp() >= v_end then
-      return;
+    -- The lock goes with each transaction, so a loop that was cancelled leaves
+    -- nothing behind, and is held through the nap, so a second loop waits.
+    if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
+      exit when pg_catalog.clock_timestamp() >= v_end;
+      perform pg_catalog.pg_sleep(0.5);
+      v_next := pg_catalog.clock_timestamp();
+      commit;
+      continue;
     end if;
-    perform pg_catalog.pg_sleep(0.5);
-    commit;
-  end loop;
-  v_next := pg_catalog.clock_timestamp();
-  loop
     select c.tick_period_ms * interval '1 millisecond', c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
     exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
 
@@ -3057,6 +3087,7 @@ begin
     end if;
 
     commit;
+    perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
     v_next := v_next + v_period;
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
@@ -3065,7 +3096,6 @@ begin
     end if;
     commit;
   end loop;
-  perform pg_catalog.pg_advisory_unlock(pg_catalog.hashtext('pgque'), v_lock);
 end
 $$;
 
@@ -3165,11 +3195,16 @@ begin
     detail := coalesce(v_jobs, 'select pgque.start()');
   end if;
   return next;
-  select l.pid into v_loop
-  from pg_locks l
-  where l.locktype = 'advisory' and l.granted
-    and l.database = (select d.oid from pg_database d where d.datname = current_database())
-    and l.classid::bigint = (hashtext('pgque')::bigint & 4294967295) and l.objid::bigint = (hashtext('pgque.ticker_loop')::bigint & 4294967295);
+  -- Between two transactions the loop holds no lock for a moment: look twice.
+  for i in 1..3 loop
+    select l.pid into v_loop
+    from pg_locks l
+    where l.locktype = 'advisory' and l.granted
+      and l.database = (select d.oid from pg_database d where d.datname = current_database())
+      and l.classid::bigint = (hashtext('pgque')::bigint & 4294967295) and l.objid::bigint = (hashtext('pgque.ticker_loop')::bigint & 4294967295);
+    exit when found;
+    perform pg_sleep(0.02);
+  end loop;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque.config c));
@@ -3203,15 +3238,29 @@ $$;
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
+create or replace function pgque._read_position(p_sub int) returns pgque.position_0
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._position(p_sub);
+end
+$$;
+
 create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
-cross join lateral pgque._position(s.sub_id) p;
+cross join lateral pgque._read_position(s.sub_id) p;
+
+-- Whether a queue's six tables are there; the loop goes on without it if not.
+create or replace function pgque._missing_leaf(p_queue_id int) returns text
+language sql stable as $$
+  select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null
+$$;
 
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
+  i_queue_name text default null,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
   out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
   out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
@@ -3224,10 +3273,17 @@ declare
   v_last   pgque.tick;
   v_old    pgque.tick;
 begin
-  for v_queue in select q.* from pgque.queue q order by q.queue_name loop
-    v_last := pgque._last_tick(v_queue.queue_id);
-    execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-    into v_old using v_last.tick_time - interval '1 minute';
+  if $1 is not null then
+    perform pgque._queue($1);
+  end if;
+  for v_queue in select q.* from pgque.queue q where $1 is null or q.queue_name = $1 order by q.queue_name loop
+    v_last := null;
+    v_old := null;
+    if pgque._missing_leaf(v_queue.queue_id) is null then
+      v_last := pgque._last_tick(v_queue);
+      execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+      into v_old using v_last.tick_time - interval '1 minute';
+    end if;
     queue_name := v_queue.queue_name;
     queue_ntables := v_queue.queue_ntables;
     queue_cur_table := v_queue.queue_cur_table;
@@ -3248,26 +3304,6 @@ begin
     return next;
   end loop;
 end
-$$;
-
--- True, or PQ001; for callers that may not read the queue table.
-create or replace function pgque._queue_exists(p_queue text) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return (pgque._queue(p_queue)).queue_id is not null;
-end
-$$;
-
-create or replace function pgque.get_queue_info(
-  i_queue_name text,
-  out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
-  out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
-  out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
-  out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
-  out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
-) returns setof record
-language sql as $$
-  select i.* from pgque._queue_exists($1) x, pgque.get_queue_info() i where i.queue_name = $1
 $$;
 
 -- All consumers and workers, of one queue, or one consumer: how far behind,
@@ -3299,8 +3335,11 @@ begin
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     v_pos := pgque._position(v_sub.sub_id);
-    v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
-    select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_tick.tick_event_seq
+    v_tick := null;
+    if pgque._missing_leaf(v_sub.sub_queue) is null then
+      v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
+    end if;
+    select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
     into queue_name, pending_events
     from pgque.queue q where q.queue_id = v_sub.sub_queue;
     consumer_name := pgque._subscriber_name(v_sub);
@@ -3336,12 +3375,12 @@ begin
     v_sub := pgque._subscriber($1, $3);
     v_pos := pgque._position(v_sub.sub_id);
   else
-    v_pos.pos_tick := pgque._slowest_tick(v_queue.queue_id);
+    v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
-  v_cond := coalesce(pgque._xid_condition((pgque._tick(v_queue.queue_id, v_pos.pos_tick)).tick_snapshot, pg_current_snapshot()), 'false')
+  v_cond := coalesce(pgque._xid_condition(v_pos.pos_snapshot, pg_current_snapshot()), 'false')
     || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', '')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
-      (pgque._tick(v_queue.queue_id, v_pos.pos_next_tick)).tick_snapshot), '');
+      v_pos.pos_next_snapshot), '');
   return query execute format(
     'select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
     ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
@@ -3349,12 +3388,6 @@ begin
     ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
     $1, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
 end
-$$;
-
--- Whether a queue's six tables are there; the loop goes on without it if not.
-create or replace function pgque._missing_leaf(p_queue_id int) returns text
-language sql stable as $$
-  select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null
 $$;
 
 -- One figure a row, for a collector: name, queue, consumer, value.  Counts of
@@ -3373,7 +3406,7 @@ begin
     from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
-    v_last := pgque._last_tick(v_queue.queue_id);
+    v_last := pgque._last_tick(v_queue);
     return query
       select m.metric, v_queue.queue_name, null::text, m.value::double precision
       from (values
@@ -3438,7 +3471,7 @@ begin
     return next;
     continue when v_queue.queue_restored;
 
-    v_last := pgque._last_tick(v_queue.queue_id);
+    v_last := pgque._last_tick(v_queue);
     check_name := 'ticks';
     v_new := coalesce(pgque._tick_reason(v_queue, v_last) = 'events', false);
     status := case
@@ -3516,6 +3549,10 @@ $$;
 --   skip              a BEFORE trigger that cancels the change after recording it
 -- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
 -- table's name.  p_format is json, url or sql.
+--
+-- All of this runs with the rights of whoever changes the table, because
+-- to_jsonb() runs casts that a table's owner may have made; so those who
+-- change the table need the role pgque_writer.
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
@@ -3605,11 +3642,11 @@ language sql immutable strict as $$
 $$;
 
 create or replace function pgque.jsontriga() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 begin
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
+  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -3617,11 +3654,11 @@ end
 $$;
 
 create or replace function pgque.logutriga() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 begin
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
+  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -3629,11 +3666,11 @@ end
 $$;
 
 create or replace function pgque.sqltriga() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 begin
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
+  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -3661,6 +3698,8 @@ language sql immutable as $$
     ('jsontriga', 'pgque_writer'),
     ('logutriga', 'pgque_writer'),
     ('sqltriga', 'pgque_writer'),
+    ('_row_event', 'pgque_writer'),
+    ('_url_encode', 'pgque_writer'),
     -- consume
     ('subscribe', 'pgque_reader'),
     ('register_consumer', 'pgque_reader'),
@@ -3687,7 +3726,6 @@ language sql immutable as $$
     ('peek', 'pgque_reader'),
     ('get_queue_info', 'pgque_reader'),
     ('get_consumer_info', 'pgque_reader'),
-    ('_queue_exists', 'pgque_reader'),
     ('queue_config', 'pgque_reader'),
     ('metrics', 'pgque_reader'),
     ('health', 'pgque_reader'),
@@ -3724,6 +3762,9 @@ language sql immutable as $$
     ('_loop_config', 'pgque_admin'),
     ('_look_again_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
+    ('_read_position', 'pgque_admin'),
+    ('_cursor_sql', 'pgque_admin'),
+    ('_event_columns', 'pgque_admin'),
     ('_maint_operation', 'pgque_admin')
 $$;
 

@@ -122,6 +122,9 @@ create unique index if not exists subscriber_worker on pgque.subscriber (sub_mai
 -- that is written.  The row with the highest pos_seq of a subscriber is true.
 --   pos_tick                     finished up to here
 --   pos_next_tick, pos_done_id   the window being read, and how far it is done
+--   pos_snapshot ...             what the two ticks say
+--   pos_done_count               how many messages of the window were handed out
+--   pos_high                     where it stood when it was moved back
 --   pos_batch, pos_last_id       the open batch: ids above pos_done_id up to
 --                                pos_last_id (null: to the end of the window)
 -- A worker's row (pos_main is its consumer) has a batch or nothing; its
@@ -143,12 +146,17 @@ create table if not exists pgque.position_0 (
   pos_seq        bigint not null,
   pos_time       timestamptz not null,
   pos_tick       bigint,
+  pos_snapshot   pg_snapshot,
+  pos_event_seq  bigint,
   pos_next_tick  bigint,
+  pos_next_snapshot   pg_snapshot,
+  pos_next_event_seq  bigint,
   pos_done_id    bigint,
   pos_last_id    bigint,
   pos_batch      bigint,
   pos_last_batch bigint not null default 0,
-  pos_slice      int not null default 0,
+  pos_done_count bigint not null default 0,
+  pos_high       bigint,
   pos_attempt    int not null default 1,
   pos_skipped    bigint not null default 0,
   constraint position_0_pkey primary key (pos_sub, pos_seq)

@@ -34,8 +34,8 @@ declare
   v_leaf  text := pg_catalog.format('%s_%s_%s', p_kind, p_queue_id, p_n);
   v_slot  int := p_queue_id * 3 + p_n;
 begin
-  execute pg_catalog.format('create table pgque.%I (like pgque.%I including all, constraint %I check (slot = %s))',
-    v_leaf, p_kind, v_leaf || '_slot', v_slot);
+  execute pg_catalog.format('create table pgque.%I (like pgque.%I including all)', v_leaf, p_kind);
+  execute pg_catalog.format('grant select on pgque.%I to pgque_admin', v_leaf);
   if p_kind = 'tick' then
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
   else
@@ -79,8 +79,8 @@ begin
     perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
   end loop;
-  execute format('alter sequence %s owned by pgque.event_%s_0.ev_id', v_seq, v_id);
-  execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick_%1$s_0.tick_id', v_id);
+  execute format('alter sequence %s owned by pgque.event.ev_id', v_seq);
+  execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick.tick_id', v_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (v_id * 3, v_id, 1, pgque.clock(), pgque._tick_snapshot(), 0);
   return 1;
@@ -129,7 +129,7 @@ $$;
 -- queue_<name>; its default is the setting's default and its check constraint
 -- the setting's range.
 create or replace function pgque._setting_type(p_param text) returns text
-language sql immutable as $$
+language sql stable as $$
   select case
     when p_param in ('ticker_max_count', 'max_retries') then 'int'
     when p_param in ('ticker_max_lag', 'ticker_idle_period', 'rotation_period', 'retention_period') then 'interval'
@@ -237,7 +237,7 @@ $$;
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
-language sql immutable as $$
+language sql stable as $$
   select k.kind, g.n, pg_catalog.format('pgque.%s_%s_%s', k.kind, p_queue_id, g.n)
   from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
 $$;
@@ -262,6 +262,7 @@ begin
     if v_leaves is not null then
       execute 'drop table ' || v_leaves;
     end if;
+    execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
     v_count := v_count + 1;
   end loop;
   return v_count;

@@ -27,17 +27,26 @@ begin
 end
 $$;
 
--- The newest tick of a queue.
-create or replace function pgque._last_tick(p_queue_id int) returns pgque.tick
+-- The newest tick of a queue.  Ticks go to the current table, so as soon as
+-- that holds one, the newest is there.
+create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
 language plpgsql as $$
 declare
   v_tick  pgque.tick;
 begin
-  execute pg_catalog.format(
-    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
-    ' order by t.tick_id desc limit 1', p_queue_id) into v_tick;
+  execute pg_catalog.format('select t.* from pgque.tick_%s_%s t order by t.tick_id desc limit 1', p_queue.queue_id, p_queue.queue_cur_table)
+  into v_tick;
+  if v_tick.tick_id is null then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+  end if;
   return v_tick;
 end
+$$;
+
+create or replace function pgque._ticks_sql(p_queue_id int) returns text
+language sql stable as $$
+  select pg_catalog.format(
+    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
 $$;
 
 -- One tick by its id; all columns null when it is gone.
@@ -46,9 +55,7 @@ language plpgsql as $$
 declare
   v_tick  pgque.tick;
 begin
-  execute pg_catalog.format(
-    'select t.* from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t'
-    ' where t.tick_id = $1', p_queue_id) into v_tick using p_tick_id;
+  execute pg_catalog.format('select t.* from (%s) t where t.tick_id = $1', pgque._ticks_sql(p_queue_id)) into v_tick using p_tick_id;
   return v_tick;
 end
 $$;
@@ -61,25 +68,23 @@ language plpgsql as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
+  v_age    interval := v_now - p_last.tick_time;
   v_cond   text;
   v_found  boolean;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
     return 'forced';
   end if;
-  if v_count >= p_queue.queue_ticker_max_count or v_now - p_last.tick_time >= p_queue.queue_ticker_max_lag then
+  if v_count >= p_queue.queue_ticker_max_count or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period) then
     v_cond := pgque._xid_condition(p_last.tick_snapshot, pg_catalog.pg_current_snapshot());
     if v_cond is not null then
-      execute pg_catalog.format(
-        'select exists (select from pgque.event_%1$s_0 e where %2$s)'
-        ' or exists (select from pgque.event_%1$s_1 e where %2$s)'
-        ' or exists (select from pgque.event_%1$s_2 e where %2$s)', p_queue.queue_id, v_cond) into v_found;
+      execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
       if v_found then
         return 'events';
       end if;
     end if;
   end if;
-  if v_now - p_last.tick_time >= p_queue.queue_ticker_idle_period then
+  if v_age >= p_queue.queue_ticker_idle_period then
     return 'idle';
   end if;
   return null;
@@ -90,32 +95,34 @@ $$;
 -- lock comes before the snapshot, so two tickers can not store ticks in an
 -- order that is not the order of their snapshots; it is held to the end of the
 -- transaction, so the second sees the tick of the first.
-create or replace function pgque._tick_queue(p_queue pgque.queue, p_wait boolean) returns bigint
+create or replace function pgque._tick_queue(p_queue_id int, p_wait boolean) returns bigint
 language plpgsql as $$
 declare
-  v_last    pgque.tick := pgque._last_tick(p_queue.queue_id);
-  v_reason  text := pgque._tick_reason(p_queue, v_last);
+  v_queue   pgque.queue;
+  v_last    pgque.tick;
+  v_reason  text;
   v_class   int := pg_catalog.hashtext('pgque.tick');
 begin
-  if v_reason is null then
-    return null;
-  end if;
   perform pgque._need_read_committed('a tick');
   if p_wait then
-    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
-  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
+    perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue_id);
+  elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue_id) then
     return null;
   end if;
-  select q.* into p_queue from pgque.queue q where q.queue_id = p_queue.queue_id;
-  if not found then
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if v_queue.queue_restored then
+    perform pgque._rebase(p_queue_id);
+    select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  end if;
+  if v_queue.queue_id is null then
     return null;
   end if;
-  v_last := pgque._last_tick(p_queue.queue_id);
-  v_reason := pgque._tick_reason(p_queue, v_last);
+  v_last := pgque._last_tick(v_queue);
+  v_reason := pgque._tick_reason(v_queue, v_last);
   if v_reason is null then
     return null;
   end if;
-  return pgque._store_tick(p_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
+  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
 end
 $$;
 
@@ -151,8 +158,7 @@ begin
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
-  perform pgque._rebase(v_queue.queue_id);
-  return pgque._tick_queue(v_queue, true);
+  return pgque._tick_queue(v_queue.queue_id, true);
 end
 $$;
 
@@ -183,8 +189,7 @@ begin
   if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
     return null;
   end if;
-  perform pgque._rebase(v_queue.queue_id);
-  return pgque._tick_queue(v_queue, false);
+  return pgque._tick_queue(v_queue.queue_id, false);
 exception
   when invalid_transaction_state then
     raise;
@@ -211,7 +216,7 @@ begin
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(ticker.queue_name);
-  v_last := pgque._last_tick(v_queue.queue_id);
+  v_last := pgque._last_tick(v_queue);
   if ticker.tick_id <= v_last.tick_id or ticker.event_seq < v_last.tick_event_seq then
     raise exception using
       errcode = 'PQ005',
@@ -229,7 +234,7 @@ create or replace function pgque.force_next_tick(queue_name text) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name);
-  v_last   bigint := (pgque._last_tick(v_queue.queue_id)).tick_id;
+  v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
   perform setval(v_queue.queue_tick_seq, v_last + 1);
   return v_last;

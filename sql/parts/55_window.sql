@@ -56,40 +56,37 @@ $$;
 -- The same set of transactions as a filter that no index serves: where row
 -- addresses lead to the rows, the planner shall not be led astray.
 create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
-language sql immutable as $$
+language sql stable as $$
   select pg_catalog.format(
     '(pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L) and not pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_to, p_from)
 $$;
 
 -- The rows of a queue that satisfy a condition on e, over all three tables: a
 -- writer whose snapshot is older than a rotation stores into a table that is
--- no longer current, so none may be left out.  p_tids narrows each table to a
--- range of row addresses (three conditions, or null).
+-- no longer current, so none may be left out.  A table without a single page
+-- can be: what a tick covers was stored before.  p_tids narrows each table to
+-- a range of row addresses (three conditions, null for none).
 create or replace function pgque._rows_sql(p_queue_id int, p_condition text, p_tids text[] default null) returns text
-language plpgsql immutable as $$
+language plpgsql as $$
 declare
-  v_sql  text;
+  v_leaf  text;
+  v_sql   text;
 begin
-  if p_tids is null then
-    return pg_catalog.format(
-      'select * from pgque.event_%1$s_0 e where %2$s union all'
-      ' select * from pgque.event_%1$s_1 e where %2$s union all'
-      ' select * from pgque.event_%1$s_2 e where %2$s', p_queue_id, p_condition);
-  end if;
   for n in 0..2 loop
-    if p_tids[n + 1] is not null then
+    v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
+    if pg_catalog.pg_relation_size(v_leaf::regclass) > 0 and (p_tids is null or p_tids[n + 1] is not null) then
       v_sql := pg_catalog.concat_ws(' union all ', v_sql,
-        pg_catalog.format('select * from pgque.event_%s_%s e where %s and %s', p_queue_id, n, p_tids[n + 1], p_condition));
+        pg_catalog.concat('select * from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition));
     end if;
   end loop;
-  return v_sql;
+  return coalesce(v_sql, 'select * from ' || v_leaf || ' e where false');
 end
 $$;
 
 -- The condition for the part of a window that belongs to one subscriber and
 -- has its ids in (p_after, p_upto]; either bound may be null.
 create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
-language sql immutable as $$
+language sql stable as $$
   select p_xids
     || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_owner)
     || coalesce(' and e.ev_id > ' || p_after, '')
@@ -114,7 +111,7 @@ begin
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
       pgque._filenodes($1), pg_catalog.pg_current_xact_id()
     from (
-      select w.ev_id, w.n, w.tid, (row_number() over (order by w.ev_id) - 1) / 2000 as chunk
+      select w.ev_id, w.n, w.tid, (dense_rank() over (order by w.ev_id) - 1) / 2000 as chunk
       from (
         select e.ev_id, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
         union all

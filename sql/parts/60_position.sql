@@ -41,9 +41,9 @@ declare
   v_leaf  int;
 begin
   if pg_catalog.current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
-    select j.journal_cur into v_leaf from pgque.journal j;
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;
   else
-    select j.journal_cur into v_leaf from pgque.journal j for key share;
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;
   end if;
   return v_leaf;
 end

@@ -43,29 +43,29 @@ $$;
 
 -- The tick that start_at means: latest, earliest, a tick id, or a time (the
 -- last tick before it).
-create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns bigint
+create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns pgque.tick
 language plpgsql as $$
 declare
-  v_tick  bigint;
+  v_tick   pgque.tick;
+  v_ticks  text := pgque._ticks_sql(p_queue.queue_id);
 begin
   if p_start_at = 'latest' then
-    return (pgque._last_tick(p_queue.queue_id)).tick_id;
+    v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
-    execute pg_catalog.format('select min(t.tick_id) from (%s) t', pgque._ticks_sql(p_queue.queue_id)) into v_tick;
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
   elsif p_start_at ~ '^\d{1,18}$' then
-    v_tick := (pgque._tick(p_queue.queue_id, p_start_at::bigint)).tick_id;
+    v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
-    execute pg_catalog.format(
-      'select coalesce(max(t.tick_id) filter (where t.tick_time <= $1), min(t.tick_id)) from (%s) t', pgque._ticks_sql(p_queue.queue_id))
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)) limit 1', v_ticks)
     into v_tick using p_start_at::timestamptz;
   end if;
-  if v_tick is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
-      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+  if v_tick.tick_id is not null then
+    return v_tick;
   end if;
-  return v_tick;
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+    hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
 exception
   when datetime_field_overflow or invalid_datetime_format then
     raise exception using
@@ -75,16 +75,10 @@ exception
 end
 $$;
 
-create or replace function pgque._ticks_sql(p_queue_id int) returns text
-language sql immutable as $$
-  select pg_catalog.format(
-    'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
-$$;
-
 -- Adds a subscriber row with its first position; the low 20 bits of its id are
 -- taken once only.
 create or replace function pgque._add_subscriber(
-  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick bigint
+  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick
 ) returns int
 language plpgsql as $$
 declare
@@ -99,10 +93,9 @@ begin
   end loop;
   v_position.pos_main := p_main;
   v_position.pos_seq := 0;
-  v_position.pos_tick := p_tick;
   v_position.pos_last_batch := 0;
   v_position.pos_skipped := 0;
-  perform pgque._append_position(pgque._closed(v_position));
+  perform pgque._append_position(pgque._at_tick(v_position, p_tick));
   return v_position.pos_sub;
 end
 $$;
@@ -176,23 +169,9 @@ begin
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name);
   v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name)).sub_id);
-  v_position.pos_tick := pgque._find_tick(v_queue, register_consumer_at.tick_id::text);
-  perform pgque._append_position(pgque._closed(v_position));
+  v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
+  perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
-end
-$$;
-
--- A position with no window and no batch.
-create or replace function pgque._closed(p_position pgque.position_0) returns pgque.position_0
-language plpgsql immutable as $$
-begin
-  p_position.pos_next_tick := null;
-  p_position.pos_done_id := null;
-  p_position.pos_last_id := null;
-  p_position.pos_batch := null;
-  p_position.pos_slice := 0;
-  p_position.pos_attempt := 1;
-  return p_position;
 end
 $$;
 
@@ -226,35 +205,111 @@ $$;
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
 
--- Whether a tick newer than p_tick exists.
-create or replace function pgque._has_tick_after(p_queue_id int, p_tick bigint) returns boolean
+-- Opens the window that follows a position: up to the furthest of the next 100
+-- ticks before which no more than p_max events were numbered, so that a
+-- consumer which lags behind many small ticks gets full batches; at least one
+-- tick.  No window if there is no further tick.
+--
+-- If the current table knows the position's own tick or the one after it, it
+-- knows all that follow.
+create or replace function pgque._open_window(p_position pgque.position_0, p_queue_id int, p_max bigint) returns pgque.position_0
 language plpgsql as $$
 declare
-  v_found  boolean;
+  v_cur    int := (select q.queue_cur_table from pgque.queue q where q.queue_id = p_queue_id);
+  v_first  boolean := true;
+  v_tick   pgque.tick;
 begin
-  execute pg_catalog.format(
-    'select exists (select from pgque.tick_%1$s_0 t where t.tick_id > $1)'
-    ' or exists (select from pgque.tick_%1$s_1 t where t.tick_id > $1)'
-    ' or exists (select from pgque.tick_%1$s_2 t where t.tick_id > $1)', p_queue_id) into v_found using p_tick;
-  return v_found;
+  for v_tick in execute pg_catalog.format(
+    'select t.* from pgque.tick_%s_%s t where t.tick_id >= %s order by t.tick_id limit 101', p_queue_id, v_cur, p_position.pos_tick)
+  loop
+    exit when v_first and v_tick.tick_id > p_position.pos_tick + 1;
+    v_first := false;
+    exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
+    if v_tick.tick_id > p_position.pos_tick then
+      p_position := pgque._with_window(p_position, v_tick);
+    end if;
+  end loop;
+  if v_first then
+    for v_tick in execute pg_catalog.format(
+      'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
+    loop
+      exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
+      p_position := pgque._with_window(p_position, v_tick);
+    end loop;
+  end if;
+  return p_position;
 end
 $$;
 
--- The end of the window that follows p_tick: the furthest of the next 100
--- ticks up to which no more than p_max events were numbered, so that a
--- consumer which lags behind many small ticks gets full batches; at least the
--- next tick.  Null when there is none.
-create or replace function pgque._window_end(p_queue_id int, p_tick bigint, p_max bigint) returns bigint
-language plpgsql as $$
-declare
-  v_end  bigint;
+-- A position whose window ends at a tick.
+create or replace function pgque._with_window(p_position pgque.position_0, p_tick pgque.tick) returns pgque.position_0
+language plpgsql immutable as $$
 begin
-  execute pg_catalog.format(
-    'select coalesce(max(t.tick_id) filter (where t.tick_event_seq <= t.seq + $2), min(t.tick_id) filter (where t.tick_id > $1))'
-    ' from (select t.tick_id, t.tick_event_seq, first_value(t.tick_event_seq) over (order by t.tick_id) as seq'
-    '   from (%s) t where t.tick_id >= $1 order by t.tick_id limit 101) t'
-    ' where t.tick_id > $1', pgque._ticks_sql(p_queue_id)) into v_end using p_tick, p_max;
-  return v_end;
+  p_position.pos_next_tick := p_tick.tick_id;
+  p_position.pos_next_snapshot := p_tick.tick_snapshot;
+  p_position.pos_next_event_seq := p_tick.tick_event_seq;
+  return p_position;
+end
+$$;
+
+-- A position at a tick, with no window and no batch.
+create or replace function pgque._at_tick(p_position pgque.position_0, p_tick pgque.tick) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  p_position.pos_tick := p_tick.tick_id;
+  p_position.pos_snapshot := p_tick.tick_snapshot;
+  p_position.pos_event_seq := p_tick.tick_event_seq;
+  p_position.pos_next_tick := null;
+  p_position.pos_next_snapshot := null;
+  p_position.pos_next_event_seq := null;
+  p_position.pos_done_id := null;
+  p_position.pos_done_count := 0;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_attempt := 1;
+  return p_position;
+end
+$$;
+
+-- A position at the end of its window.
+create or replace function pgque._past_window(p_position pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  return pgque._at_tick(p_position, row(
+    null, null, p_position.pos_next_tick, null, p_position.pos_next_snapshot, p_position.pos_next_event_seq)::pgque.tick);
+end
+$$;
+
+-- A consumer's position behind a batch: inside the window after a slice, at
+-- the window's end after its last one.  A worker's is empty then.
+create or replace function pgque._behind(p_position pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  if p_position.pos_main is not null then
+    return pgque._at_tick(p_position, null);
+  end if;
+  p_position := pgque._as_batch_of(p_position, p_batch);
+  if p_batch.pos_last_id is null then
+    return pgque._past_window(p_position);
+  end if;
+  p_position.pos_done_id := p_batch.pos_last_id;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_attempt := 1;
+  return p_position;
+end
+$$;
+
+-- The window and the batch of one position in the name of another subscriber.
+create or replace function pgque._as_batch_of(p_subscriber pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  p_batch.pos_sub := p_subscriber.pos_sub;
+  p_batch.pos_main := p_subscriber.pos_main;
+  p_batch.pos_seq := p_subscriber.pos_seq;
+  p_batch.pos_last_batch := p_subscriber.pos_last_batch;
+  p_batch.pos_skipped := p_subscriber.pos_skipped;
+  return p_batch;
 end
 $$;
 
@@ -265,28 +320,20 @@ $$;
 -- With a worker, the batch belongs to that worker (see "workers").
 create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
 returns setof pgque.message
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
   v_sub      pgque.subscriber;
   v_cursor   pgque.position_0;   -- the consumer's position
+  v_ahead    pgque.position_0;   -- the same with its next window open
   v_batch    pgque.position_0;   -- whose batch it is: the same, or the worker's
-  v_owner    int;
   v_member   int;
+  v_token    bigint;
   v_open     boolean;            -- an open batch comes again
-  v_from     pgque.tick;
-  v_to       pgque.tick;
-  v_xids     text;
-  v_filter   text;
-  v_settled  text := '';
-  v_chunk    pgque.window_map;
-  v_mapped   boolean;
-  v_tids     text[];
-  v_row      pgque.message;
   v_max      bigint := receive.max_return;
-  v_count    bigint;
-  v_read     bigint;
-  v_last     bigint;
-  v_more     boolean;
+  v_and      text := '';
+  v_rows     text;
+  v_count    bigint := 0;
+  v_next_id  bigint;
 begin
   if receive.max_return is null or receive.max_return < 1 then
     raise exception using
@@ -295,123 +342,84 @@ begin
       hint = 'It is the greatest number of messages to hand out.';
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
-  v_owner := v_sub.sub_id;
   if receive.worker is not null then
     v_member := pgque._worker(v_sub, receive.worker);
   elsif v_sub.sub_role = 'coop_main' then
     perform pgque._has_workers(receive.queue_name, receive.consumer_name);
   end if;
   -- An idle poll takes no lock, writes nothing and needs no transaction id.
-  v_cursor := pgque._position(v_owner);
-  if v_cursor.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_cursor.pos_tick)
-    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
-  then
+  v_ahead := pgque._position(v_sub.sub_id);
+  if v_ahead.pos_next_tick is null then
+    v_ahead := pgque._open_window(v_ahead, v_sub.sub_queue, v_max);
+  end if;
+  if v_ahead.pos_next_tick is null and (v_member is null or (pgque._position(v_member)).pos_batch is null) then
     return;
   end if;
 
-  v_cursor := pgque._lock_position(v_owner);
-  v_batch := v_cursor;
+  v_cursor := pgque._lock_position(v_sub.sub_id);
+  if v_cursor.pos_seq <> v_ahead.pos_seq then
+    v_ahead := v_cursor;
+  end if;
+  v_batch := v_ahead;
   if v_member is not null then
     v_batch := pgque._lock_position(v_member);
   end if;
   v_open := v_batch.pos_batch is not null;
-  if not v_open then
-    v_batch.pos_tick := v_cursor.pos_tick;
-    v_batch.pos_next_tick := v_cursor.pos_next_tick;
-    v_batch.pos_done_id := v_cursor.pos_done_id;
-    v_batch.pos_slice := v_cursor.pos_slice;
-    v_batch.pos_batch := pgque._new_batch_id(v_batch);
-  else
+  if v_open then
     -- It comes whole, whatever max_return says now, since ack() finishes it whole.
-    v_max := 2147483647;
-    v_settled := pgque._unsettled_condition(v_batch);
+    v_max := null;
+    v_and := pgque._unsettled_condition(v_batch);
+  else
+    v_batch := pgque._as_batch_of(v_batch, v_ahead);
+    v_token := pgque._new_batch_id(v_batch);
+    v_batch.pos_batch := v_token;
+    v_batch.pos_last_batch := v_token;
   end if;
 
   loop
     if v_batch.pos_next_tick is null then
-      v_batch.pos_next_tick := pgque._window_end(v_sub.sub_queue, v_batch.pos_tick, v_max);
+      v_batch := pgque._open_window(v_batch, v_sub.sub_queue, v_max);
       exit when v_batch.pos_next_tick is null;
     end if;
-    v_from := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
-    v_to := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
-    v_xids := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot);
-    v_count := 0;
-    v_read := 0;
-    v_last := null;
-    v_more := false;
-    if v_xids is not null then
-      v_mapped := false;
-      if v_batch.pos_done_id is not null then
-        v_mapped := pgque._mapped(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick);
-        if not v_mapped and v_batch.pos_slice > 1 then
-          perform pgque._map_window(v_sub.sub_queue, v_batch.pos_tick, v_batch.pos_next_tick, v_xids);
-          v_mapped := true;
-        end if;
-        v_chunk.map_id_hi := v_batch.pos_done_id;
-      end if;
-      v_filter := pgque._slice_condition(
-        case when v_mapped then pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot) else v_xids end,
-        v_owner, v_batch.pos_done_id, v_batch.pos_last_id) || v_settled;
-      <<pieces>>
-      loop
-        if v_mapped then
-          select m.* into v_chunk
-          from pgque.window_map m
-          where m.map_queue = v_sub.sub_queue and m.map_from = v_batch.pos_tick and m.map_to = v_batch.pos_next_tick
-            and m.map_id_hi > v_chunk.map_id_hi and m.map_valid
-          order by m.map_id_hi
-          limit 1;
-          exit when not found;
-          v_tids := pgque._tid_conditions(v_chunk);
-        end if;
-        for v_row in execute format(
-          'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
-          ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-          ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
-          ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
-          v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name,
-          pgque._rows_sql(v_sub.sub_queue, v_filter, v_tids),
-          v_max + 1 - v_count)
-        loop
-          v_read := v_read + 1;
-          -- A consumer that was moved back can meet an event and its own
-          -- retry in one window: the retry stands for both.
-          continue when v_row.msg_id = v_last;
-          if v_count = v_max then
-            v_more := true;
-            exit pieces;
-          end if;
-          v_count := v_count + 1;
-          v_last := v_row.msg_id;
-          return next v_row;
-        end loop;
-        exit when not v_mapped;
-      end loop;
-      v_more := v_more or v_read > v_max;
-    end if;
+    v_rows := pgque._batch_sql(v_sub, v_batch, v_and, v_max);
+    return query execute format(
+      'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+      ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+      ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
+      ' from (%s) e order by e.ev_id limit %L',
+      v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows, v_max);
+    get diagnostics v_count = row_count;
     exit when v_count > 0 or v_open;
     -- An empty window: go on behind it.
-    v_batch.pos_tick := v_batch.pos_next_tick;
-    v_batch.pos_next_tick := null;
-    v_batch.pos_done_id := null;
-    v_batch.pos_slice := 0;
+    v_batch := pgque._past_window(v_batch);
+    v_batch.pos_batch := v_token;
   end loop;
 
-  if v_open then
+  if v_open and v_count = 0 then
+    -- Every message of it was settled: it is done.
+    perform pgque._append_position(pgque._behind(v_batch, v_batch));
+    return query select * from pgque.receive($1, $2, $3, $4);
     return;
-  end if;
-  if coalesce(v_count, 0) = 0 then
+  elsif v_open then
+    return;
+  elsif v_count = 0 then
     -- Nothing but empty windows: remember that, so that they can be reclaimed.
     if v_batch.pos_tick > v_cursor.pos_tick then
-      v_cursor := pgque._closed(v_cursor);
-      v_cursor.pos_tick := v_batch.pos_tick;
-      perform pgque._append_position(v_cursor);
+      v_batch.pos_batch := null;
+      perform pgque._append_position(pgque._as_batch_of(v_cursor, v_batch));
     end if;
     return;
+  elsif v_count = v_max then
+    -- The batch is full: if there is more, it ends before the id that comes
+    -- next.  Counting is a third of the price of sorting.
+    execute format('select count(*) from (select from (%s) e limit %s) e', v_rows, v_max + 1) into v_count;
+    if v_count > v_max then
+      v_count := v_max;
+      execute format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', v_rows, v_max) into v_next_id;
+    end if;
   end if;
-  v_batch.pos_last_id := case when v_more then v_last end;
-  v_batch.pos_last_batch := v_batch.pos_batch;
-  v_batch.pos_slice := v_batch.pos_slice + 1;
+  v_batch.pos_last_id := v_next_id - 1;
+  v_batch.pos_done_count := v_batch.pos_done_count + v_count;
   perform pgque._append_position(v_batch);
   if v_member is not null then
     perform pgque._append_position(pgque._behind(v_cursor, v_batch));
@@ -462,30 +470,6 @@ begin
 end
 $$;
 
--- A consumer's position behind a batch: inside the window after a slice, at
--- the window's end after its last one.  A worker's is empty then.
-create or replace function pgque._behind(p_position pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
-language plpgsql immutable as $$
-begin
-  if p_position.pos_main is not null then
-    p_position := pgque._closed(p_position);
-    p_position.pos_tick := null;
-  elsif p_batch.pos_last_id is null then
-    p_position := pgque._closed(p_position);
-    p_position.pos_tick := p_batch.pos_next_tick;
-  else
-    p_position.pos_tick := p_batch.pos_tick;
-    p_position.pos_next_tick := p_batch.pos_next_tick;
-    p_position.pos_done_id := p_batch.pos_last_id;
-    p_position.pos_slice := p_batch.pos_slice;
-    p_position.pos_last_id := null;
-    p_position.pos_batch := null;
-    p_position.pos_attempt := 1;
-  end if;
-  return p_position;
-end
-$$;
-
 -- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
 -- is not open.
 create or replace function pgque.ack(batch_id bigint) returns int
@@ -524,7 +508,7 @@ begin
     perform pgque._has_workers($1, $2);
   end if;
   v_batch := pgque._position(v_sub.sub_id);
-  if v_batch.pos_next_tick is null and not pgque._has_tick_after(v_sub.sub_queue, v_batch.pos_tick) then
+  if v_batch.pos_next_tick is null and (pgque._open_window(v_batch, v_sub.sub_queue, 0)).pos_next_tick is null then
     return;
   end if;
   v_batch := pgque._lock_position(v_sub.sub_id);
@@ -532,15 +516,16 @@ begin
   if v_batch.pos_batch is null then
     if v_batch.pos_next_tick is null then
       execute format(
-        'select t.tick_id from (%s) t where t.tick_id > $1'
+        'select t.* from (%s) t where t.tick_id > $1'
         ' and ($2 is null or t.tick_time <= $3 - $2)'
         ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
         ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
-      into v_batch.pos_next_tick
+      into v_cur
       using v_batch.pos_tick, $3, pgque.clock(), $4, $5, v_prev.tick_event_seq, v_prev.tick_time;
-      if v_batch.pos_next_tick is null then
+      if v_cur.tick_id is null then
         return;
       end if;
+      v_batch := pgque._with_window(v_batch, v_cur);
     end if;
     v_batch.pos_last_id := null;
     v_batch.pos_batch := pgque._new_batch_id(v_batch);
@@ -584,33 +569,47 @@ begin
 end
 $$;
 
--- The query that reads the rows of an open batch, as columns of pgque.event,
--- by the window's map if it has one.  p_and is one more condition on e.
-create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '') returns text
+-- The query that reads the rows of a position's window, as columns of
+-- pgque.event: those of its open batch, or, with p_max, of the next batch of
+-- at most p_max messages.  p_and is one more condition on e.
+--
+-- From the third batch of a window on it goes by the window's map.  A consumer
+-- that was moved back can meet an event and its own retry in one window: then
+-- the retry stands for both.
+create or replace function pgque._batch_sql(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '', p_max bigint default null
+) returns text
 language plpgsql as $$
 declare
-  v_from   pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_tick);
-  v_to     pgque.tick := pgque._tick(p_sub.sub_queue, p_pos.pos_next_tick);
-  v_xids   text;
+  v_xids   text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
   v_tids   text[];
   v_chunk  pgque.window_map;
+  v_rows   text;
 begin
-  if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
-    select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
-    into v_chunk.map_lo, v_chunk.map_hi
-    from pgque.window_map m
-    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-      and m.map_valid
-      and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
-      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id);
-    v_tids := pgque._tid_conditions(v_chunk);
-    v_xids := pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot);
-  else
-    v_xids := coalesce(pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot), 'false');
+  if p_pos.pos_done_count >= 2 * coalesce(p_max, 0) and p_pos.pos_done_id is not null then
+    if p_max is not null and not pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+    end if;
+    if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+      select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
+      into v_chunk.map_lo, v_chunk.map_hi
+      from pgque.window_map m
+      where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+        and m.map_valid
+        and m.map_id_hi > p_pos.pos_done_id
+        and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+        and (p_max is null or m.map_chunk <= (p_pos.pos_done_count + p_max) / 2000);
+      v_tids := pgque._tid_conditions(v_chunk);
+      v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+    end if;
   end if;
-  return pgque._rows_sql(p_sub.sub_queue,
+  v_rows := pgque._rows_sql(p_sub.sub_queue,
     pgque._slice_condition(v_xids, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id) || p_and,
     v_tids);
+  if p_pos.pos_tick < p_pos.pos_high then
+    v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
+  end if;
+  return v_rows;
 end
 $$;
 
@@ -630,27 +629,36 @@ end
 $$;
 
 create or replace function pgque._event_columns() returns text
-language sql immutable as $$
+language sql stable as $$
   select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
     ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
 $$;
 
--- Opens a cursor over a batch and returns its first rows.  extra_where is SQL,
--- so this is for administrators.
+-- The query of an open batch, for those who may read the leaves themselves.
+create or replace function pgque._cursor_sql(p_batch bigint) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_open  record := pgque._open_batch(p_batch);
+begin
+  return pgque._batch_sql(v_open.sub, v_open.pos);
+end
+$$;
+
+-- Opens a cursor over a batch and returns its first rows.  extra_where is SQL;
+-- it runs with the rights of the caller, who must be an administrator.
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int, extra_where text,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 declare
-  v_open    record := pgque._open_batch($1);
   v_cursor  refcursor := $2;
 begin
-  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
-    pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos), coalesce('and (' || $4 || ')', ''));
-  return query execute format('fetch forward %s from %I', $3, $2);
+  open v_cursor for execute pg_catalog.format('select %s from (%s) e where true %s order by e.ev_id',
+    pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
+  return query execute pg_catalog.format('fetch forward %s from %I', $3, $2);
 end
 $$;
 

@@ -169,11 +169,7 @@ begin
   end if;
   perform pgque._carry_over(v_dead);
   perform pgque._carry_over(v_own);
-  v_own.pos_tick := v_dead.pos_tick;
-  v_own.pos_next_tick := v_dead.pos_next_tick;
-  v_own.pos_done_id := v_dead.pos_done_id;
-  v_own.pos_last_id := v_dead.pos_last_id;
-  v_own.pos_slice := v_dead.pos_slice;
+  v_own := pgque._as_batch_of(v_own, v_dead);
   v_own.pos_attempt := v_dead.pos_attempt + 1;
   v_own.pos_batch := pgque._new_batch_id(v_own);
   v_own.pos_last_batch := v_own.pos_batch;

@@ -170,24 +170,39 @@ end
 $$;
 
 -- Puts what is due back into the log, for its consumer alone.  At most 10,000
--- a call, in one statement; returns their number.
+-- of each queue a call, in one statement; returns their number.  A queue that
+-- is broken is reported and left alone.
 create or replace function pgque.maint_retry_events() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_txid   xid8;
+  v_queue_id  int;
+  v_count     int := 0;
+begin
+  for v_queue_id in select distinct r.ev_queue from pgque.retry_queue r where r.ev_retry_after <= pgque.clock() loop
+    begin
+      v_count := v_count + pgque._retry_queue(v_queue_id);
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count;
+end
+$$;
+
+create or replace function pgque._retry_queue(p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_txid   xid8 := pg_catalog.pg_current_xact_id();
   v_count  int;
 begin
-  if not exists (select from pgque.retry_queue r where r.ev_retry_after <= pgque.clock()) then
-    return 0;
-  end if;
-  perform pgque._rebase(q.queue_id) from pgque.queue q where q.queue_restored;
-  v_txid := pg_current_xact_id();
+  perform pgque._rebase(p_queue_id);
   with due as (
     delete from pgque.retry_queue r
     using (
       select d.ev_owner, d.ev_id
       from pgque.retry_queue d
-      where d.ev_retry_after <= pgque.clock()
+      where d.ev_queue = p_queue_id and d.ev_retry_after <= pgque.clock()
       order by d.ev_retry_after
       limit 10000
       for update skip locked

@@ -13,7 +13,7 @@ begin
   from pgque.subscriber s
   cross join lateral pgque._position(s.sub_id) p
   where s.sub_queue = p_queue_id;
-  return coalesce(v_tick, (pgque._last_tick(p_queue_id)).tick_id);
+  return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
 $$;
 
@@ -93,7 +93,7 @@ declare
   v_id       int;
 begin
   perform pgque._need_read_committed('compaction');
-  select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j;
+  select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j where j.journal_id = 1;
   if pg_relation_size('pgque.position_' || (1 - v_cur)) = 0 and pg_relation_size('pgque.settled_' || (1 - v_cur)) = 0 then
     if pg_relation_size('pgque.position_' || v_cur) + pg_relation_size('pgque.settled_' || v_cur) < 4194304
       or v_flipped > clock_timestamp() - interval '1 minute'
@@ -137,7 +137,6 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_cutoff    timestamptz;
   v_to        pgque.tick;
-  v_from      pgque.tick;
   v_id        int;
   v_position  pgque.position_0;
   v_count     int := 0;
@@ -156,15 +155,12 @@ begin
   loop
     v_position := pgque._position(v_id);
     if v_position.pos_tick < v_to.tick_id then
-      v_from := pgque._tick(p_queue_id, v_position.pos_tick);
-      v_position := pgque._closed(v_position);
       if v_position.pos_main is null then
-        v_position.pos_tick := v_to.tick_id;
-        v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_from.tick_event_seq;
+        v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
+        perform pgque._append_position(pgque._at_tick(v_position, v_to));
       else
-        v_position.pos_tick := null;
+        perform pgque._append_position(pgque._at_tick(v_position, null));
       end if;
-      perform pgque._append_position(v_position);
       v_count := v_count + 1;
     end if;
   end loop;
@@ -184,8 +180,6 @@ declare
   v_last      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
-  v_from      pgque.tick;
-  v_to        pgque.tick;
   v_rows      text;
 begin
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
@@ -196,19 +190,17 @@ begin
   if not found or not v_queue.queue_restored then
     return false;
   end if;
-  v_last := pgque._last_tick(p_queue_id);
+  v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
     v_position := pgque._position(v_sub.sub_id);
-    v_from := pgque._tick(p_queue_id, v_position.pos_tick);
-    v_to := pgque._tick(p_queue_id, v_position.pos_next_tick);
     if v_position.pos_main is null then
       -- Everything behind its position, less what it finished of the window.
       v_rows := pgque._rows_sql(p_queue_id, format(
-        '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_from.tick_snapshot,
-        coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_to.tick_snapshot), '')));
+        '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
+        coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
     elsif v_position.pos_batch is not null then
       v_rows := pgque._rows_sql(p_queue_id, pgque._slice_condition(
-        pgque._xid_filter(v_from.tick_snapshot, v_to.tick_snapshot), v_sub.sub_main, v_position.pos_done_id, v_position.pos_last_id));
+        pgque._xid_filter(v_position.pos_snapshot, v_position.pos_next_snapshot), v_sub.sub_main, v_position.pos_done_id, v_position.pos_last_id));
     else
       continue;
     end if;
@@ -220,13 +212,15 @@ begin
       ' from (%s) e where true%s on conflict do nothing',
       p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position))
     using pgque.clock();
-    v_position := pgque._closed(v_position);
-    v_position.pos_tick := case when v_position.pos_main is null then v_last.tick_id + 1 end;
-    perform pgque._append_position(v_position);
   end loop;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
   perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
+    v_position := pgque._position(v_sub.sub_id);
+    perform pgque._append_position(pgque._at_tick(v_position, case when v_position.pos_main is null then v_last end));
+  end loop;
   return true;
 end
 $$;
@@ -318,10 +312,16 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_done  int;
 begin
+  if p_func not in (select o.func_name from pgque.maint_operations() o) then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('not a maintenance operation: %L', p_func),
+      hint = 'select * from pgque.maint_operations() lists them.';
+  end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;
 exception
-  when invalid_transaction_state then
+  when invalid_transaction_state or sqlstate 'PQ005' then
     raise;
   when others then
     raise warning 'pgque: % failed for %: % (%)', p_func, coalesce(p_arg, 'all queues'), sqlerrm, sqlstate;

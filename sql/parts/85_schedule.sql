@@ -75,17 +75,17 @@ begin
   if v_timeout > interval '0' then
     v_end := least(v_end, v_start + greatest(v_timeout - interval '2 seconds', v_timeout / 2));
   end if;
+  v_next := v_start;
   loop
-    exit when pg_catalog.pg_try_advisory_lock(pg_catalog.hashtext('pgque'), v_lock);
-    commit;
-    if pg_catalog.clock_timestamp() >= v_end then
-      return;
+    -- The lock goes with each transaction, so a loop that was cancelled leaves
+    -- nothing behind, and is held through the nap, so a second loop waits.
+    if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
+      exit when pg_catalog.clock_timestamp() >= v_end;
+      perform pg_catalog.pg_sleep(0.5);
+      v_next := pg_catalog.clock_timestamp();
+      commit;
+      continue;
     end if;
-    perform pg_catalog.pg_sleep(0.5);
-    commit;
-  end loop;
-  v_next := pg_catalog.clock_timestamp();
-  loop
     select c.tick_period_ms * interval '1 millisecond', c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
     exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
 
@@ -112,6 +112,7 @@ begin
     end if;
 
     commit;
+    perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
     v_next := v_next + v_period;
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
@@ -120,7 +121,6 @@ begin
     end if;
     commit;
   end loop;
-  perform pg_catalog.pg_advisory_unlock(pg_catalog.hashtext('pgque'), v_lock);
 end
 $$;
 
@@ -220,11 +220,16 @@ begin
     detail := coalesce(v_jobs, 'select pgque.start()');
   end if;
   return next;
-  select l.pid into v_loop
-  from pg_locks l
-  where l.locktype = 'advisory' and l.granted
-    and l.database = (select d.oid from pg_database d where d.datname = current_database())
-    and l.classid::bigint = (hashtext('pgque')::bigint & 4294967295) and l.objid::bigint = (hashtext('pgque.ticker_loop')::bigint & 4294967295);
+  -- Between two transactions the loop holds no lock for a moment: look twice.
+  for i in 1..3 loop
+    select l.pid into v_loop
+    from pg_locks l
+    where l.locktype = 'advisory' and l.granted
+      and l.database = (select d.oid from pg_database d where d.datname = current_database())
+      and l.classid::bigint = (hashtext('pgque')::bigint & 4294967295) and l.objid::bigint = (hashtext('pgque.ticker_loop')::bigint & 4294967295);
+    exit when found;
+    perform pg_sleep(0.02);
+  end loop;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque.config c));

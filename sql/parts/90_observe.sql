@@ -3,15 +3,29 @@
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
+create or replace function pgque._read_position(p_sub int) returns pgque.position_0
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._position(p_sub);
+end
+$$;
+
 create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
-cross join lateral pgque._position(s.sub_id) p;
+cross join lateral pgque._read_position(s.sub_id) p;
+
+-- Whether a queue's six tables are there; the loop goes on without it if not.
+create or replace function pgque._missing_leaf(p_queue_id int) returns text
+language sql stable as $$
+  select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null
+$$;
 
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
+  i_queue_name text default null,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
   out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
   out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
@@ -24,10 +38,17 @@ declare
   v_last   pgque.tick;
   v_old    pgque.tick;
 begin
-  for v_queue in select q.* from pgque.queue q order by q.queue_name loop
-    v_last := pgque._last_tick(v_queue.queue_id);
-    execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-    into v_old using v_last.tick_time - interval '1 minute';
+  if $1 is not null then
+    perform pgque._queue($1);
+  end if;
+  for v_queue in select q.* from pgque.queue q where $1 is null or q.queue_name = $1 order by q.queue_name loop
+    v_last := null;
+    v_old := null;
+    if pgque._missing_leaf(v_queue.queue_id) is null then
+      v_last := pgque._last_tick(v_queue);
+      execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+      into v_old using v_last.tick_time - interval '1 minute';
+    end if;
     queue_name := v_queue.queue_name;
     queue_ntables := v_queue.queue_ntables;
     queue_cur_table := v_queue.queue_cur_table;
@@ -48,26 +69,6 @@ begin
     return next;
   end loop;
 end
-$$;
-
--- True, or PQ001; for callers that may not read the queue table.
-create or replace function pgque._queue_exists(p_queue text) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return (pgque._queue(p_queue)).queue_id is not null;
-end
-$$;
-
-create or replace function pgque.get_queue_info(
-  i_queue_name text,
-  out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
-  out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
-  out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
-  out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
-  out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
-) returns setof record
-language sql as $$
-  select i.* from pgque._queue_exists($1) x, pgque.get_queue_info() i where i.queue_name = $1
 $$;
 
 -- All consumers and workers, of one queue, or one consumer: how far behind,
@@ -99,8 +100,11 @@ begin
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     v_pos := pgque._position(v_sub.sub_id);
-    v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
-    select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_tick.tick_event_seq
+    v_tick := null;
+    if pgque._missing_leaf(v_sub.sub_queue) is null then
+      v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
+    end if;
+    select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
     into queue_name, pending_events
     from pgque.queue q where q.queue_id = v_sub.sub_queue;
     consumer_name := pgque._subscriber_name(v_sub);
@@ -136,12 +140,12 @@ begin
     v_sub := pgque._subscriber($1, $3);
     v_pos := pgque._position(v_sub.sub_id);
   else
-    v_pos.pos_tick := pgque._slowest_tick(v_queue.queue_id);
+    v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
-  v_cond := coalesce(pgque._xid_condition((pgque._tick(v_queue.queue_id, v_pos.pos_tick)).tick_snapshot, pg_current_snapshot()), 'false')
+  v_cond := coalesce(pgque._xid_condition(v_pos.pos_snapshot, pg_current_snapshot()), 'false')
     || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', '')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
-      (pgque._tick(v_queue.queue_id, v_pos.pos_next_tick)).tick_snapshot), '');
+      v_pos.pos_next_snapshot), '');
   return query execute format(
     'select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
     ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
@@ -149,12 +153,6 @@ begin
     ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
     $1, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
 end
-$$;
-
--- Whether a queue's six tables are there; the loop goes on without it if not.
-create or replace function pgque._missing_leaf(p_queue_id int) returns text
-language sql stable as $$
-  select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null
 $$;
 
 -- One figure a row, for a collector: name, queue, consumer, value.  Counts of
@@ -173,7 +171,7 @@ begin
     from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
-    v_last := pgque._last_tick(v_queue.queue_id);
+    v_last := pgque._last_tick(v_queue);
     return query
       select m.metric, v_queue.queue_name, null::text, m.value::double precision
       from (values
@@ -238,7 +236,7 @@ begin
     return next;
     continue when v_queue.queue_restored;
 
-    v_last := pgque._last_tick(v_queue.queue_id);
+    v_last := pgque._last_tick(v_queue);
     check_name := 'ticks';
     v_new := coalesce(pgque._tick_reason(v_queue, v_last) = 'events', false);
     status := case

@@ -10,6 +10,10 @@
 --   skip              a BEFORE trigger that cancels the change after recording it
 -- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
 -- table's name.  p_format is json, url or sql.
+--
+-- All of this runs with the rights of whoever changes the table, because
+-- to_jsonb() runs casts that a table's owner may have made; so those who
+-- change the table need the role pgque_writer.
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
@@ -99,11 +103,11 @@ language sql immutable strict as $$
 $$;
 
 create or replace function pgque.jsontriga() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 begin
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
+  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -111,11 +115,11 @@ end
 $$;
 
 create or replace function pgque.logutriga() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 begin
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
+  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -123,11 +127,11 @@ end
 $$;
 
 create or replace function pgque.sqltriga() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 begin
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
+  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);

@@ -20,6 +20,8 @@ language sql immutable as $$
     ('jsontriga', 'pgque_writer'),
     ('logutriga', 'pgque_writer'),
     ('sqltriga', 'pgque_writer'),
+    ('_row_event', 'pgque_writer'),
+    ('_url_encode', 'pgque_writer'),
     -- consume
     ('subscribe', 'pgque_reader'),
     ('register_consumer', 'pgque_reader'),
@@ -46,7 +48,6 @@ language sql immutable as $$
     ('peek', 'pgque_reader'),
     ('get_queue_info', 'pgque_reader'),
     ('get_consumer_info', 'pgque_reader'),
-    ('_queue_exists', 'pgque_reader'),
     ('queue_config', 'pgque_reader'),
     ('metrics', 'pgque_reader'),
     ('health', 'pgque_reader'),
@@ -83,6 +84,9 @@ language sql immutable as $$
     ('_loop_config', 'pgque_admin'),
     ('_look_again_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
+    ('_read_position', 'pgque_admin'),
+    ('_cursor_sql', 'pgque_admin'),
+    ('_event_columns', 'pgque_admin'),
     ('_maint_operation', 'pgque_admin')
 $$;
 
