@@ -4,7 +4,7 @@
 
 -- The queue's row, or PQ001.
 create or replace function pgque._queue(p_queue text) returns pgque.queue
-language plpgsql stable as $$
+language plpgsql as $$
 declare
   v_queue  pgque.queue;
 begin
@@ -23,6 +23,16 @@ begin
     errcode = 'PQ001',
     message = pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
     hint = 'select pgque.create_queue(name) makes a queue; select queue_name from pgque.get_queue_info() lists them.';
+end
+$$;
+
+-- Makes the one row of each of the tables that have one.  The install script
+-- does not, so that a dump of the extension's data can be loaded.
+create or replace function pgque._init() returns void
+language plpgsql as $$
+begin
+  insert into pgque.config default values on conflict do nothing;
+  insert into pgque.journal default values on conflict do nothing;
 end
 $$;
 
@@ -69,6 +79,7 @@ begin
   if exists (select from pgque.queue q where q.queue_name = create_queue.queue_name) then
     return 0;
   end if;
+  perform pgque._init();
   v_id := nextval(pg_get_serial_sequence('pgque.queue', 'queue_id'));
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
@@ -172,7 +183,7 @@ $$;
 
 -- The values in force, one row a parameter.
 create or replace function pgque.queue_config(queue_name text) returns table (param_name text, param_value text)
-language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue(queue_config.queue_name);
 begin
@@ -188,17 +199,19 @@ $$;
 -- there.
 create or replace function pgque.pause(queue_name text) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(pause.queue_name);
 begin
-  update pgque.queue q set queue_paused = true, queue_xid = pg_current_xact_id()
-  where q.queue_id = (pgque._queue(pause.queue_name)).queue_id;
+  update pgque.queue q set queue_paused = true, queue_xid = pg_current_xact_id() where q.queue_id = v_queue.queue_id;
 end
 $$;
 
 create or replace function pgque.resume(queue_name text) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(resume.queue_name);
 begin
-  update pgque.queue q set queue_paused = false, queue_xid = pg_current_xact_id()
-  where q.queue_id = (pgque._queue(resume.queue_name)).queue_id;
+  update pgque.queue q set queue_paused = false, queue_xid = pg_current_xact_id() where q.queue_id = v_queue.queue_id;
 end
 $$;
 

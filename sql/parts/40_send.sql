@@ -179,6 +179,6 @@ $$;
 -- columns have the defaults that make a plain INSERT of ev_type and ev_data an
 -- event.
 create or replace function pgque.current_event_table(queue_name text) returns text
-language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;

@@ -93,7 +93,7 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 2,000 rows
+-- Reads a window once, in the order of ids, and notes for every 1,000 rows
 -- between which ids they are and, for each table, between which row addresses.
 -- A slice is then a TID range scan.  A window's rows are fixed and do not
 -- move; VACUUM FULL and the like give the table another file, which is noted
@@ -111,7 +111,7 @@ begin
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
       pgque._filenodes($1), pg_catalog.pg_current_xact_id()
     from (
-      select w.ev_id, w.n, w.tid, (dense_rank() over (order by w.ev_id) - 1) / 2000 as chunk
+      select w.ev_id, w.n, w.tid, (dense_rank() over (order by w.ev_id) - 1) / 1000 as chunk
       from (
         select e.ev_id, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
         union all

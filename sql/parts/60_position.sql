@@ -74,11 +74,14 @@ $$;
 -- Brings a subscriber's position, and what is settled in its open batch, to
 -- the leaf that is being written.  Whoever appends to a position without
 -- closing its batch, or settles a message, does this first; compaction does it
--- for everybody else.
-create or replace function pgque._carry_over(p_position pgque.position_0) returns void
+-- for everybody else.  Returns the leaf that is complete for this subscriber
+-- now, and stays so while its lock is held, even if the journal turns.
+create or replace function pgque._carry_over(p_position pgque.position_0) returns int
 language plpgsql as $$
+declare
+  v_leaf  int := pgque._journal_leaf();
 begin
-  if pgque._journal_leaf() = 0 then
+  if v_leaf = 0 then
     if not exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub) then
       insert into pgque.position_0 select p_position.* on conflict do nothing;
       insert into pgque.settled_0
@@ -93,6 +96,16 @@ begin
       on conflict do nothing;
     end if;
   end if;
+  return v_leaf;
+end
+$$;
+
+-- Keeps the journal in its leaf to the end of the transaction, for those who
+-- append a position and what is settled in its batch in two steps.
+create or replace function pgque._hold_journal() returns void
+language plpgsql as $$
+begin
+  perform from pgque.journal j where j.journal_id = 1 for share;
 end
 $$;
 

@@ -5,7 +5,7 @@
 -- The subscriber for a queue and a consumer, or a worker of it, without a
 -- lock; PQ001 or PQ011 if there is none.
 create or replace function pgque._subscriber(p_queue text, p_consumer text) returns pgque.subscriber
-language plpgsql stable as $$
+language plpgsql as $$
 declare
   v_sub  pgque.subscriber;
 begin
@@ -332,6 +332,9 @@ declare
   v_max      bigint := receive.max_return;
   v_and      text := '';
   v_rows     text;
+  v_query    text;
+  v_row      pgque.message;
+  v_more     boolean;
   v_count    bigint := 0;
   v_next_id  bigint;
 begin
@@ -382,13 +385,34 @@ begin
       exit when v_batch.pos_next_tick is null;
     end if;
     v_rows := pgque._batch_sql(v_sub, v_batch, v_and, v_max);
-    return query execute format(
+    v_query := format(
       'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
       ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
       ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
-      ' from (%s) e order by e.ev_id limit %L',
-      v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows, v_max);
-    get diagnostics v_count = row_count;
+      ' from (%s) e order by e.ev_id limit ',
+      v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows);
+    if v_max <= 1000 then
+      -- The row after the last one says where the batch ends.
+      for v_row in execute v_query || (v_max + 1) loop
+        if v_count = v_max then
+          v_next_id := v_row.msg_id;
+          exit;
+        end if;
+        v_count := v_count + 1;
+        return next v_row;
+      end loop;
+    else
+      -- A loop costs more per row than to look for the end afterwards, and to
+      -- count first is a third of the price of sorting in vain.
+      return query execute v_query || coalesce(v_max::text, 'all');
+      get diagnostics v_count = row_count;
+      if v_count = v_max then
+        execute format('select count(*) > %s from (select from (%s) e limit %s) e', v_max, v_rows, v_max + 1) into v_more;
+        if v_more then
+          execute format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', v_rows, v_max) into v_next_id;
+        end if;
+      end if;
+    end if;
     exit when v_count > 0 or v_open;
     -- An empty window: go on behind it.
     v_batch := pgque._past_window(v_batch);
@@ -409,14 +433,6 @@ begin
       perform pgque._append_position(pgque._as_batch_of(v_cursor, v_batch));
     end if;
     return;
-  elsif v_count = v_max then
-    -- The batch is full: if there is more, it ends before the id that comes
-    -- next.  Counting is a third of the price of sorting.
-    execute format('select count(*) from (select from (%s) e limit %s) e', v_rows, v_max + 1) into v_count;
-    if v_count > v_max then
-      v_count := v_max;
-      execute format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', v_rows, v_max) into v_next_id;
-    end if;
   end if;
   v_batch.pos_last_id := v_next_id - 1;
   v_batch.pos_done_count := v_batch.pos_done_count + v_count;
@@ -460,8 +476,7 @@ language plpgsql as $$
 declare
   v_ids  bigint[];
 begin
-  perform pgque._carry_over(p_batch);
-  if pgque._journal_leaf() = 0 then
+  if pgque._carry_over(p_batch) = 0 then
     select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_0 s where s.set_batch = p_batch.pos_batch;
   else
     select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_1 s where s.set_batch = p_batch.pos_batch;
@@ -573,7 +588,8 @@ $$;
 -- pgque.event: those of its open batch, or, with p_max, of the next batch of
 -- at most p_max messages.  p_and is one more condition on e.
 --
--- From the third batch of a window on it goes by the window's map.  A consumer
+-- A window that is far bigger than a batch, or of which two batches were handed
+-- out, is read by its map.  A consumer
 -- that was moved back can meet an event and its own retry in one window: then
 -- the retry stands for both.
 create or replace function pgque._batch_sql(
@@ -586,7 +602,9 @@ declare
   v_chunk  pgque.window_map;
   v_rows   text;
 begin
-  if p_pos.pos_done_count >= 2 * coalesce(p_max, 0) and p_pos.pos_done_id is not null then
+  if p_max is null or p_pos.pos_done_count >= 2 * p_max
+    or p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(20 * p_max, 5000)
+  then
     if p_max is not null and not pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
       perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
     end if;
@@ -596,9 +614,9 @@ begin
       from pgque.window_map m
       where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
         and m.map_valid
-        and m.map_id_hi > p_pos.pos_done_id
+        and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
         and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
-        and (p_max is null or m.map_chunk <= (p_pos.pos_done_count + p_max) / 2000);
+        and (p_max is null or m.map_chunk <= (p_pos.pos_done_count + p_max) / 1000);
       v_tids := pgque._tid_conditions(v_chunk);
       v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
     end if;

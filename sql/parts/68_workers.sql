@@ -18,14 +18,14 @@ $$;
 
 -- The subscriber row of a worker, or null.
 create or replace function pgque._find_worker(p_main int, p_worker text) returns int
-language plpgsql stable as $$
+language plpgsql as $$
 begin
   return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker);
 end
 $$;
 
 create or replace function pgque._worker(p_main pgque.subscriber, p_worker text) returns int
-language plpgsql stable as $$
+language plpgsql as $$
 declare
   v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
 begin
@@ -48,6 +48,7 @@ create or replace function pgque.register_subconsumer(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
+  v_new       int;
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -56,26 +57,25 @@ begin
       message = format('invalid worker name for consumer %I of queue %I', $2, $1),
       hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
   end if;
-  if pgque.subscribe($1, $2, 'latest') = 1 then
-    update pgque.subscriber s set sub_role = 'coop_main'
-    where s.sub_id = (pgque._subscriber($1, $2)).sub_id;
-  end if;
+  v_new := pgque.subscribe($1, $2, 'latest');
   v_main := pgque._subscriber($1, $2);
   if pgque._find_worker(v_main.sub_id, $3) is not null then
     return 0;
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
   if v_main.sub_role = 'normal' then
-    if not $4 then
+    if v_new = 0 and not $4 then
       raise exception using
         errcode = 'PQ006',
         message = format('consumer %I of queue %I reads on its own', $2, $1),
         hint = 'Call it with convert_normal => true to give it workers.';
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
-    v_position.pos_batch := null;
-    v_position.pos_last_id := null;
-    perform pgque._append_position(v_position);
+    if v_position.pos_batch is not null then
+      v_position.pos_batch := null;
+      v_position.pos_last_id := null;
+      perform pgque._append_position(v_position);
+    end if;
   end if;
   perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null);
   return 1;
@@ -133,6 +133,7 @@ declare
   v_position  pgque.position_0;
 begin
   v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
+  perform pgque._hold_journal();
   perform pgque._carry_over(v_position);
   perform pgque._append_position(v_position);
   return 1;
@@ -167,6 +168,7 @@ begin
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
+  perform pgque._hold_journal();
   perform pgque._carry_over(v_dead);
   perform pgque._carry_over(v_own);
   v_own := pgque._as_batch_of(v_own, v_dead);

@@ -28,10 +28,9 @@ begin
   if p_ids is not null then
     v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
   end if;
-  perform pgque._carry_over(v_batch);
   execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._batch_sql(v_sub, v_batch, v_and)) into v_rows;
 
-  if pgque._journal_leaf() = 0 then
+  if pgque._carry_over(v_batch) = 0 then
     with new as (
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
       select p_batch, r.ev_id, v_batch.pos_sub from pg_catalog.unnest(v_rows) r

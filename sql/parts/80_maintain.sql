@@ -28,8 +28,8 @@ $$;
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue     pgque.queue;
-  v_id        int := (pgque._queue($1)).queue_id;
+  v_queue     pgque.queue := pgque._queue($1);
+  v_id        int := v_queue.queue_id;
   v_next      int;
   v_event     text;
   v_tick      text;
@@ -38,8 +38,7 @@ declare
   v_needed    boolean;
 begin
   perform pgque._need_read_committed('rotation');
-  select q.* into v_queue from pgque.queue q where q.queue_id = v_id for no key update skip locked;
-  if not found or v_queue.queue_restored or pgque.clock() < v_queue.queue_switch_time + v_queue.queue_rotation_period then
+  if v_queue.queue_restored or pgque.clock() < v_queue.queue_switch_time + v_queue.queue_rotation_period then
     return 0;
   end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;
@@ -50,6 +49,13 @@ begin
   if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
     and pg_relation_size(format(v_current, 'tick')) < 131072
   then
+    return 0;
+  end if;
+  -- All that was asked without a lock, so that asking in vain writes nothing.
+  perform from pgque.queue q
+  where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
+  for no key update skip locked;
+  if not found then
     return 0;
   end if;
   if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
@@ -94,13 +100,20 @@ declare
 begin
   perform pgque._need_read_committed('compaction');
   select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j where j.journal_id = 1;
+  if not found then
+    return 0;
+  end if;
   if pg_relation_size('pgque.position_' || (1 - v_cur)) = 0 and pg_relation_size('pgque.settled_' || (1 - v_cur)) = 0 then
     if pg_relation_size('pgque.position_' || v_cur) + pg_relation_size('pgque.settled_' || v_cur) < 4194304
       or v_flipped > clock_timestamp() - interval '1 minute'
     then
       return 0;
     end if;
-    update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_cur = v_cur;
+    perform from pgque.journal j where j.journal_id = 1 and j.journal_cur = v_cur for no key update skip locked;
+    if not found then
+      return 0;
+    end if;
+    update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
     return 1;
   end if;
   for v_id in

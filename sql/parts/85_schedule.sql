@@ -6,6 +6,7 @@
 create or replace function pgque.set_tick_period_ms(ms int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  perform pgque._init();
   update pgque.config c set tick_period_ms = $1;
   return $1;
 exception
@@ -28,7 +29,7 @@ $$;
 -- The settings of the loop: period, and when stop() was called last.
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
 language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
-  select c.tick_period_ms, c.stopped_at from pgque.config c
+  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) from pgque.config c
 $$;
 
 -- When the loop has to look again although nothing happened: a retry becomes
@@ -93,7 +94,7 @@ begin
     if v_snapshot is distinct from v_seen or pg_catalog.clock_timestamp() >= v_due then
       v_seen := v_snapshot;
       v_due := pgque._look_again_at();
-      if pgque._maint_operation('pgque.maint_retry_events', null) > 0 then
+      if pgque.maint_retry_events() > 0 then
         commit;
       end if;
       foreach v_queue in array pgque._ticked_queues() loop
@@ -155,7 +156,7 @@ begin
         errcode = 'PQ014',
         message = format('role %I may not schedule jobs', current_user),
         hint = format('grant usage on schema cron to %I;', current_user);
-    when others then
+    when invalid_parameter_value then
       execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', v_minute;
       execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', v_minute;
       execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', v_minute;
@@ -168,6 +169,7 @@ $$;
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  perform pgque._init();
   update pgque.config c set stopped_at = clock_timestamp();
   perform pgque._unschedule();
 end
@@ -232,7 +234,7 @@ begin
   end loop;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
-  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque.config c));
+  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque._loop_config() c));
   return next;
   component := 'queues'; status := (select count(*)::text from pgque.queue);
   detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';

@@ -96,8 +96,17 @@ declare
   v_table  text;
 begin
   revoke all on schema pgque from public;
-  revoke all on all tables in schema pgque from public;
-  revoke all on all sequences in schema pgque from public;
+  -- Only what default privileges gave away: to revoke writes to the catalog,
+  -- and an upgrade shall not meet a rotation there.
+  for v_table in
+    select c.oid::regclass::text
+    from pg_class c
+    cross join lateral aclexplode(c.relacl) a
+    where c.relnamespace = 'pgque'::regnamespace and a.grantee = 0
+    group by c.oid
+  loop
+    execute format('revoke all on %s from public', v_table);
+  end loop;
   grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin;
   for v_func in
     select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,
@@ -111,7 +120,28 @@ begin
     end if;
   end loop;
   foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'config'] loop
-    execute format('grant select on pgque.%I to pgque_admin', v_table);
+    if not has_table_privilege('pgque_admin', 'pgque.' || v_table, 'select') then
+      execute format('grant select on pgque.%I to pgque_admin', v_table);
+    end if;
   end loop;
+end
+$$;
+
+-- As an extension, all that these tables hold belongs into a dump.
+do $$
+declare
+  v_table  text;
+begin
+  for v_table in
+    select c.oid::regclass::text
+    from pg_class c
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S') and not c.relispartition and c.relname <> 'window_map'
+  loop
+    perform pg_extension_config_dump(v_table::regclass, '');
+  end loop;
+exception
+  when feature_not_supported then
+    -- Not run by CREATE EXTENSION.
+    null;
 end
 $$;
