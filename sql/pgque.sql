@@ -138,7 +138,9 @@ create table if not exists pgque.queue (
 ) with (fillfactor = 50);
 
 -- Events and ticks are partitioned by slot = queue_id * 3 + table number, so
--- that one static INSERT reaches every queue.
+-- that one static INSERT reaches every queue.  Each leaf has its own index, by
+-- ev_txid or tick_id, and the parents have none: a dump of the extension's
+-- data would make it twice.
 create table if not exists pgque.event (
   slot        int not null,
   ev_owner    int,
@@ -193,8 +195,7 @@ create table if not exists pgque.subscriber (
     constraint subscriber_consumer_fkey references pgque.consumer,
   sub_role      text not null default 'normal'
     constraint subscriber_role check (sub_role in ('normal', 'coop_main', 'coop_member')),
-  sub_main      int
-    constraint subscriber_main_fkey references pgque.subscriber,
+  sub_main      int,
   sub_worker    text
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
@@ -337,9 +338,6 @@ create table if not exists pgque.idempotency_key (
 -- there, and an upgrade must not.
 do $$
 begin
-  if to_regclass('pgque.event_txid') is null then
-    create index event_txid on pgque.event (ev_txid);
-  end if;
   if to_regclass('pgque.subscriber_low_bits') is null then
     create unique index subscriber_low_bits on pgque.subscriber ((sub_id & 1048575));
   end if;
@@ -446,6 +444,7 @@ begin
   if p_kind = 'tick' then
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
   else
+    execute pg_catalog.format('create index %I on pgque.%I (ev_txid)', v_leaf || '_txid', v_leaf);
     execute pg_catalog.format(
       'alter table pgque.%I alter slot set default %s, alter ev_id set default pg_catalog.nextval(%L),'
       ' alter ev_time set default pgque.clock(), alter ev_txid set default pg_catalog.pg_current_xact_id()',

@@ -49,6 +49,7 @@ begin
   if p_kind = 'tick' then
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
   else
+    execute pg_catalog.format('create index %I on pgque.%I (ev_txid)', v_leaf || '_txid', v_leaf);
     execute pg_catalog.format(
       'alter table pgque.%I alter slot set default %s, alter ev_id set default pg_catalog.nextval(%L),'
       ' alter ev_time set default pgque.clock(), alter ev_txid set default pg_catalog.pg_current_xact_id()',
