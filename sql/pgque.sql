@@ -2740,6 +2740,10 @@ begin
   if v_queue.queue_restored or pgque.clock() < v_queue.queue_switch_time + v_queue.queue_rotation_period then
     return 0;
   end if;
+  -- Even to ask for a table's size waits for its lock, so one at a time.
+  if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) then
+    return 0;
+  end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;
   v_event := format('pgque.event_%s_%s', v_id, v_next);
   v_tick := format('pgque.tick_%s_%s', v_id, v_next);
@@ -3013,6 +3017,9 @@ $$;
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
+    return 0;
+  end if;
   return pgque._compact_journal() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
 end
 $$;
