@@ -454,12 +454,59 @@ begin
 end
 $$;
 
+-- The settings of a queue, as data: parameter name and type.  The column is
+-- queue_<name>; its default is the setting's default and its check constraint
+-- the setting's range.
+create or replace function pgque._setting_type(p_param text) returns text
+language sql immutable as $$
+  select case
+    when p_param in ('ticker_max_count', 'max_retries') then 'int'
+    when p_param in ('ticker_max_lag', 'ticker_idle_period', 'rotation_period', 'retention_period') then 'interval'
+    when p_param in ('ticker_paused', 'external_ticker') then 'boolean'
+  end
+$$;
+
+-- Columns and SQL values of the settings in a JSON object; null is the
+-- default.  PgQ's names with the prefix queue_ are understood too.
+create or replace function pgque._settings_sql(p_queue text, p_config jsonb, out columns text[], out vals text[])
+language plpgsql as $$
+declare
+  v_pair   record;
+  v_param  text;
+  v_type   text;
+  v_ok     boolean;
+begin
+  columns := '{}';
+  vals := '{}';
+  if pg_catalog.jsonb_typeof(p_config) is distinct from 'object' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
+      hint = 'For example {"max_retries": 3, "rotation_period": "1 hour"}.';
+  end if;
+  for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
+    v_param := pg_catalog.regexp_replace(v_pair.key, '^queue_', '');
+    v_type := pgque._setting_type(v_param);
+    if v_type is null then
+      raise exception using
+        errcode = 'PQ005',
+        message = pg_catalog.format('unknown parameter %L for queue %I', v_pair.key, p_queue),
+        hint = 'Parameters: ticker_max_count, ticker_max_lag, ticker_idle_period, ticker_paused, external_ticker, rotation_period, retention_period, max_retries.';
+    end if;
+    columns := columns || pg_catalog.quote_ident('queue_' || v_param);
+    vals := vals || coalesce(pg_catalog.quote_literal(v_pair.value) || '::' || v_type, 'default');
+  end loop;
+end
+$$;
+
 -- Creates a queue with its tables and first tick; 0 when the name is taken.
-create or replace function pgque.create_queue(queue_name text) returns int
+-- config is a JSON object of parameters.
+create or replace function pgque.create_queue(queue_name text, config jsonb default '{}') returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_id   int;
-  v_seq  text;
+  v_id        int;
+  v_seq       text;
+  v_settings  record;
 begin
   if coalesce(create_queue.queue_name, '') = '' or octet_length(create_queue.queue_name) > 57 then
     raise exception using
@@ -467,9 +514,7 @@ begin
       message = format('invalid queue name: %s', coalesce(quote_ident(left(create_queue.queue_name, 100)), 'null')),
       hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
   end if;
-  if exists (select from pgque.queue q where q.queue_name = create_queue.queue_name) then
-    return 0;
-  end if;
+  v_settings := pgque._settings_sql(create_queue.queue_name, create_queue.config);
   -- Two sessions that create one name meet here; the second sees the first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(create_queue.queue_name));
   if exists (select from pgque.queue q where q.queue_name = create_queue.queue_name) then
@@ -480,8 +525,11 @@ begin
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
-  insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_xid)
-  values (v_id, create_queue.queue_name, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass, pg_current_xact_id());
+  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_xid'
+    || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
+    || ') values ($1, $2, $3, $4, pg_catalog.pg_current_xact_id()'
+    || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
+  using v_id, create_queue.queue_name, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass;
   for n in 0..2 loop
     perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
@@ -495,18 +543,19 @@ exception
   when unique_violation then
     -- A creator whose snapshot is older than the name's commit.
     return 0;
+  when data_exception or check_violation then
+    perform pgque._bad_setting(create_queue.queue_name, create_queue.config, sqlerrm);
 end
 $$;
 
-create or replace function pgque.create_queue(queue_name text, config jsonb) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_new  int := pgque.create_queue(create_queue.queue_name);
+create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
+language plpgsql as $$
 begin
-  if v_new = 1 then
-    perform pgque.alter_queue(create_queue.queue_name, create_queue.config);
-  end if;
-  return v_new;
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
+    detail = p_error,
+    hint = 'Counts are integers, periods are intervals such as ''2 hours'', switches are true or false; null restores the default.';
 end
 $$;
 
@@ -514,68 +563,26 @@ $$;
 create or replace function pgque.alter_queue(queue_name text, config jsonb) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_count  int := 0;
-  v_pair   record;
+  v_queue     pgque.queue := pgque._queue(alter_queue.queue_name);
+  v_settings  record := pgque._settings_sql(alter_queue.queue_name, alter_queue.config);
+  v_sets      text;
 begin
-  perform pgque._queue(alter_queue.queue_name);
-  if jsonb_typeof(alter_queue.config) is distinct from 'object' then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('the configuration of queue %I must be a JSON object', alter_queue.queue_name),
-      hint = 'For example {"max_retries": 3, "rotation_period": "1 hour"}.';
+  select string_agg(c.col || ' = ' || c.val || ', ', '') into v_sets
+  from unnest(v_settings.columns, v_settings.vals) c (col, val);
+  if v_sets is not null then
+    execute 'update pgque.queue set ' || v_sets || 'queue_xid = pg_catalog.pg_current_xact_id() where queue_id = $1'
+    using v_queue.queue_id;
   end if;
-  for v_pair in select e.key, e.value from jsonb_each_text(alter_queue.config) e loop
-    perform pgque.set_queue_config(alter_queue.queue_name, v_pair.key, v_pair.value);
-    v_count := v_count + 1;
-  end loop;
-  return v_count;
-end
-$$;
-
--- The settings of a queue, as data: parameter name and type.  The column is
--- queue_<name>; its default is the setting's default and its check constraint
--- the setting's range.
-create or replace function pgque._setting_type(p_param text) returns text
-language sql stable as $$
-  select case
-    when p_param in ('ticker_max_count', 'max_retries') then 'int'
-    when p_param in ('ticker_max_lag', 'ticker_idle_period', 'rotation_period', 'retention_period') then 'interval'
-    when p_param in ('ticker_paused', 'external_ticker') then 'boolean'
-  end
-$$;
-
--- Sets one parameter; NULL restores the default.  PgQ's names with the prefix
--- queue_ are understood too.
-create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue(set_queue_config.queue_name);
-  v_param  text := regexp_replace(set_queue_config.param_name, '^queue_', '');
-  v_type   text := pgque._setting_type(v_param);
-begin
-  if v_type is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('unknown parameter %L for queue %I', set_queue_config.param_name, v_queue.queue_name),
-      hint = 'Parameters: ticker_max_count, ticker_max_lag, ticker_idle_period, ticker_paused, external_ticker, rotation_period, retention_period, max_retries.';
-  end if;
-  if set_queue_config.param_value is null then
-    execute format('update pgque.queue set %I = default, queue_xid = pg_catalog.pg_current_xact_id() where queue_id = $1', 'queue_' || v_param)
-      using v_queue.queue_id;
-  else
-    execute format('update pgque.queue set %I = $2::%s, queue_xid = pg_catalog.pg_current_xact_id() where queue_id = $1', 'queue_' || v_param, v_type)
-      using v_queue.queue_id, set_queue_config.param_value;
-  end if;
-  return 1;
+  return cardinality(v_settings.columns);
 exception
   when data_exception or check_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('invalid value %L for parameter %s of queue %I', set_queue_config.param_value, v_param, set_queue_config.queue_name),
-      detail = sqlerrm,
-      hint = format('The type of %s is %s.', v_param, v_type);
+    perform pgque._bad_setting(alter_queue.queue_name, alter_queue.config, sqlerrm);
 end
 $$;
+
+-- Sets one parameter; NULL restores the default.
+create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
+language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 
 -- The values in force, one row a parameter.
 create or replace function pgque.queue_config(queue_name text) returns table (param_name text, param_value text)
@@ -1045,9 +1052,10 @@ end
 $$;
 
 -- Ticks one queue for a ticker that serves all of them: never waits for
--- another ticker, and a queue that is broken is reported and left alone.
+-- another ticker, hardly for a locked table, and a queue that is broken is
+-- reported and left alone.
 create or replace function pgque._try_tick(p_queue_id int) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
 begin
@@ -1506,21 +1514,28 @@ $$;
 -- 1 when new, 0 when it was subscribed already (its position stays).
 create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._subscribe($1, $2, 'normal', $3);
+end
+$$;
+
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text) returns int
+language plpgsql as $$
 declare
   v_queue  pgque.queue;
   v_co     int;
 begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_name = subscribe.queue_name for share;
+  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue for share;
   if not found then
-    perform pgque._no_queue(subscribe.queue_name);
+    perform pgque._no_queue(p_queue);
   end if;
-  v_co := pgque._consumer(subscribe.consumer_name);
+  v_co := pgque._consumer(p_consumer);
   if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
     return 0;
   end if;
   perform pgque._rebase(v_queue.queue_id);
-  perform pgque._add_subscriber(v_queue.queue_id, v_co, 'normal', null, null, pgque._find_tick(v_queue, subscribe.start_at));
+  perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at));
   return 1;
 exception
   when unique_violation then
@@ -2172,7 +2187,6 @@ create or replace function pgque.register_subconsumer(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
-  v_new       int;
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -2181,14 +2195,14 @@ begin
       message = format('invalid worker name for consumer %I of queue %I', $2, $1),
       hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
   end if;
-  v_new := pgque.subscribe($1, $2, 'latest');
+  perform pgque._subscribe($1, $2, 'coop_main', 'latest');
   v_main := pgque._subscriber($1, $2);
   if pgque._find_worker(v_main.sub_id, $3) is not null then
     return 0;
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
   if v_main.sub_role = 'normal' then
-    if v_new = 0 and not $4 then
+    if not $4 then
       raise exception using
         errcode = 'PQ006',
         message = format('consumer %I of queue %I reads on its own', $2, $1),
@@ -2511,7 +2525,7 @@ $$;
 -- of each queue a call, in one statement; returns their number.  A queue that
 -- is broken is reported and left alone.
 create or replace function pgque.maint_retry_events() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_queue_id  int;
   v_count     int := 0;
@@ -2725,7 +2739,7 @@ $$;
 -- is read later, or has committed, and its row is looked at now.  The lock is
 -- not waited for: pg_dump or an open writer only postpones.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_queue     pgque.queue := pgque._queue($1);
   v_id        int := v_queue.queue_id;
@@ -3027,7 +3041,7 @@ $$;
 -- Does one of maint_operations(); what fails is reported and left for the next
 -- time.
 create or replace function pgque._maint_operation(p_func text, p_arg text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_done  int;
 begin

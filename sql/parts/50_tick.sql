@@ -179,9 +179,10 @@ end
 $$;
 
 -- Ticks one queue for a ticker that serves all of them: never waits for
--- another ticker, and a queue that is broken is reported and left alone.
+-- another ticker, hardly for a locked table, and a queue that is broken is
+-- reported and left alone.
 create or replace function pgque._try_tick(p_queue_id int) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
 begin

@@ -104,21 +104,28 @@ $$;
 -- 1 when new, 0 when it was subscribed already (its position stays).
 create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._subscribe($1, $2, 'normal', $3);
+end
+$$;
+
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text) returns int
+language plpgsql as $$
 declare
   v_queue  pgque.queue;
   v_co     int;
 begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_name = subscribe.queue_name for share;
+  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue for share;
   if not found then
-    perform pgque._no_queue(subscribe.queue_name);
+    perform pgque._no_queue(p_queue);
   end if;
-  v_co := pgque._consumer(subscribe.consumer_name);
+  v_co := pgque._consumer(p_consumer);
   if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
     return 0;
   end if;
   perform pgque._rebase(v_queue.queue_id);
-  perform pgque._add_subscriber(v_queue.queue_id, v_co, 'normal', null, null, pgque._find_tick(v_queue, subscribe.start_at));
+  perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at));
   return 1;
 exception
   when unique_violation then

@@ -48,7 +48,6 @@ create or replace function pgque.register_subconsumer(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
-  v_new       int;
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -57,14 +56,14 @@ begin
       message = format('invalid worker name for consumer %I of queue %I', $2, $1),
       hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
   end if;
-  v_new := pgque.subscribe($1, $2, 'latest');
+  perform pgque._subscribe($1, $2, 'coop_main', 'latest');
   v_main := pgque._subscriber($1, $2);
   if pgque._find_worker(v_main.sub_id, $3) is not null then
     return 0;
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
   if v_main.sub_role = 'normal' then
-    if v_new = 0 and not $4 then
+    if not $4 then
       raise exception using
         errcode = 'PQ006',
         message = format('consumer %I of queue %I reads on its own', $2, $1),

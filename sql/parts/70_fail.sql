@@ -172,7 +172,7 @@ $$;
 -- of each queue a call, in one statement; returns their number.  A queue that
 -- is broken is reported and left alone.
 create or replace function pgque.maint_retry_events() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_queue_id  int;
   v_count     int := 0;

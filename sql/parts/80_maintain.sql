@@ -26,7 +26,7 @@ $$;
 -- is read later, or has committed, and its row is looked at now.  The lock is
 -- not waited for: pg_dump or an open writer only postpones.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_queue     pgque.queue := pgque._queue($1);
   v_id        int := v_queue.queue_id;
@@ -328,7 +328,7 @@ $$;
 -- Does one of maint_operations(); what fails is reported and left for the next
 -- time.
 create or replace function pgque._maint_operation(p_func text, p_arg text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_done  int;
 begin
