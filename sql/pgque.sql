@@ -626,7 +626,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for update;
+  select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for no key update;
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
@@ -636,10 +636,10 @@ begin
       message = format('queue %I has consumers', v_queue.queue_name),
       hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
   end if;
+  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null;
+  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is not null;
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.queue q where q.queue_id = v_queue.queue_id;
   execute (
     select 'truncate ' || string_agg(l.leaf, ', ')
@@ -1091,11 +1091,11 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(ticker.queue_name);
   v_last := pgque._last_tick(v_queue);
-  if ticker.tick_id <= v_last.tick_id or ticker.event_seq < v_last.tick_event_seq then
+  if ticker.tick_time is null or (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq) is not true then
     raise exception using
       errcode = 'PQ005',
-      message = format('tick %s of queue %I is not after tick %s', ticker.tick_id, v_queue.queue_name, v_last.tick_id),
-      hint = 'Tick ids rise, event sequences do not fall.';
+      message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
+      hint = 'Tick ids rise, event sequences do not fall, and a tick has a time.';
   end if;
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, ticker.event_seq, true);
 end
@@ -1610,9 +1610,9 @@ begin
   if not found then
     return 0;
   end if;
-  delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_main = v_main;
   get diagnostics v_count = row_count;
+  delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
   return v_count + v_rows;
@@ -2671,7 +2671,10 @@ begin
     ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
   values (pgque.clock(), v_dead.dl_queue_id, v_sub, v_dead.ev_error,
     v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
-    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires);
+    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires)
+  -- It may wait there already: its consumer was moved back and failed it again.
+  on conflict on constraint retry_queue_pkey do update
+  set ev_retry_after = excluded.ev_retry_after, ev_retry = null;
   return v_dead.ev_id;
 end
 $$;
@@ -3145,6 +3148,10 @@ declare
   v_queue     int;
   v_op        record;
 begin
+  -- Whatever the session's default is; the level goes from one transaction to
+  -- the next.
+  commit;
+  set transaction isolation level read committed;
   v_end := v_start + coalesce(ticker_loop.run_for, interval '55 seconds');
   if v_timeout > interval '0' then
     v_end := least(v_end, v_start + greatest(v_timeout - interval '2 seconds', v_timeout / 2));
@@ -3157,7 +3164,7 @@ begin
       exit when pg_catalog.clock_timestamp() >= v_end;
       perform pg_catalog.pg_sleep(0.5);
       v_next := pg_catalog.clock_timestamp();
-      commit;
+      commit and chain;
       continue;
     end if;
     select c.tick_period_ms * interval '1 millisecond', c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
@@ -3168,11 +3175,11 @@ begin
       v_seen := v_snapshot;
       v_due := pgque._look_again_at();
       if pgque.maint_retry_events() > 0 then
-        commit;
+        commit and chain;
       end if;
       foreach v_queue in array pgque._ticked_queues() loop
         if pgque._try_tick(v_queue) is not null then
-          commit;
+          commit and chain;
         end if;
       end loop;
     end if;
@@ -3181,11 +3188,11 @@ begin
       v_maint := pg_catalog.clock_timestamp() + interval '5 seconds';
       for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
         perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
-        commit;
+        commit and chain;
       end loop;
     end if;
 
-    commit;
+    commit and chain;
     perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
     v_next := v_next + v_period;
     if v_next < pg_catalog.clock_timestamp() then
@@ -3193,7 +3200,7 @@ begin
     else
       perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()));
     end if;
-    commit;
+    commit and chain;
   end loop;
 end
 $$;

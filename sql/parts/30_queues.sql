@@ -231,7 +231,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for update;
+  select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for no key update;
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
@@ -241,10 +241,10 @@ begin
       message = format('queue %I has consumers', v_queue.queue_name),
       hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
   end if;
+  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null;
+  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is not null;
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.queue q where q.queue_id = v_queue.queue_id;
   execute (
     select 'truncate ' || string_agg(l.leaf, ', ')

@@ -200,9 +200,9 @@ begin
   if not found then
     return 0;
   end if;
-  delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_main = v_main;
   get diagnostics v_count = row_count;
+  delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
   return v_count + v_rows;

@@ -318,7 +318,10 @@ begin
     ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
   values (pgque.clock(), v_dead.dl_queue_id, v_sub, v_dead.ev_error,
     v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
-    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires);
+    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires)
+  -- It may wait there already: its consumer was moved back and failed it again.
+  on conflict on constraint retry_queue_pkey do update
+  set ev_retry_after = excluded.ev_retry_after, ev_retry = null;
   return v_dead.ev_id;
 end
 $$;

@@ -72,6 +72,10 @@ declare
   v_queue     int;
   v_op        record;
 begin
+  -- Whatever the session's default is; the level goes from one transaction to
+  -- the next.
+  commit;
+  set transaction isolation level read committed;
   v_end := v_start + coalesce(ticker_loop.run_for, interval '55 seconds');
   if v_timeout > interval '0' then
     v_end := least(v_end, v_start + greatest(v_timeout - interval '2 seconds', v_timeout / 2));
@@ -84,7 +88,7 @@ begin
       exit when pg_catalog.clock_timestamp() >= v_end;
       perform pg_catalog.pg_sleep(0.5);
       v_next := pg_catalog.clock_timestamp();
-      commit;
+      commit and chain;
       continue;
     end if;
     select c.tick_period_ms * interval '1 millisecond', c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
@@ -95,11 +99,11 @@ begin
       v_seen := v_snapshot;
       v_due := pgque._look_again_at();
       if pgque.maint_retry_events() > 0 then
-        commit;
+        commit and chain;
       end if;
       foreach v_queue in array pgque._ticked_queues() loop
         if pgque._try_tick(v_queue) is not null then
-          commit;
+          commit and chain;
         end if;
       end loop;
     end if;
@@ -108,11 +112,11 @@ begin
       v_maint := pg_catalog.clock_timestamp() + interval '5 seconds';
       for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
         perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
-        commit;
+        commit and chain;
       end loop;
     end if;
 
-    commit;
+    commit and chain;
     perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
     v_next := v_next + v_period;
     if v_next < pg_catalog.clock_timestamp() then
@@ -120,7 +124,7 @@ begin
     else
       perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()));
     end if;
-    commit;
+    commit and chain;
   end loop;
 end
 $$;
