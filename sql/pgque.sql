@@ -754,11 +754,13 @@ language sql as $$ select pgque.insert_event($1, $2, $3::text, null, null, null,
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque.insert_event($1, $2, $3, $4, null, null, null) $$;
 
--- Appends one event per element with one statement; ids in input order.
+-- Appends one event per element with one statement; ids in input order.  To
+-- take the ids first is faster than to have them returned.
 create or replace function pgque.send_batch(queue_name text, type_name text, payloads text[]) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8;
+  v_seq   regclass;
   v_ids   bigint[];
 begin
   if $3 is null then
@@ -770,23 +772,23 @@ begin
     return '{}';
   end if;
   v_txid := pg_current_xact_id();
-  with sent as (
+  select q.queue_event_seq into v_seq from pgque.queue q where q.queue_name = $1 and q.queue_open;
+  if found then
+    v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)
-    select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), q.at, v_txid, $2, p.payload
+    select q.slot, p.id, q.at, v_txid, $2, p.payload
     from (
-      select q.queue_id, q.queue_cur_table, q.queue_event_seq, pgque.clock() as at
+      select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at
       from pgque.queue q
       where q.queue_name = $1 and q.queue_open
       offset 0
-    ) q, unnest($3) p (payload)
-    returning ev_id
-  )
-  select array_agg(s.ev_id) into v_ids from sent s;
-  if v_ids is null then
-    perform pgque._open_queue($1);
-    return pgque.send_batch($1, $2, $3);
+    ) q, unnest($3, v_ids) p (payload, id);
+    if found then
+      return v_ids;
+    end if;
   end if;
-  return v_ids;
+  perform pgque._open_queue($1);
+  return pgque.send_batch($1, $2, $3);
 end
 $$;
 
@@ -1262,6 +1264,9 @@ $$;
 -- first and the other one only if it knows nothing, so that the other one can
 -- be emptied while consumers work.  The caller holds the subscriber's row
 -- lock if it means to append.
+--
+-- No sequential scans: a plan made while the journal was short is kept while it
+-- grows.
 create or replace function pgque._position(p_sub int) returns pgque.position_0
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -1333,7 +1338,7 @@ $$;
 -- for everybody else.  Returns the leaf that is complete for this subscriber
 -- now, and stays so while its lock is held, even if the journal turns.
 create or replace function pgque._carry_over(p_position pgque.position_0) returns int
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_leaf  int := pgque._journal_leaf();
 begin
@@ -2012,7 +2017,7 @@ $$;
 create or replace function pgque._batch_sql(
   p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '', p_max bigint default null
 ) returns text
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_xids   text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
   v_tids   text[];
@@ -2039,7 +2044,7 @@ begin
     end if;
   end if;
   v_rows := pgque._rows_sql(p_sub.sub_queue,
-    pgque._slice_condition(v_xids, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id) || p_and,
+    pgque._slice_condition(v_xids || p_and, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id),
     v_tids);
   if p_pos.pos_tick < p_pos.pos_high then
     v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
@@ -2378,7 +2383,9 @@ begin
   if p_limited then
     select q.queue_max_retries into v_limit from pgque.queue q where q.queue_id = v_sub.sub_queue;
   end if;
-  if p_ids is not null then
+  if pg_catalog.cardinality(p_ids) = 1 then
+    v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
+  elsif p_ids is not null then
     v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
   end if;
   execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._batch_sql(v_sub, v_batch, v_and)) into v_rows;

@@ -6,6 +6,9 @@
 -- first and the other one only if it knows nothing, so that the other one can
 -- be emptied while consumers work.  The caller holds the subscriber's row
 -- lock if it means to append.
+--
+-- No sequential scans: a plan made while the journal was short is kept while it
+-- grows.
 create or replace function pgque._position(p_sub int) returns pgque.position_0
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -77,7 +80,7 @@ $$;
 -- for everybody else.  Returns the leaf that is complete for this subscriber
 -- now, and stays so while its lock is held, even if the journal turns.
 create or replace function pgque._carry_over(p_position pgque.position_0) returns int
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_leaf  int := pgque._journal_leaf();
 begin

@@ -602,7 +602,7 @@ $$;
 create or replace function pgque._batch_sql(
   p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '', p_max bigint default null
 ) returns text
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_xids   text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
   v_tids   text[];
@@ -629,7 +629,7 @@ begin
     end if;
   end if;
   v_rows := pgque._rows_sql(p_sub.sub_queue,
-    pgque._slice_condition(v_xids, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id) || p_and,
+    pgque._slice_condition(v_xids || p_and, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id),
     v_tids);
   if p_pos.pos_tick < p_pos.pos_high then
     v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);

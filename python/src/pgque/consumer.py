@@ -1,0 +1,285 @@
+# Generated from consumer_async.py by tools/make_sync.py: edit that file and run the script again.
+"""The consumer: receive, hand each message to its handler, settle the batch, again and again.
+
+`consumer.py` is generated from `consumer_async.py` by `tools/make_sync.py`; edit the async file.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal, TypeAlias, TypeVar
+
+import psycopg
+from psycopg import Connection, sql
+from tenacity import Retrying, RetryCallState, retry_if_exception, wait_random_exponential
+
+from ._encode import watchful
+from ._stopper import Stopper, HandlerInterrupted
+from .client import PgqueClient
+from .errors import PgqueBatchNotFound, PgqueError, from_psycopg, is_permanent
+from .types import Message, Seconds
+
+Handler: TypeAlias = Callable[[Message], object]
+TransactionalHandler: TypeAlias = Callable[[Message, Connection[object]], object]
+H = TypeVar("H", bound=Handler | TransactionalHandler)
+
+log = logging.getLogger("pgque.consumer")
+
+# Pauses between attempts to reach the database: random between 0 and a bound that doubles up to this many
+# seconds.
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 15.0
+
+_LONGEST_REASON = 4000  # characters
+
+
+class _BatchLost(Exception):
+    """Undo the transaction of a batch that is no longer ours."""
+
+
+class Consumer:
+    """Feed the messages of a queue to handlers.
+
+        consumer = Consumer(dsn, queue="orders", name="billing")
+
+        @consumer.on("order.created")
+        def bill(message): ...
+
+        consumer.start()
+
+    Usually no transaction is open while a handler runs, and a message whose batch was interrupted comes
+    again: handlers have to bear that. With `transactional=True` a handler is called with the message and
+    the connection, and what it writes through that connection is committed together with the ack: exactly
+    once.
+
+    A handler that raises gets its message back after `retry_after` seconds, with the text of the error as
+    the reason; when the queue's `max_retries` are used up it becomes a dead letter. The other messages of
+    the batch are not affected.
+
+    Args:
+        dsn: connection string or URL; PG* environment variables fill in what is missing.
+        queue: name of the queue. The consumer must be subscribed to it.
+        name: name of the consumer.
+        poll_interval: seconds between looks at the queue when no notification comes.
+        max_messages: most messages in one batch.
+        retry_after: seconds until a failed message comes again.
+        unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
+        subconsumer: name of this worker when several share the consumer.
+        dead_interval: seconds of silence after which the batch of another worker may be taken over.
+        transactional: whether handlers share a transaction with the ack.
+    """
+
+    def __init__(
+        self,
+        dsn: str = "",
+        *,
+        queue: str,
+        name: str,
+        poll_interval: float = 30,
+        max_messages: int = 100,
+        retry_after: Seconds = 60,
+        unknown_handler_policy: Literal["nack", "ack"] = "nack",
+        subconsumer: str | None = None,
+        dead_interval: Seconds | None = None,
+        transactional: bool = False,
+    ) -> None:
+        if unknown_handler_policy not in ("nack", "ack"):
+            raise ValueError(
+                f"unknown_handler_policy must be 'nack' or 'ack', not {unknown_handler_policy!r}"
+            )
+        if poll_interval <= 0:
+            raise ValueError("poll_interval must be more than 0 seconds")
+        self.dsn = dsn
+        self.queue = queue
+        self.name = name
+        self.poll_interval = poll_interval
+        self.max_messages = max_messages
+        self.retry_after = retry_after
+        self.unknown_handler_policy = unknown_handler_policy
+        self.subconsumer = subconsumer
+        self.dead_interval = dead_interval
+        self.transactional = transactional
+        self._handlers: dict[str, Handler | TransactionalHandler] = {}
+        self._stopper = Stopper()
+        self._notified = False
+        self._touched_at = 0.0
+
+    def on(self, type: str) -> Callable[[H], H]:
+        """Register the decorated function as the handler of a message type; "*" takes all types without
+        one."""
+
+        def register(handler: H) -> H:
+            self._handlers[type] = handler
+            return handler
+
+        return register
+
+    def start(self) -> None:
+        """Consume until `stop()`, SIGTERM or SIGINT.
+
+        The signals are caught in the main thread only, and their handlers put back at the end. A batch in
+        hand is finished if that takes less than half a second, otherwise it is handed back whole; a handler
+        that runs longer is interrupted.
+
+        After a fault of the database the consumer connects again, after a growing random pause, for as long
+        as it takes. Raises a PgqueError where trying again cannot help: PgqueVersionError,
+        PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
+        """
+        with self._stopper.running():
+            while not self._stopper.is_set():
+                retrying = Retrying(
+                    retry=retry_if_exception(_may_help),
+                    wait=wait_random_exponential(multiplier=_FIRST_PAUSE, max=_LONGEST_PAUSE),
+                    sleep=self._stopper.sleep,
+                    stop=self._give_up,
+                    before_sleep=_log_pause,
+                    reraise=True,
+                )
+                try:
+                    for attempt in retrying:
+                        with attempt:
+                            self._stopper.call(self._session)
+                except HandlerInterrupted:
+                    log.warning("stopped in the middle of a batch, which comes again")
+                except PgqueError as error:
+                    if not (self._stopper.is_set() and _may_help(error)):
+                        raise
+
+    def stop(self) -> None:
+        """Make `start` return soon, for good; callable from any thread.
+
+        The batch in hand is finished if that takes less than half a second, otherwise it is handed back
+        whole, after the handler that is running has returned.
+        """
+        self._stopper.set()
+
+    def _give_up(self, state: RetryCallState) -> bool:
+        return self._stopper.is_set()
+
+    def _session(self) -> None:
+        """Consume over one connection.
+
+        A fault before the first batch is settled, or the queue found empty, is raised; a later one ends
+        the session, so that the pauses start small again.
+        """
+        worked = False
+        try:
+            with PgqueClient.connect(self._conninfo(), autocommit=True) as client:
+                client.conn.add_notify_handler(self._on_notify)
+                channel = sql.Identifier(f"pgque_{self.queue}")
+                client.conn.execute(sql.SQL("listen {}").format(channel))
+                while not self._stopper.is_set():
+                    self._notified = False
+                    batch = self._receive(client)
+                    if batch:
+                        self._work(client, batch)
+                    worked = True
+                    if not batch and not self._notified:
+                        self._stopper.wait(client.conn, self.poll_interval)
+        except (PgqueError, psycopg.Error) as fault:
+            error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
+            if not worked or not _may_help(error):
+                raise error from fault
+            log.warning("lost the database, connecting again: %s", error)
+            self._stopper.sleep(random.uniform(0, _FIRST_PAUSE))  # noqa: S311
+
+    def _conninfo(self) -> str:
+        return watchful(self.dsn, f"pgque {self.queue}/{self.subconsumer or self.name}")
+
+    def _on_notify(self, notify: psycopg.Notify) -> None:
+        # Comes in with the answer to another statement: the batch may have been ticked after that statement
+        # looked.
+        self._notified = True
+
+    def _receive(self, client: PgqueClient) -> list[Message]:
+        if self.subconsumer is None:
+            return client.receive(self.queue, self.name, self.max_messages)
+        self._touched_at = time.monotonic()
+        return client.receive_coop(
+            self.queue,
+            self.name,
+            self.subconsumer,
+            max_messages=self.max_messages,
+            dead_interval=self.dead_interval,
+        )
+
+    def _work(self, client: PgqueClient, batch: list[Message]) -> None:
+        try:
+            if self.transactional:
+                with client.conn.transaction():
+                    if not self._handle_and_settle(client, batch):
+                        raise _BatchLost
+            else:
+                self._handle_and_settle(client, batch)
+        except (_BatchLost, PgqueBatchNotFound):
+            log.warning("batch %s was taken over by another worker", batch[0].batch_id)
+
+    def _handle_and_settle(self, client: PgqueClient, batch: list[Message]) -> bool:
+        """Run the handlers, then nack what failed and ack the batch at once. False when the batch is no
+        longer ours."""
+        failed: dict[str, list[int]] = defaultdict(list)
+        for message in batch:
+            if self._stopper.out_of_time():
+                raise HandlerInterrupted
+            reason = self._handle(client, message)
+            if reason is not None:
+                failed[reason].append(message.msg_id)
+            self._touch(client)
+        with client.conn.transaction():
+            for reason, ids in failed.items():
+                for outcome in client.nack(batch[0].batch_id, ids, self.retry_after, reason):
+                    if not outcome.ok:
+                        log.warning("message %s could not be nacked: %s", outcome.msg_id, outcome.reason)
+            return client.ack(batch[0].batch_id) > 0
+
+    def _handle(self, client: PgqueClient, message: Message) -> str | None:
+        """Run the handler of one message and return why it failed, or None."""
+        handler = self._handlers.get(message.type or "", self._handlers.get("*"))
+        if handler is None:
+            if self.unknown_handler_policy == "ack":
+                return None
+            return f"no handler for type {message.type!r}"
+        try:
+            if self.transactional:
+                with (
+                    client.conn.transaction()
+                ):  # a savepoint: a failed handler takes only its own work back
+                    handler(message, client.conn)  # type: ignore[call-arg]
+            else:
+                handler(message)  # type: ignore[call-arg]
+        except Exception as error:
+            if client.conn.closed or client.conn.broken:
+                raise
+            log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
+            return _storable(f"{type(error).__name__}: {error}")
+        return None
+
+    def _touch(self, client: PgqueClient) -> None:
+        """Say that this worker is alive, when others could take it for dead."""
+        if self.subconsumer is None or self.dead_interval is None or self.transactional:
+            return
+        limit = self.dead_interval
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
+        if time.monotonic() - self._touched_at > seconds / 3:
+            self._touched_at = time.monotonic()
+            client.touch_subconsumer(self.queue, self.name, self.subconsumer)
+
+
+def _storable(reason: str) -> str:
+    """Return a text that the database can store: no NUL, no half characters, and not without end."""
+    return reason.replace("\x00", "")[:_LONGEST_REASON].encode("utf-8", "replace").decode("utf-8")
+
+
+def _may_help(error: BaseException) -> bool:
+    return isinstance(error, PgqueError) and not is_permanent(error)
+
+
+def _log_pause(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    pause = state.next_action.sleep if state.next_action else 0
+    log.warning("cannot reach the database, next try in %.1f s: %s", pause, error)

@@ -1,0 +1,261 @@
+"""What the demo shows: progress while it runs, tables at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import re
+import shutil
+import statistics
+import sys
+import sysconfig
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+
+from psycopg import sql
+from psycopg.rows import tuple_row
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..client import PgqueClient
+from ..types import DeadLetter
+from .servers import Driver, Place
+from .work import QUEUE
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """How far the demo is."""
+
+    sent: int = 0
+    compiled: int = 0
+    sized: int = 0
+    dead: int = 0
+
+
+class Display(AbstractContextManager["Display"]):
+    """Bars on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, total: int, work: str) -> None:
+        self._console = console
+        self._total = total
+        self._work = work
+        self._progress: Progress | None = None
+        self._bars: list[TaskID] = []
+        self._next_line = 0.0
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description:<14}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._console,
+            )
+            self._progress.start()
+            self._bars = [
+                self._progress.add_task(text, total=self._total, note="")
+                for text in ("sent", self._work, "sizes added")
+            ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def show(self, counts: Counts, *, last: bool = False) -> None:
+        note = f"{counts.dead} dead letters" if counts.dead else ""
+        done = (counts.sent, counts.compiled + counts.dead, counts.sized)
+        if self._progress is not None:
+            for bar, value, text in zip(self._bars, done, ("", note, ""), strict=True):
+                self._progress.update(bar, completed=value, note=text)
+        elif last or time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + 2
+            self._console.print(
+                f"sent {done[0]}/{self._total}, {self._work} {done[1]}/{self._total}"
+                f" ({counts.dead} of them dead letters), sizes added {done[2]}/{self._total}"
+            )
+
+
+def dead_letters(client: PgqueClient) -> list[DeadLetter]:
+    return client.dlq_inspect(QUEUE, 1_000_000)
+
+
+def report(
+    client: PgqueClient, ids: list[int], messages: list[str], seconds: float, console: Console
+) -> bool:
+    dead_tuples = _dead_tuples(client)
+    lone = _lone_messages(client)
+    dead = dead_letters(client)
+    by_id = dict(zip(ids, messages, strict=True))
+    compiled = _ints(client, "select msg_id from pgque_demo.compiled")
+    sized = _ints(client, "select msg_id from pgque_demo.sized")
+    dead_ids = [letter.ev_id for letter in dead]
+    sent = sorted(ids)
+    good = sorted(compiled + dead_ids) == sent and sorted(sized) == sent and len(set(sent)) == len(messages)
+
+    if dead:
+        table = Table(title="Dead letters", title_justify="left")
+        table.add_column("message", overflow="fold")
+        table.add_column("attempts", justify="right")
+        table.add_column("reason", overflow="fold")
+        for letter in dead[:25]:
+            reason = (letter.dl_reason or "").splitlines() or [""]
+            table.add_row(
+                escape(_short(by_id.get(letter.ev_id, ""))),
+                str((letter.ev_retry or 0) + 1),
+                escape(reason[0][:100]),
+            )
+        console.print(table)
+        if len(dead) > 25:
+            console.print(f"… and {len(dead) - 25} more: pgque dlq list {QUEUE}")
+
+    table = Table(title="Sizes by package, largest first", title_justify="left")
+    for heading in ("package", "messages", "bytes"):
+        table.add_column(heading, justify="left" if heading == "package" else "right")
+    for package, number, size in tuples(
+        client,
+        "select package, count(*), sum(bytes)::bigint from pgque_demo.sized"
+        " group by 1 order by 3 desc limit 5",
+    ):
+        table.add_row(escape(str(package)), f"{number:,}", f"{size:,}")
+    console.print(table)
+
+    table = Table(title="What came of it", title_justify="left", show_header=False)
+    rows = [
+        ("messages", f"{len(ids):,}, each to 2 consumers"),
+        ("messages/s, first send to last ack", f"{len(ids) / seconds:,.0f}"),
+        ("workers, messages each", ", ".join(f"{n:,}" for (n,) in tuples(client, _PER_WORKER))),
+        ("end to end, sizes: p50 / p99", _latency(client, "sized")),
+        ("end to end, a lone message: p50 / max", lone),
+        ("end to end, compile group with its backlog: p50 / p99", _latency(client, "compiled")),
+        ("retries", f"{_retries(client, dead):,}"),
+        ("dead letters", f"{len(dead):,}"),
+        ("dead tuples in the schema", dead_tuples),
+        ("every message exactly once for each consumer", "yes" if good else "NO"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+    if not good:
+        everything = set(sent)
+        console.print(
+            f"not compiled and not dead: {len(everything - set(compiled) - set(dead_ids))}, "
+            f"compiled and dead: {len(set(compiled) & set(dead_ids))}, "
+            f"not sized: {len(everything - set(sized))}",
+            style="red",
+        )
+    return good
+
+
+_PER_WORKER = "select count(*) from pgque_demo.compiled group by worker order by worker"
+
+
+def tuples(client: PgqueClient, query: str) -> list[tuple[int, ...]]:
+    with client.conn.cursor(row_factory=tuple_row) as cur:
+        return cur.execute(query).fetchall()
+
+
+def _ints(client: PgqueClient, query: str) -> list[int]:
+    return [row[0] for row in tuples(client, query)]
+
+
+def _latency(client: PgqueClient, table: str) -> str:
+    attempt = "where attempt = 1" if table == "compiled" else ""
+    row = tuples(
+        client,
+        "select percentile_cont(0.5) within group (order by seconds),"
+        " percentile_cont(0.99) within group (order by seconds)"
+        f" from pgque_demo.{table} {attempt}",
+    )[0]
+    return " / ".join(f"{value * 1000:,.0f} ms" if value is not None else "-" for value in row)
+
+
+def _retries(client: PgqueClient, dead: list[DeadLetter]) -> int:
+    again = _ints(client, "select coalesce(sum(attempt - 1), 0)::bigint from pgque_demo.compiled")[0]
+    return again + sum(letter.ev_retry or 0 for letter in dead)
+
+
+def _dead_tuples(client: PgqueClient) -> str:
+    """Count the dead tuples that the server knows of, once its counters have come in."""
+    time.sleep(1.5)  # sessions hand in their counters at most once a second
+    found = tuples(
+        client,
+        "select relname::text, n_dead_tup from pg_catalog.pg_stat_user_tables"
+        " where schemaname = 'pgque' and n_dead_tup > 0 order by 1",
+    )
+    where = ", ".join(f"{table} {number}" for table, number in found)
+    return f"{sum(number for _, number in found):,}" + (f" ({where})" if where else "")
+
+
+def _lone_messages(client: PgqueClient, number: int = 20) -> str:
+    """Send messages one at a time to a queue of their own, and time each until its receive returned it."""
+    queue, consumer = f"{QUEUE}_lone", "probe"
+    client.create_queue(queue)
+    client.subscribe(queue, consumer)
+    client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{queue}")))
+    took: list[float] = []
+    for _ in range(number):
+        time.sleep(random.uniform(0.05, 0.2))  # noqa: S311  so that the ticks are met at any phase
+        began = time.monotonic()
+        client.send(queue, "ping")
+        while not (batch := client.receive(queue, consumer)) and time.monotonic() - began < 10:
+            for _notify in client.conn.notifies(timeout=1, stop_after=1):
+                pass
+        if batch:
+            took.append(time.monotonic() - began)
+            client.ack(batch[0].batch_id)
+    client.conn.execute("unlisten *")
+    client.drop_queue(queue, force=True)
+    if len(took) < number:
+        return f"only {len(took)} of {number} came"
+    return f"{statistics.median(took) * 1000:,.0f} ms / {max(took) * 1000:,.0f} ms"
+
+
+def _short(message: str) -> str:
+    match = re.search(r'"path": "([^"]*)"', message)
+    text = match[1] if match else message
+    text = text.removeprefix(f"{sysconfig.get_path('stdlib')}{os.sep}")
+    return text if len(text) <= 70 else "…" + text[-69:]
+
+
+def farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None:
+    if not keep:
+        console.print("Once more with --keep (make demo KEEP=1), and the server stays up to look around.")
+        return
+    pgque = _command()
+    lines = [
+        "The server stays up. Look around:",
+        f'  {place.psql} "{place.dsn}"',
+        f'  export PGQUE_DSN="{place.dsn}"',
+        f"  {pgque} status",
+        f"  {pgque} queues",
+        f"  {pgque} dlq list {QUEUE}",
+        f"  {pgque} create orders --subscribe billing",
+        f"""  {pgque} send orders '{{"id": 1}}'""",
+        f"  {pgque} receive orders billing",
+    ]
+    stop = "; ".join(hint for hint in (driver.stop_hint, place.stop_hint) if hint)
+    if stop:
+        lines.append(f"Stop it with: {stop}")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _command() -> str:
+    """Return how the user can call `pgque` from here."""
+    if shutil.which("pgque"):
+        return "pgque"
+    own = Path(sys.executable).with_name("pgque")
+    if not own.exists():
+        return f"{sys.executable} -m pgque.cli"
+    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)

@@ -1,0 +1,145 @@
+"""Errors, one class per SQLSTATE.
+
+Every error that a call can raise is a `PgqueError`, chained from the psycopg error it stands for. The class
+is chosen from the SQLSTATE alone, never from the text of a message.
+"""
+
+from __future__ import annotations
+
+import psycopg
+
+
+class PgqueError(Exception):
+    """Say that a pgque call failed.
+
+    Attributes:
+        sqlstate: the five-character code, or None when the server never answered.
+        hint: what to do about it, in the words of the server, or None.
+        queue: the queue named in the call, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        sqlstate: str | None = None,
+        hint: str | None = None,
+        queue: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+        self.hint = hint
+        self.queue = queue
+
+
+class PgqueConnectionError(PgqueError):
+    """Say that the server cannot be reached, or that the connection to it was lost."""
+
+
+class PgqueVersionError(PgqueError):
+    """Say that the database has no pgque, or one that this package does not know."""
+
+
+class PgqueQueueNotFound(PgqueError):
+    """Say that there is no queue of this name (PQ001)."""
+
+
+class PgqueQueueExists(PgqueError):
+    """Say that the queue is there already (PQ002)."""
+
+
+class PgqueQueueFull(PgqueError):
+    """Say that the queue has reached its limit (PQ003)."""
+
+
+class PgqueInvalidName(PgqueError):
+    """Say that a name is reserved, empty or longer than 57 bytes (PQ004)."""
+
+
+class PgqueBadArgument(PgqueError, ValueError):
+    """Say that an argument is out of range or unknown (PQ005)."""
+
+
+class PgqueQueueInUse(PgqueError):
+    """Say that the queue still has consumers (PQ006)."""
+
+
+class PgqueMessageNotInBatch(PgqueError):
+    """Say that the message does not belong to the batch (PQ007)."""
+
+
+class PgqueNotDeadLetter(PgqueError):
+    """Say that there is no dead letter of this id (PQ008)."""
+
+
+class PgqueKeyConflict(PgqueError):
+    """Say that the key is taken (PQ009)."""
+
+
+class PgqueMessageNotFound(PgqueError):
+    """Say that there is no message of this id (PQ010)."""
+
+
+class PgqueConsumerNotFound(PgqueError):
+    """Say that the consumer is not subscribed to the queue (PQ011)."""
+
+
+class PgqueBatchNotFound(PgqueError):
+    """Say that the batch is not open, or was given to another worker (PQ012)."""
+
+
+class PgqueQueueDisabled(PgqueError):
+    """Say that the queue is paused or disabled (PQ013)."""
+
+
+class PgqueNoScheduler(PgqueError):
+    """Say that the server has no scheduler to run the ticker; `pgque ticker` runs it from outside
+    (PQ014)."""
+
+
+BY_SQLSTATE: dict[str, type[PgqueError]] = {
+    "PQ001": PgqueQueueNotFound,
+    "PQ002": PgqueQueueExists,
+    "PQ003": PgqueQueueFull,
+    "PQ004": PgqueInvalidName,
+    "PQ005": PgqueBadArgument,
+    "PQ006": PgqueQueueInUse,
+    "PQ007": PgqueMessageNotInBatch,
+    "PQ008": PgqueNotDeadLetter,
+    "PQ009": PgqueKeyConflict,
+    "PQ010": PgqueMessageNotFound,
+    "PQ011": PgqueConsumerNotFound,
+    "PQ012": PgqueBatchNotFound,
+    "PQ013": PgqueQueueDisabled,
+    "PQ014": PgqueNoScheduler,
+}
+
+# Lost or refused connections: class 08, a server that is going down or starting, too many connections.
+_CONNECTION_STATES = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53300"})
+
+
+def _is_connection_loss(error: psycopg.Error) -> bool:
+    state = error.sqlstate
+    if state is None:
+        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+    return state.startswith("08") or state in _CONNECTION_STATES
+
+
+def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
+    """Return the error of this package for a psycopg error, ready to be raised `from` it."""
+    diag = error.diag
+    message = diag.message_primary or str(error).strip() or type(error).__name__
+    known = BY_SQLSTATE.get(error.sqlstate or "")
+    if known is None:
+        known = PgqueConnectionError if _is_connection_loss(error) else PgqueError
+    return known(message, sqlstate=error.sqlstate, hint=diag.message_hint, queue=queue)
+
+
+def is_permanent(error: PgqueError) -> bool:
+    """Say whether trying again cannot help: the code or the set-up has to change first."""
+    if isinstance(error, (PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, PgqueInvalidName)):
+        return True
+    if isinstance(error, PgqueBadArgument):
+        return True
+    # 28: authentication; 42: missing function, missing right, and the like; 3D: no such database.
+    return (error.sqlstate or "")[:2] in {"28", "42", "3D"}

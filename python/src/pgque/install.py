@@ -1,0 +1,46 @@
+"""Put the SQL side into a database, and take it out again."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import psycopg
+
+from ._encode import FIND_VERSION, check_not_newer
+from ._version import __version__
+from .errors import from_psycopg
+
+
+def sql_text() -> str:
+    """Return the SQL file that this package was released with."""
+    return files("pgque").joinpath("pgque.sql").read_text(encoding="utf-8")
+
+
+def install(dsn: str = "") -> str:
+    """Install pgque, or upgrade it, in one transaction; return its version. Running it again changes
+    nothing.
+
+    Raises PgqueConnectionError, PgqueError when the role may not create a schema and roles, and
+    PgqueVersionError where the database has a newer version than this package.
+    """
+    try:
+        with psycopg.connect(dsn) as conn:
+            there = conn.execute(FIND_VERSION).fetchone()
+            if there is not None and there[0]:
+                now = conn.execute("select pgque.version()").fetchone()
+                if now is not None:
+                    check_not_newer(now[0], __version__)
+            conn.execute(sql_text().encode())
+            row = conn.execute("select pgque.version()").fetchone()
+    except psycopg.Error as error:
+        raise from_psycopg(error) from error
+    return str(row[0]) if row else ""
+
+
+def uninstall(dsn: str = "") -> None:
+    """Remove pgque with all its queues and messages; roles stay. Calls `pgque.uninstall`."""
+    try:
+        with psycopg.connect(dsn) as conn:
+            conn.execute("select pgque.uninstall()")
+    except psycopg.Error as error:
+        raise from_psycopg(error) from error

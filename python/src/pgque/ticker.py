@@ -1,0 +1,102 @@
+"""Run the ticker from outside the server, where there is no pg_cron."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+
+import psycopg
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+
+from ._encode import watchful
+from .client import PgqueClient
+from .errors import PgqueError, from_psycopg, is_permanent
+
+log = logging.getLogger("pgque.ticker")
+
+# `ticker_loop` runs for just under a minute. One that comes back sooner found another ticker at work, or
+# was told to stop.
+_SHORTEST_RUN = 1.0
+
+
+def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:
+    """Tick all queues and do all maintenance, until `stop` is set. Calls `pgque.ticker_loop` again and
+    again.
+
+    Several tickers at once do no harm. After a fault of the database it connects again, after a growing
+    random pause, for as long as it takes. Setting `stop` ends the running call within a fraction of a
+    second.
+
+    Raises a PgqueError where trying again cannot help: PgqueVersionError, a missing right.
+    """
+    stopped = stop or threading.Event()
+
+    def pause(seconds: float) -> None:
+        stopped.wait(seconds)
+
+    while not stopped.is_set():
+        retrying = Retrying(
+            retry=retry_if_exception(_may_help),
+            wait=wait_random_exponential(multiplier=0.1, max=5),
+            sleep=pause,
+            stop=lambda state: stopped.is_set(),
+            before_sleep=_log_pause,
+            reraise=True,
+        )
+        try:
+            retrying(_tick, dsn, stopped)
+        except PgqueError as error:
+            if not (stopped.is_set() and _may_help(error)):
+                raise
+
+
+def _tick(dsn: str, stop: threading.Event) -> None:
+    """Run the loop over one connection until `stop`; a fault after the first second ends it without an
+    error."""
+    began = time.monotonic()
+    try:
+        with PgqueClient.connect(watchful(dsn, "pgque ticker"), autocommit=True) as client:
+            client.conn.execute("set statement_timeout = 0")
+            log.info("ticking, pgque %s", client.version())
+            finished = threading.Event()
+            canceller = threading.Thread(target=_cancel, args=(client.conn, stop, finished), daemon=True)
+            canceller.start()
+            try:
+                while not stop.is_set():
+                    called = time.monotonic()
+                    client.conn.execute("call pgque.ticker_loop()")
+                    if time.monotonic() - called < _SHORTEST_RUN:
+                        stop.wait(_SHORTEST_RUN)
+            finally:
+                finished.set()
+                stopping = stop.is_set()
+                if stopping:
+                    canceller.join()
+    except (PgqueError, psycopg.Error) as fault:
+        if stop.is_set():
+            return
+        error = fault if isinstance(fault, PgqueError) else from_psycopg(fault)
+        if not _may_help(error) or time.monotonic() - began < _SHORTEST_RUN:
+            raise error from fault
+        log.warning("lost the database, connecting again: %s", error)
+
+
+def _cancel(conn: psycopg.Connection[object], stop: threading.Event, finished: threading.Event) -> None:
+    """Cancel what runs on the connection once `stop` is set, again until it has ended."""
+    while not finished.is_set():
+        if stop.wait(0.5):
+            with suppress(psycopg.Error):
+                conn.cancel_safe(timeout=1)
+            finished.wait(0.1)
+
+
+def _may_help(error: BaseException) -> bool:
+    return isinstance(error, PgqueError) and not is_permanent(error)
+
+
+def _log_pause(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    pause = state.next_action.sleep if state.next_action else 0
+    log.warning("cannot tick, next try in %.1f s: %s", pause, error)

@@ -1,0 +1,71 @@
+"""Make the sync modules from the async ones.
+
+python tools/make_sync.py           write them
+python tools/make_sync.py --check   exit 1 when a committed one is stale
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "pgque"
+PAIRS = {"client_async.py": "client.py", "consumer_async.py": "consumer.py"}
+
+# In order; whole words only.
+RULES = [
+    (r"\basync (def|with|for)\b", r"\1"),
+    (r"\bawait ", ""),
+    (r"Awaitable\[object\]", "object"),
+    (r"Awaitable, ", ""),
+    (r"\b__aenter__\b", "__enter__"),
+    (r"\b__aexit__\b", "__exit__"),
+    (r"\basynccontextmanager\b", "contextmanager"),
+    (r"\bAsyncIterator\b", "Iterator"),
+    (r"\bAsyncConnectionPool\b", "ConnectionPool"),
+    (r"\bAsyncConnection\b", "Connection"),
+    (r"\bAsyncRetrying\b", "Retrying"),
+    (r"\bAsyncPgqueClient\b", "PgqueClient"),
+    (r"\bAsyncConsumer\b", "Consumer"),
+    (r"\bAsyncStopper\b", "Stopper"),
+    (r"\bAsyncHandler\b", "Handler"),
+    (r"\bAsyncTransactionalHandler\b", "TransactionalHandler"),
+    (r"\bconnect_async\b", "connect"),
+]
+
+HEADER = "# Generated from {source} by tools/make_sync.py: edit that file and run the script again.\n"
+
+
+def sync_source(name: str) -> str:
+    """Return the sync twin of an async module as source text."""
+    text = (SOURCE / name).read_text(encoding="utf-8")
+    docstring_end = text.index('"""', 3) + 3
+    head, body = text[:docstring_end], text[docstring_end:]
+    for pattern, replacement in RULES:
+        body = re.sub(pattern, replacement, body)
+    body = re.sub(r"^from \.client_async import", "from .client import", body, flags=re.MULTILINE)
+    return HEADER.format(source=name) + head + body
+
+
+def main(arguments: list[str]) -> int:
+    """Write the sync modules, or compare them when asked to check."""
+    stale = []
+    for source, target in PAIRS.items():
+        if not (SOURCE / source).exists():
+            continue
+        wanted = sync_source(source)
+        path = SOURCE / target
+        if path.exists() and path.read_text(encoding="utf-8") == wanted:
+            continue
+        stale.append(target)
+        if "--check" not in arguments:
+            path.write_text(wanted, encoding="utf-8")
+    if stale and "--check" in arguments:
+        print(f"stale, run python tools/make_sync.py: {', '.join(stale)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""Measure pgque against bare SQL in the same run; print a table and write JSON. Used by `make bench`.
+
+Nothing is asserted: a target is reached or missed, and the table says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import FLOOR_SQL, SUBJECTS, Bench, Row
+from pgque import embedded
+
+DATABASE = "pgque_bench"
+SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
+SETTINGS = (
+    "fsync",
+    "synchronous_commit",
+    "full_page_writes",
+    "shared_buffers",
+    "work_mem",
+    "max_wal_size",
+    "wal_level",
+    "autovacuum",
+    "jit",
+)
+
+
+@contextmanager
+def database(dsn: str | None, sql_file: Path) -> Iterator[tuple[str, bool]]:
+    """Make a database with pgque and the floor in it, on the server given or one of our own."""
+    server: embedded.Server | None = None
+    if dsn is None:
+        bindir = os.environ.get("PGQUE_TEST_BINDIR")
+        found = embedded.given(Path(bindir)) if bindir else embedded.find_server()
+        cron = found.has_extension("pg_cron")
+        server = embedded.start(
+            found.bindir,
+            preload=["pg_cron"] if cron else [],
+            settings={"cron.database_name": DATABASE} if cron else None,
+        )
+        dsn = server.dsn
+    target = make_conninfo(dsn, dbname=DATABASE)
+    try:
+        with psycopg.connect(dsn, autocommit=True) as admin:
+            admin.execute(f"drop database if exists {DATABASE} with (force)")
+            admin.execute(f"create database {DATABASE}")
+        with psycopg.connect(target) as conn:
+            conn.execute(sql_file.read_bytes())
+            conn.execute(FLOOR_SQL.read_bytes())
+        has_cron = _create_cron(target)
+        yield target, has_cron
+    finally:
+        if server is not None:
+            server.stop()
+        else:
+            with psycopg.connect(dsn, autocommit=True) as admin:
+                admin.execute(f"drop database if exists {DATABASE} with (force)")
+
+
+def _create_cron(target: str) -> bool:
+    with psycopg.connect(target, autocommit=True) as conn:
+        row = conn.execute("select current_setting('cron.database_name', true)").fetchone()
+        if row is None or row[0] != DATABASE:
+            return False
+        conn.execute("create extension pg_cron")
+    return True
+
+
+def describe(target: str) -> dict[str, str | int]:
+    """Tell machine, server and settings."""
+    with psycopg.connect(target) as conn:
+        rows = conn.execute(
+            "select name, current_setting(name) from pg_settings where name = any (%s)", (list(SETTINGS),)
+        ).fetchall()
+        version = conn.execute("select current_setting('server_version')").fetchone()
+        cron = conn.execute("select extversion from pg_extension where extname = 'pg_cron'").fetchone()
+    values = dict(rows)
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cpu": _cpu(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "psycopg": f"{psycopg.__version__} ({psycopg.pq.__impl__})",
+        "server": "PostgreSQL " + str(version[0] if version else "?").split(" ")[0],
+        "pg_cron": str(cron[0]) if cron else "none",
+        "settings": ", ".join(f"{name} {values[name]}" for name in SETTINGS if name in values),
+        "load": f"{os.getloadavg()[0]:.1f} at the start",
+    }
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def table(rows: list[Row]) -> Table:
+    """Lay the rows out."""
+    result = Table(show_edge=False, pad_edge=False)
+    for name in ("what", "pgque", "bare SQL", "ratio", "target", "verdict", "note"):
+        result.add_column(
+            name,
+            justify="right" if name in ("pgque", "bare SQL", "ratio") else "left",
+            no_wrap=name != "note",
+        )
+    for row in rows:
+        result.add_row(
+            row.what,
+            row.ours,
+            row.bare,
+            "–" if row.ratio is None else f"{row.ratio:.2f} ×",
+            row.target,
+            "[green]reached[/]" if row.reached else "[red]missed[/]",
+            row.note,
+        )
+    return result
+
+
+def main() -> int:
+    """Run the benchmarks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: about a minute instead of four")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
+    parser.add_argument("--dsn", help=f"a server to use; a database {DATABASE} is made there, and dropped")
+    parser.add_argument("--sql", type=Path, default=SQL_FILE, help="measure another pgque.sql")
+    parser.add_argument("--only", metavar="A,B", help="some of: " + ",".join(SUBJECTS))
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(SUBJECTS)
+    unknown = [name for name in names if name not in SUBJECTS]
+    if unknown:
+        parser.error(f"no such subject: {', '.join(unknown)}; there are {', '.join(SUBJECTS)}")
+
+    # A terminated run must still stop its server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=190)
+    progress = Console(stderr=True)
+    rows: list[Row] = []
+    began = time.monotonic()
+    with database(arguments.dsn, arguments.sql) as (target, has_cron):
+        machine = describe(target)
+        bench = Bench(target, arguments.quick, has_cron)
+        for name in names:
+            with progress.status(f"{name} …"):
+                rows += SUBJECTS[name](bench)
+    machine["took"] = f"{time.monotonic() - began:.0f} s"
+    console.print(table(rows))
+    console.print()
+    for key, value in machine.items():
+        console.print(f"{key:9} {value}", highlight=False)
+    if arguments.json:
+        report = {"machine": machine, "quick": arguments.quick, "rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

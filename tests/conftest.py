@@ -1,0 +1,391 @@
+"""Server, databases, connections, queues and roles for every test."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from support import servers
+from support.servers import TestServer
+
+T = TypeVar("T")
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+_server: TestServer | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A terminated run must still stop its server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if config.option.collectonly:
+        return []
+    server = _start_server()
+    return [f"server: PostgreSQL {server.version} from {server.how}", *(f"  {note}" for note in server.notes)]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    global _server
+    if _server is not None:
+        _server.stop()
+        _server = None
+
+
+_REQUIRABLE = {"cron": "pg_cron", "docker": "docker", "spark": "spark", "slow": "slow"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skip into a failure where PGQUE_REQUIRE (cron, docker, spark, all) demands the thing."""
+    report = yield
+    required = {word.strip() for word in os.environ.get("PGQUE_REQUIRE", "").split(",")} - {""}
+    if report.skipped and not hasattr(report, "wasxfail"):
+        for word, marker in _REQUIRABLE.items():
+            if word in required and item.get_closest_marker(marker) is not None:
+                report.outcome = "failed"
+        if "all" in required:
+            report.outcome = "failed"
+        if report.failed:
+            report.longrepr = (
+                f"skipped, but PGQUE_REQUIRE={os.environ['PGQUE_REQUIRE']}: {report.longreprtext}"
+            )
+    return report
+
+
+def _start_server() -> TestServer:
+    global _server
+    if _server is None:
+        try:
+            _server = servers.choose()
+        except Exception as error:
+            raise pytest.UsageError(str(error)) from error
+    return _server
+
+
+@pytest.fixture(scope="session")
+def server() -> TestServer:
+    """The running server."""
+    return _start_server()
+
+
+def _admin(server: TestServer) -> Connection:
+    return psycopg.connect(server.dsn, autocommit=True)
+
+
+def create_database(server: TestServer, prefix: str) -> str:
+    """Create an empty database with a unique name; return the name."""
+    name = f"{prefix}_{secrets.token_hex(4)}"
+    with _admin(server) as admin:
+        admin.execute(sql.SQL("create database {} template template0").format(sql.Identifier(name)))
+    return name
+
+
+def drop_database(server: TestServer, name: str) -> None:
+    """Drop the database, ending whatever is connected to it."""
+    with _admin(server) as admin:
+        admin.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
+
+
+def install(dsn: str) -> None:
+    """Install pgque from the repository's file, in one transaction."""
+    with psycopg.connect(dsn) as connection:
+        connection.execute(servers.SQL_FILE.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def dsn(server: TestServer) -> Iterator[str]:
+    """Connection string of a database with pgque, as superuser, for the whole session."""
+    name = create_database(server, "pgque_test")
+    try:
+        install(server.dsn_for(name))
+        yield server.dsn_for(name)
+    finally:
+        drop_database(server, name)
+
+
+@pytest.fixture
+def fresh_dsn(server: TestServer) -> Iterator[str]:
+    """Connection string of a new, empty database; dropped afterwards. Roles are of the whole server."""
+    name = create_database(server, "pgque_fresh")
+    try:
+        yield server.dsn_for(name)
+    finally:
+        drop_database(server, name)
+
+
+class Connect:
+    """Open connections that are closed after the test. Autocommit unless said otherwise."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._open: list[Connection] = []
+
+    def __call__(self, dsn: str | None = None, *, autocommit: bool = True, **options: Any) -> Connection:
+        connection: Connection = psycopg.connect(dsn or self._dsn, autocommit=autocommit, **options)
+        self._open.append(connection)
+        return connection
+
+    def close_all(self) -> None:
+        """Close every connection, whatever it is doing: the server ends what it was running."""
+        for connection in self._open:
+            if not connection.closed and connection.info.transaction_status == 1:  # a statement is running
+                connection.cancel_safe(timeout=5)
+            connection.close()
+        self._open.clear()
+
+
+@pytest.fixture
+def connect(dsn: str) -> Iterator[Connect]:
+    """Factory of connections to the test database: connect(dsn=None, autocommit=True, **options)."""
+    factory = Connect(dsn)
+    yield factory
+    factory.close_all()
+
+
+@pytest.fixture
+def conn(connect: Connect) -> Connection:
+    """An autocommit connection as superuser."""
+    return connect()
+
+
+class Queues:
+    """Create queues with unique names that are dropped, with force, after the test."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self.names: list[str] = []
+
+    def __call__(self, name: str | None = None) -> str:
+        name = name or f"q_{secrets.token_hex(5)}"
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            connection.execute("select pgque.create_queue(%s)", [name])
+        self.names.append(name)
+        return name
+
+    def drop_all(self) -> None:
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            connection.execute("set lock_timeout = '15s'")
+            for name in self.names:
+                connection.execute(
+                    "select pgque.drop_queue(q.queue_name, true) from pgque.queue as q"
+                    " where q.queue_name = %s",
+                    [name],
+                )
+
+
+@pytest.fixture
+def new_queue(dsn: str, connect: Connect) -> Iterator[Queues]:
+    """Factory of queues: new_queue() or new_queue("a name")."""
+    queues = Queues(dsn)
+    yield queues
+    connect.close_all()  # an open transaction of the test would keep the queue from being dropped
+    queues.drop_all()
+
+
+@pytest.fixture
+def queue(new_queue: Queues) -> str:
+    """The name of a new queue."""
+    return new_queue()
+
+
+@pytest.fixture
+def tick(connect: Connect) -> Callable[[str], int | None]:
+    """tick(queue) makes everything committed so far receivable; it returns the tick's id."""
+    connection = connect()
+
+    def do(queue: str) -> int | None:
+        connection.execute("select pgque.force_next_tick(%s)", [queue])
+        row = connection.execute("select pgque.ticker(%s)", [queue]).fetchone()
+        assert row is not None
+        tick_id: int | None = row[0]
+        return tick_id
+
+    return do
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A login role and a connection string for it."""
+
+    name: str
+    dsn: str
+
+
+class Roles:
+    """Create login roles that are members of the given roles; dropped after the test."""
+
+    def __init__(self, server: TestServer, dsn: str) -> None:
+        self._server = server
+        self._dsn = dsn
+        self._names: list[str] = []
+
+    def __call__(self, *member_of: str, dbname: str | None = None) -> Role:
+        """roles("reader"), roles("writer", "reader"): short for pgque_reader and so on; roles() has none."""
+        name = f"test_role_{secrets.token_hex(4)}"
+        password = secrets.token_hex(8)
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            connection.execute(
+                sql.SQL("create role {} login password {}").format(
+                    sql.Identifier(name), sql.Literal(password)
+                )
+            )
+            self._names.append(name)
+            for group in member_of:
+                full = group if group.startswith(("pgque_", "pg_")) else f"pgque_{group}"
+                connection.execute(
+                    sql.SQL("grant {} to {}").format(sql.Identifier(full), sql.Identifier(name))
+                )
+            database = dbname or connection.info.dbname
+        return Role(name, self._server.dsn_for(database, user=name, password=password))
+
+    def drop_all(self) -> None:
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            for name in self._names:
+                connection.execute(
+                    "select pg_catalog.pg_terminate_backend(a.pid, 5000)"
+                    " from pg_catalog.pg_stat_activity as a"
+                    " where a.usename = %s",
+                    [name],
+                )
+                connection.execute(sql.SQL("drop owned by {}").format(sql.Identifier(name)))
+                connection.execute(sql.SQL("drop role {}").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def roles(server: TestServer, dsn: str) -> Iterator[Roles]:
+    """Factory of login roles: roles("reader"), roles("writer"), roles("admin"), roles()."""
+    factory = Roles(server, dsn)
+    yield factory
+    factory.drop_all()
+
+
+@pytest.fixture
+def reader(roles: Roles) -> Role:
+    """A login role that may consume."""
+    return roles("reader")
+
+
+@pytest.fixture
+def writer(roles: Roles) -> Role:
+    """A login role that may produce."""
+    return roles("writer")
+
+
+@pytest.fixture
+def admin(roles: Roles) -> Role:
+    """A login role that may operate."""
+    return roles("admin")
+
+
+@pytest.fixture
+def nobody(roles: Roles) -> Role:
+    """A login role without any grant."""
+    return roles()
+
+
+def _wait(condition: Callable[[], object], what: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout} s")
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """wait_until(condition, what="…", timeout=10) polls until the condition is true, and fails otherwise."""
+
+    def do(condition: Callable[[], object], what: str = "condition", timeout: float = 10) -> None:
+        _wait(condition, what, timeout)
+
+    return do
+
+
+@pytest.fixture
+def wait_for_lock(connect: Connect) -> Callable[..., None]:
+    """wait_for_lock(pid, timeout=10) returns once that backend waits for a lock."""
+    observer = connect()
+
+    def do(pid: int, timeout: float = 10) -> None:
+        def waiting() -> bool:
+            row = observer.execute(
+                "select a.wait_event_type = 'Lock' from pg_catalog.pg_stat_activity as a where a.pid = %s",
+                [pid],
+            ).fetchone()
+            assert row is not None, f"backend {pid} is gone"
+            return bool(row[0])
+
+        _wait(waiting, f"backend {pid} waiting for a lock", timeout)
+
+    return do
+
+
+@dataclass(slots=True)
+class Background(Generic[T]):
+    """A call that runs in a thread on its own connection."""
+
+    pid: int
+    connection: Connection
+    _thread: threading.Thread
+    _box: list[tuple[bool, Any]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has returned or raised."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float = 30) -> T:
+        """Wait for the call; return what it returned or raise what it raised."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise AssertionError(f"the call in backend {self.pid} did not end within {timeout} s")
+        good, value = self._box[0]
+        if not good:
+            raise value
+        result: T = value
+        return result
+
+
+@pytest.fixture
+def background(connect: Connect) -> Iterator[Callable[..., Background[Any]]]:
+    """background(call, connection=None) runs call(connection) in a thread; the result has .pid and .result().
+
+    Without a connection the call gets its own, in autocommit.
+    """
+    started: list[Background[Any]] = []
+
+    def do(call: Callable[[Connection], T], connection: Connection | None = None) -> Background[T]:
+        own = connection or connect()
+        box: list[tuple[bool, Any]] = []
+
+        def run() -> None:
+            try:
+                box.append((True, call(own)))
+            except BaseException as error:
+                box.append((False, error))
+
+        thread = threading.Thread(target=run, daemon=True)
+        job: Background[T] = Background(own.info.backend_pid, own, thread, box)
+        thread.start()
+        started.append(job)
+        return job
+
+    yield do
+    connect.close_all()
+    for job in started:
+        job._thread.join(10)

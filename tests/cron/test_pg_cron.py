@@ -1,0 +1,252 @@
+"""The ticker driven by a real pg_cron."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+if TYPE_CHECKING:
+    from .conftest import CronServer
+
+pytestmark = pytest.mark.pg_cron
+
+WaitUntil = Callable[..., None]
+
+
+def prepare(cron: CronServer) -> None:
+    with cron.connect() as connection:
+        connection.execute("select pgque.create_queue('q')")
+        connection.execute("select pgque.subscribe('q', 'c')")
+
+
+def send(cron: CronServer, text: str = "hello") -> int:
+    with cron.connect() as connection:
+        row = connection.execute("select pgque.send('q', %s::text)", [text]).fetchone()
+    assert row is not None
+    message_id: int = row[0]
+    return message_id
+
+
+def receive(cron: CronServer) -> list[int]:
+    """Receive and finish what there is; return the message ids."""
+    with cron.connect() as connection:
+        rows = connection.execute(
+            "select m.msg_id, m.batch_id from pgque.receive('q', 'c', 1000) as m"
+        ).fetchall()
+        for batch_id in {row[1] for row in rows}:
+            connection.execute("select pgque.ack(%s)", [batch_id])
+    return [row[0] for row in rows]
+
+
+def ticks(cron: CronServer) -> int:
+    with cron.connect() as connection:
+        row = connection.execute("select coalesce(max(t.tick_id), 0) from pgque.tick as t").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def start(cron: CronServer) -> None:
+    with cron.connect() as connection:
+        connection.execute("select pgque.start()")
+
+
+def start_and_flow(cron: CronServer, wait_until: WaitUntil) -> None:
+    """Start, and wait until messages flow; where jobs begin at the full minute, a restart saves the wait."""
+    start(cron)
+    if not cron.subminute:
+        cron.process.restart()
+    flows(cron, wait_until, cron.start_seconds)
+
+
+def stop(cron: CronServer) -> None:
+    with cron.connect() as connection:
+        connection.execute("select pgque.stop()")
+
+
+def status(cron: CronServer) -> dict[str, tuple[str, str]]:
+    with cron.connect() as connection:
+        return {
+            row[0]: (row[1], row[2]) for row in connection.execute("select * from pgque.status()").fetchall()
+        }
+
+
+def jobs(cron: CronServer) -> list[tuple[Any, ...]]:
+    with cron.connect() as connection:
+        return connection.execute(
+            "select j.jobid, j.jobname, j.schedule, j.command from cron.job as j"
+        ).fetchall()
+
+
+def flows(cron: CronServer, wait_until: WaitUntil, seconds: float) -> float:
+    """Send one message and return how long it took to come out, at most so many seconds."""
+    sent = send(cron)
+    begin = time.monotonic()
+    got: list[int] = []
+    wait_until(lambda: sent in (got.extend(receive(cron)) or got), "the message", timeout=seconds)  # type: ignore[func-returns-value]
+    return time.monotonic() - begin
+
+
+def test_a_sent_message_comes_out_after_start_without_any_manual_tick(
+    cron: CronServer, wait_until: WaitUntil
+) -> None:
+    prepare(cron)
+    start_and_flow(cron, wait_until)
+    # From then on delivery takes about one tick period, not one schedule.
+    delays = sorted(flows(cron, wait_until, 2) for _ in range(10))
+    assert delays[5] < 0.5, delays
+
+
+def test_start_twice_schedules_once(cron: CronServer) -> None:
+    prepare(cron)
+    start(cron)
+    first = [job[1:] for job in jobs(cron)]
+    assert first
+    start(cron)
+    assert [job[1:] for job in jobs(cron)] == first
+
+
+@pytest.mark.slow
+def test_messages_flow_again_after_the_loops_backend_was_killed(
+    cron: CronServer, wait_until: WaitUntil
+) -> None:
+    prepare(cron)
+    start(cron)
+    flows(cron, wait_until, cron.start_seconds)
+    # Without schedules of seconds a second job stands by, in the same minute; not so in background workers,
+    # of which pg_cron 1.4 runs one: there the next run comes with the next minute.
+    stands_by = not cron.subminute and cron.mode == "libpq"
+    for _ in range(3 if cron.subminute else 1):
+        wait_until(lambda: len(cron.loops()) >= (2 if stands_by else 1), "the loops", timeout=65)
+        with cron.connect() as connection:
+            killed = connection.execute(
+                "select pg_catalog.pg_terminate_backend(l.pid) from pg_catalog.pg_locks as l"
+                " where l.locktype = 'advisory' and l.granted and l.pid = any(%s)",
+                [cron.loops()],
+            ).fetchall()
+        assert killed == [(True,)]
+        flows(cron, wait_until, 5 if cron.subminute or stands_by else 65)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fast", "immediate"])
+def test_messages_flow_again_after_a_restart_of_the_server(
+    cron: CronServer, wait_until: WaitUntil, mode: Any
+) -> None:
+    prepare(cron)
+    start_and_flow(cron, wait_until)
+    cron.process.restart(mode)
+    flows(cron, wait_until, 10 if cron.subminute else 65)
+
+
+@pytest.mark.slow
+def test_messages_flow_again_after_the_postmaster_was_killed(cron: CronServer, wait_until: WaitUntil) -> None:
+    prepare(cron)
+    start_and_flow(cron, wait_until)
+    cron.process.kill()
+    cron.process.restart()
+    flows(cron, wait_until, 10 if cron.subminute else 65)
+
+
+def test_stop_ends_the_running_loop_at_once_and_no_tick_follows(
+    cron: CronServer, wait_until: WaitUntil
+) -> None:
+    prepare(cron)
+    start_and_flow(cron, wait_until)
+    assert cron.loops()
+    stop(cron)
+    wait_until(lambda: not cron.loops(), "the loop's end", timeout=2)
+    assert jobs(cron) == []
+    last = ticks(cron)
+    send(cron)
+    time.sleep(2.5)  # more than the seconds schedule and many tick periods
+    assert ticks(cron) == last
+    assert receive(cron) == []
+    assert cron.loops() == []
+
+
+@pytest.mark.slow
+def test_start_after_stop_starts_again(cron: CronServer, wait_until: WaitUntil) -> None:
+    prepare(cron)
+    for _ in range(2):
+        start_and_flow(cron, wait_until)
+        stop(cron)
+        wait_until(lambda: not cron.loops(), "the loop's end", timeout=2)
+
+
+def test_one_loop_runs_at_a_time(cron: CronServer, wait_until: WaitUntil) -> None:
+    """However many jobs the schedule needs, only one of them ticks: the others wait for its lock."""
+    prepare(cron)
+    start_and_flow(cron, wait_until)
+    with cron.connect() as connection:
+        before = ticks(cron)
+        connection.execute("select pg_catalog.pg_sleep(1)")
+        assert ticks(cron) == before, "an idle queue was ticked"
+
+
+def test_status_tells_whether_the_ticker_runs(cron: CronServer, wait_until: WaitUntil) -> None:
+    prepare(cron)
+    before = status(cron)
+    start_and_flow(cron, wait_until)
+    running = status(cron)
+    stop(cron)
+    wait_until(lambda: not cron.loops(), "the loop's end", timeout=2)
+    stopped = status(cron)
+    assert {name: s for name, (s, _) in before.items()} == {name: s for name, (s, _) in stopped.items()}
+    assert {name: s for name, (s, _) in running.items()} != {name: s for name, (s, _) in stopped.items()}
+
+
+def test_uninstall_ends_the_loop_and_removes_its_jobs(cron: CronServer, wait_until: WaitUntil) -> None:
+    prepare(cron)
+    with cron.connect() as connection:
+        connection.execute("select cron.schedule('mine', '5 4 * * *', 'select 1')")
+    start_and_flow(cron, wait_until)
+    with cron.connect() as connection:
+        connection.execute("set lock_timeout = '10s'")
+        connection.execute("select pgque.uninstall()")
+    assert [job[1] for job in jobs(cron)] == ["mine"]
+    wait_until(lambda: not cron.loops(), "the loop's end", timeout=3)
+    with cron.connect() as connection:
+        row = connection.execute(
+            "select count(*) from pg_catalog.pg_namespace as n where n.nspname = 'pgque'"
+        ).fetchone()
+    assert row == (0,)
+
+
+@pytest.mark.slow
+def test_installing_again_keeps_the_loop_running(cron: CronServer, wait_until: WaitUntil) -> None:
+    from support import servers
+
+    prepare(cron)
+    start_and_flow(cron, wait_until)
+    with psycopg.connect(cron.dsn) as connection:
+        connection.execute("set lock_timeout = '10s'")
+        connection.execute(servers.SQL_FILE.read_bytes())
+    assert jobs(cron)
+    flows(cron, wait_until, 5)
+
+
+@pytest.mark.slow
+def test_a_job_of_somebody_else_still_runs(cron: CronServer, wait_until: WaitUntil) -> None:
+    """The endless loop must not keep pg_cron from running other jobs."""
+    if not cron.subminute and cron.mode == "workers":
+        pytest.xfail("pg_cron 1.4 with background workers runs one job at a time: start() warns about it")
+    prepare(cron)
+    start_and_flow(cron, wait_until)
+    with cron.connect() as connection:
+        connection.execute("create table public.beats (at timestamptz)")
+        every = "1 second" if cron.subminute else "* * * * *"
+        connection.execute(
+            "select cron.schedule('beat', %s, 'insert into public.beats select clock_timestamp()')", [every]
+        )
+
+        def beats() -> int:
+            row = connection.execute("select count(*) from public.beats").fetchone()
+            assert row is not None
+            return int(row[0])
+
+        wait_until(lambda: beats() >= 1, "the other job", timeout=10 if cron.subminute else 70)
+    flows(cron, wait_until, 5)

@@ -1,0 +1,708 @@
+"""Consumers: handlers, settlement, faults, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+
+import pgque
+
+Tick = Callable[[str], int | None]
+Wait = Callable[..., None]
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+@pytest.fixture
+def client(conn: Connection) -> pgque.PgqueClient:
+    return pgque.PgqueClient(conn)
+
+
+@pytest.fixture
+def subscribed(client: pgque.PgqueClient, queue: str) -> str:
+    client.subscribe(queue, "c")
+    return queue
+
+
+@contextmanager
+def running(consumer: pgque.Consumer) -> Iterator[threading.Thread]:
+    """Run a consumer in a thread, and stop it at the end."""
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            consumer.start()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        consumer.stop()
+        thread.join(10)
+    assert not thread.is_alive()
+    if failure:
+        raise failure[0]
+
+
+def _listening(conn: Connection, wait_until: Wait, name: str) -> int:
+    """Wait until the consumer with this application name has nothing in hand, and return its backend."""
+    found: list[int] = []
+
+    def idle() -> bool:
+        rows = conn.execute(
+            "select pid from pg_stat_activity"
+            " where application_name = %s and state = 'idle' and query like '%%pgque.receive%%'",
+            [name],
+        )
+        found[:] = [row[0] for row in rows]
+        open_batches = conn.execute("select from pgque.get_consumer_info() where current_batch is not null")
+        return bool(found) and not open_batches.fetchall()
+
+    wait_until(idle, "the consumer is idle")
+    return found[0]
+
+
+def _backend(conn: Connection, wait_until: Wait, name: str) -> int:
+    found: list[int] = []
+
+    def there() -> bool:
+        found[:] = [
+            row[0]
+            for row in conn.execute("select pid from pg_stat_activity where application_name = %s", [name])
+        ]
+        return bool(found)
+
+    wait_until(there, "the consumer is connected")
+    return found[0]
+
+
+def test_messages_go_to_the_handler_of_their_type(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    seen: list[tuple[str, object]] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
+
+    @consumer.on("created")
+    def on_created(message: pgque.Message) -> None:
+        seen.append(("created", message.json()))
+
+    @consumer.on("*")
+    def on_other(message: pgque.Message) -> None:
+        seen.append((f"other {message.type}", message.payload))
+
+    client.send(subscribed, {"id": 1}, type="created")
+    client.send(subscribed, "x", type="deleted")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: len(seen) == 2)
+    assert seen == [("created", {"id": 1}), ("other deleted", "x")]
+    assert client.receive(subscribed, "c") == []
+
+
+def test_a_notification_wakes_the_consumer_long_before_the_next_poll(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, conn: Connection
+) -> None:
+    seen: list[pgque.Message] = []
+    consumer = pgque.Consumer(f"{dsn} application_name=wakes", queue=subscribed, name="c", poll_interval=600)
+    consumer.on("*")(seen.append)
+    with running(consumer):
+        for n in range(1, 6):
+            _listening(conn, wait_until, "wakes")
+            client.send(subscribed, str(n))
+            tick(subscribed)
+            wait_until(lambda n=n: len(seen) == n, "the message arrives", timeout=3)
+
+
+def test_without_a_notification_the_queue_is_polled(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, conn: Connection
+) -> None:
+    seen: list[pgque.Message] = []
+    consumer = pgque.Consumer(f"{dsn} application_name=polls", queue=subscribed, name="c", poll_interval=0.1)
+    consumer.on("*")(seen.append)
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: len(seen) == 1)
+        _listening(conn, wait_until, "polls")
+        client.unsubscribe(subscribed, "c")
+        client.subscribe(subscribed, "c", "earliest")  # work that no notification announces
+        wait_until(lambda: len(seen) == 2)
+
+
+def test_a_backlog_is_drained_without_waiting(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    seen: list[int] = []
+    ids: list[int] = []
+    for _ in range(5):
+        ids += client.send_batch(subscribed, "t", [str(n) for n in range(100)])
+        tick(subscribed)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", poll_interval=600, max_messages=7)
+    consumer.on("*")(lambda message: seen.append(message.msg_id))
+    with running(consumer):
+        wait_until(lambda: len(seen) >= 500, timeout=20)
+    assert seen == ids
+
+
+def test_no_transaction_is_open_while_a_handler_runs(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, conn: Connection
+) -> None:
+    states: list[str] = []
+    consumer = pgque.Consumer(f"{dsn} application_name=quiet", queue=subscribed, name="c")
+
+    @consumer.on("*")
+    def look(message: pgque.Message) -> None:
+        with psycopg.connect(dsn) as own:
+            row = own.execute(
+                "select state from pg_stat_activity where application_name = 'quiet'"
+            ).fetchone()
+            assert row is not None
+            states.append(row[0])
+
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: bool(states))
+    assert states == ["idle"]
+
+
+def test_a_failing_handler_gets_its_message_back_and_the_others_are_done(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    seen: list[tuple[str | None, int | None, str | None]] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", retry_after=0)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append((message.payload, message.retry_count, message.last_error))
+        if message.payload == "bad" and message.retry_count == 0:
+            raise RuntimeError("try me again")
+
+    client.send_batch(subscribed, "t", ["good", "bad", "fine"])
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: len(seen) == 3)
+        wait_until(lambda: client.consumer_info(subscribed, "c")[0].current_batch is None)
+        client.maint()
+        tick(subscribed)
+        wait_until(lambda: len(seen) == 4)
+    assert seen[:3] == [("good", 0, None), ("bad", 0, None), ("fine", 0, None)]
+    assert seen[3] == ("bad", 1, "RuntimeError: try me again")
+
+
+def test_used_up_retries_end_as_a_dead_letter_with_the_reason(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        raise ValueError("never")
+
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: bool(client.dlq_inspect(subscribed)))
+    assert [letter.dl_reason for letter in client.dlq_inspect(subscribed)] == ["ValueError: never"]
+
+
+def test_a_reason_that_the_database_cannot_store_is_made_storable(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        raise ValueError("nul \x00, surrogate \ud800, long " + "x" * 100_000)
+
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: bool(client.dlq_inspect(subscribed)))
+    [letter] = client.dlq_inspect(subscribed)
+    assert (letter.dl_reason or "").startswith("ValueError: nul , surrogate ?, long xxx")
+
+
+@pytest.mark.parametrize(("policy", "dead"), [("nack", 1), ("ack", 0)])
+def test_a_type_without_a_handler_follows_the_policy(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, policy: Any, dead: int
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    seen: list[pgque.Message] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", unknown_handler_policy=policy)
+    consumer.on("known")(seen.append)
+    client.send(subscribed, "x", type="unknown")
+    client.send(subscribed, "x", type="known")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: bool(seen))
+        wait_until(lambda: client.consumer_info(subscribed, "c")[0].current_batch is None)
+    assert len(client.dlq_inspect(subscribed)) == dead
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown_handler_policy"):
+        pgque.Consumer(queue="q", name="c", unknown_handler_policy="ignore")  # type: ignore[arg-type]
+
+
+# -- exactly once ------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger(conn: Connection) -> Iterator[str]:
+    conn.execute("create table ledger (msg_id bigint, payload text)")
+    yield "ledger"
+    conn.execute("drop table ledger")
+
+
+def _record(message: pgque.Message, conn: psycopg.Connection[object]) -> None:
+    conn.execute("insert into ledger values (%s, %s)", [message.msg_id, message.payload])
+
+
+def _ledger(conn: Connection) -> list[str]:
+    return [row[0] for row in conn.execute("select payload from ledger order by msg_id")]
+
+
+def test_a_transactional_handler_commits_with_the_ack(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    client.send_batch(subscribed, "t", ["a", "b", "c"])
+    tick(subscribed)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        _record(message, own)
+        assert _ledger(conn) == []  # nobody else sees it before the ack
+
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) == 3)
+    assert _ledger(conn) == ["a", "b", "c"]
+    assert client.receive(subscribed, "c") == []
+
+
+def test_a_failed_transactional_handler_takes_only_its_own_work_back(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    client.send_batch(subscribed, "t", ["a", "sql", "python", "d"])
+    tick(subscribed)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        _record(message, own)
+        if message.payload == "sql":
+            own.execute("select 1 / 0")
+        if message.payload == "python":
+            raise RuntimeError("no")
+
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) == 2)
+    assert _ledger(conn) == ["a", "d"]
+    assert {letter.ev_data for letter in client.dlq_inspect(subscribed)} == {"sql", "python"}
+
+
+def test_work_is_done_exactly_once_although_backends_are_killed_all_the_time(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    ids = client.send_batch(subscribed, "t", [str(n) for n in range(300)])
+    tick(subscribed)
+    calls = 0
+    consumer = pgque.Consumer(
+        f"{dsn} application_name=victim", queue=subscribed, name="c", transactional=True, max_messages=20
+    )
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 45 == 0:
+            conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'victim'"
+            )
+        _record(message, own)
+
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) >= 300, timeout=60)
+    assert [row[0] for row in conn.execute("select msg_id from ledger order by msg_id")] == ids
+    assert calls > 300
+    assert client.dlq_inspect(subscribed) == []
+
+
+# -- faults ------------------------------------------------------------
+
+
+def test_the_consumer_connects_again_after_its_backend_was_terminated(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, conn: Connection
+) -> None:
+    seen: list[str | None] = []
+    consumer = pgque.Consumer(f"{dsn} application_name=cut", queue=subscribed, name="c", poll_interval=600)
+    consumer.on("*")(lambda message: seen.append(message.payload))
+    with running(consumer):
+        for n in range(3):
+            pid = _listening(conn, wait_until, "cut")
+            conn.execute("select pg_terminate_backend(%s, 5000)", [pid])
+            client.send(subscribed, str(n))
+            tick(subscribed)
+            wait_until(lambda n=n: len(seen) == n + 1, "the message arrives", timeout=5)
+    assert seen == ["0", "1", "2"]
+
+
+def test_a_connection_lost_in_a_handler_brings_the_batch_again(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, conn: Connection
+) -> None:
+    seen: list[str | None] = []
+    consumer = pgque.Consumer(f"{dsn} application_name=cut2", queue=subscribed, name="c")
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        if not seen:
+            conn.execute(
+                "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = 'cut2'"
+            )
+        seen.append(message.payload)
+
+    client.send_batch(subscribed, "t", ["a", "b"])
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: len(seen) == 4)
+    assert seen == ["a", "b", "a", "b"]
+    assert client.receive(subscribed, "c") == []
+
+
+def test_a_commit_that_always_fails_is_tried_at_growing_distances_and_loses_nothing(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    conn.execute("alter table ledger add unique (payload) deferrable initially deferred")
+    conn.execute("insert into ledger values (0, 'x')")
+    calls: list[float] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        calls.append(time.monotonic())
+        _record(message, own)
+
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: len(calls) >= 3)
+        conn.execute("delete from ledger")
+        wait_until(lambda: bool(_ledger(conn)), timeout=20)
+    assert _ledger(conn) == ["x"]
+    assert len(calls) < 20
+
+
+def test_a_server_that_cannot_be_reached_is_tried_until_the_consumer_is_stopped() -> None:
+    consumer = pgque.Consumer("host=127.0.0.1 port=1 user=x dbname=x", queue="q", name="c")
+    with running(consumer) as thread:
+        time.sleep(0.5)
+        assert thread.is_alive()
+
+
+def test_what_trying_again_cannot_help_is_raised(dsn: str, queue: str, fresh_dsn: str) -> None:
+    with pytest.raises(pgque.PgqueQueueNotFound):
+        pgque.Consumer(dsn, queue="no such queue", name="c").start()
+    with pytest.raises(pgque.PgqueConsumerNotFound):
+        pgque.Consumer(dsn, queue=queue, name="nobody").start()
+    with pytest.raises(pgque.PgqueBadArgument):
+        pgque.Consumer("no connection string", queue=queue, name="c").start()
+    with pytest.raises(pgque.PgqueVersionError):
+        pgque.Consumer(fresh_dsn, queue=queue, name="c").start()
+
+
+# -- workers ------------------------------------------------------------
+
+
+def test_workers_share_the_messages_of_one_consumer(
+    dsn: str, client: pgque.PgqueClient, queue: str, tick: Tick, wait_until: Wait
+) -> None:
+    seen: dict[str, list[int]] = {"w1": [], "w2": []}
+    both = threading.Barrier(2, timeout=20)
+    workers = []
+    for name, own in seen.items():
+        client.subscribe_subconsumer(queue, "group", name)
+        worker = pgque.Consumer(
+            dsn, queue=queue, name="group", subconsumer=name, max_messages=10, dead_interval=60
+        )
+
+        @worker.on("*")
+        def handle(message: pgque.Message, own: list[int] = own) -> None:
+            if not own:
+                both.wait()  # each holds a batch at the same time
+            own.append(message.msg_id)
+
+        workers.append(worker)
+    ids = client.send_batch(queue, "t", [str(n) for n in range(100)])
+    tick(queue)
+    with running(workers[0]), running(workers[1]):
+        wait_until(lambda: len(seen["w1"]) + len(seen["w2"]) == 100)
+    assert sorted(seen["w1"] + seen["w2"]) == ids
+    assert seen["w1"]
+    assert seen["w2"]
+
+
+# -- stopping ------------------------------------------------------------
+
+
+def test_an_idle_consumer_stops_at_once(
+    dsn: str, subscribed: str, conn: Connection, wait_until: Wait
+) -> None:
+    consumer = pgque.Consumer(f"{dsn} application_name=idle", queue=subscribed, name="c", poll_interval=600)
+    with running(consumer) as thread:
+        _listening(conn, wait_until, "idle")
+        began = time.monotonic()
+        consumer.stop()
+        thread.join(5)
+        assert time.monotonic() - began < 0.5
+
+
+def test_stopping_hands_an_unfinished_batch_back(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    seen: list[pgque.Message] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message)
+        time.sleep(0.05)
+
+    ids = client.send_batch(subscribed, "t", [str(n) for n in range(100)])
+    tick(subscribed)
+    with running(consumer) as thread:
+        wait_until(lambda: bool(seen))
+        began = time.monotonic()
+        consumer.stop()
+        thread.join(5)
+        assert time.monotonic() - began < 1
+    assert len(seen) < 100
+    assert [message.msg_id for message in client.receive(subscribed, "c")] == ids
+
+
+_PROGRAM = """
+    import sys, time, signal, pgque
+    how, transactional, dsn, queue = sys.argv[1], sys.argv[2] == "yes", sys.argv[3], sys.argv[4]
+    before = signal.getsignal(signal.SIGTERM)
+    consumer = pgque.Consumer(dsn, queue=queue, name="c", transactional=transactional)
+
+    @consumer.on("*")
+    def handle(message, conn=None):
+        print("handling", flush=True)
+        if how == "sleep":
+            time.sleep(60)
+        elif how == "query":
+            conn.execute("select pg_sleep(60)")
+        elif how == "quick":
+            time.sleep(0.2)
+
+    print("ready", flush=True)
+    consumer.start()
+    assert signal.getsignal(signal.SIGTERM) == before
+    print("stopped", flush=True)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("how", "transactional", "left"),
+    [("idle", "no", 0), ("locked", "no", 1), ("quick", "no", 0), ("sleep", "no", 1), ("query", "yes", 1)],
+)
+def test_a_process_stops_within_a_second_of_a_signal(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    how: str,
+    transactional: str,
+    left: int,
+    signum: int,
+    conn: Connection,
+    wait_until: Wait,
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[[int], None],
+) -> None:
+    if how != "idle":
+        client.send(subscribed, "x")
+        tick(subscribed)
+    holder = connect(autocommit=False)
+    if how == "locked":
+        holder.execute("select pgque.receive(%s, 'c')", [subscribed])
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(_PROGRAM),
+            how,
+            transactional,
+            f"{dsn} application_name=process",
+            subscribed,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        if how == "idle":
+            _listening(conn, wait_until, "process")
+        elif how == "locked":
+            wait_for_lock(_backend(conn, wait_until, "process"))
+        else:
+            assert process.stdout.readline() == "handling\n"
+        began = time.monotonic()
+        os.kill(process.pid, signum)
+        rest = process.stdout.read()
+        code = process.wait(10)
+        took = time.monotonic() - began
+        errors = process.stderr.read()
+    assert (code, rest) == (0, "stopped\n"), errors
+    assert took < 1.2  # a second, and the end of a Python process
+    holder.rollback()
+    assert len(client.receive(subscribed, "c")) == left
+
+
+# -- async ------------------------------------------------------------
+
+
+def test_the_async_consumer_wakes_handles_retries_and_stops(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, ledger: str
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+
+    async def main() -> None:
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", poll_interval=600, transactional=True)
+
+        @consumer.on("*")
+        async def handle(message: pgque.Message, own: psycopg.AsyncConnection[object]) -> None:
+            await own.execute("insert into ledger values (%s, %s)", [message.msg_id, message.payload])
+            await asyncio.sleep(0)
+            if message.payload == "bad":
+                raise RuntimeError("no")
+
+        task = asyncio.create_task(consumer.start())
+        try:
+            for n in range(1, 4):
+                await asyncio.to_thread(client.send_batch, subscribed, "t", ["good", "bad"])
+                await asyncio.to_thread(tick, subscribed)
+                deadline = time.monotonic() + 5
+                while len(await asyncio.to_thread(_ledger, conn)) < n:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.01)
+        finally:
+            consumer.stop()
+            began = time.monotonic()
+            await asyncio.wait_for(task, 5)
+        assert time.monotonic() - began < 1
+
+    asyncio.run(main())
+    assert _ledger(conn) == ["good"] * 3
+    assert [letter.dl_reason for letter in client.dlq_inspect(subscribed)] == ["RuntimeError: no"] * 3
+
+
+def test_the_async_consumer_connects_again(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, wait_until: Wait
+) -> None:
+    seen: list[str | None] = []
+
+    async def main() -> None:
+        consumer = pgque.AsyncConsumer(
+            f"{dsn} application_name=acut", queue=subscribed, name="c", poll_interval=600
+        )
+
+        @consumer.on("*")
+        async def handle(message: pgque.Message) -> None:
+            seen.append(message.payload)
+
+        task = asyncio.create_task(consumer.start())
+        for n in range(2):
+            pid = await asyncio.to_thread(_listening, conn, wait_until, "acut")
+            conn.execute("select pg_terminate_backend(%s, 5000)", [pid])
+            client.send(subscribed, str(n))
+            tick(subscribed)
+            await asyncio.to_thread(wait_until, lambda n=n: len(seen) == n + 1)
+        consumer.stop()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(main())
+    assert seen == ["0", "1"]
+
+
+_ASYNC_PROGRAM = """
+    import asyncio, sys, pgque
+
+    async def main(dsn, queue):
+        consumer = pgque.AsyncConsumer(dsn, queue=queue, name="c")
+
+        @consumer.on("*")
+        async def handle(message):
+            print("handling", flush=True)
+            await asyncio.sleep(60)
+
+        await consumer.start()
+        print("stopped", flush=True)
+
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_an_async_process_stops_within_a_second_of_a_signal(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick
+) -> None:
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_ASYNC_PROGRAM), dsn, subscribed],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "handling\n"
+        began = time.monotonic()
+        process.terminate()
+        assert process.stdout.read() == "stopped\n"
+        assert process.wait(10) == 0
+        assert time.monotonic() - began < 1.2
+    assert len(client.receive(subscribed, "c")) == 1

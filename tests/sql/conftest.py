@@ -1,0 +1,49 @@
+"""Fixtures of the SQL tests besides the common ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+
+import psycopg
+import pytest
+
+from sql.helpers import Connection, subscribe
+from support import servers
+
+
+@pytest.fixture
+def subscribed(conn: Connection, queue: str) -> str:
+    """A queue with a consumer c."""
+    subscribe(conn, queue)
+    return queue
+
+
+@pytest.fixture
+def own_dsn(fresh_dsn: str) -> str:
+    """Connection string of a database of the test's own, with pgque."""
+    with psycopg.connect(fresh_dsn) as connection:
+        connection.execute(servers.SQL_FILE.read_bytes())
+    return fresh_dsn
+
+
+@pytest.fixture
+def own(own_dsn: str) -> Iterator[Connection]:
+    """An autocommit connection to a database of the test's own, with pgque."""
+    with psycopg.connect(own_dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def transaction(connect: Callable[..., Connection]) -> Callable[..., Connection]:
+    """transaction("repeatable read", dsn=None) opens a transaction whose snapshot is taken now."""
+
+    def do(isolation: str = "read committed", dsn: str | None = None) -> Connection:
+        connection = connect(dsn)
+        connection.execute(f"begin isolation level {isolation}".encode())
+        connection.execute("select 1")
+        return connection
+
+    return do
+
+

@@ -1,0 +1,233 @@
+"""Short forms of the calls that the SQL tests make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import psycopg
+import pytest
+
+Connection = psycopg.Connection[Any]
+
+
+class Message(NamedTuple):
+    """What receive() returns, in its order."""
+
+    msg_id: int
+    batch_id: int
+    type: str
+    payload: str | None
+    retry_count: int
+    created_at: Any
+    extra1: str | None
+    extra2: str | None
+    extra3: str | None
+    extra4: str | None
+    headers: Any
+    key: str | None
+    payload_bytes: bytes | None
+    receive_count: int
+    last_error: str | None
+    expires_at: Any
+    queue: str
+
+
+def rows(conn: Connection, query: str, *args: Any) -> list[Any]:
+    """Run a statement and return its rows; none if it has no result."""
+    cursor = conn.execute(query.encode(), args or None)
+    return cursor.fetchall() if cursor.description else []
+
+
+def value(conn: Connection, query: str, *args: Any) -> Any:
+    """Run a statement and return the first column of its first row, or None."""
+    found = rows(conn, query, *args)
+    return found[0][0] if found else None
+
+
+def column(conn: Connection, query: str, *args: Any) -> list[Any]:
+    """Run a statement and return its first column."""
+    return [row[0] for row in rows(conn, query, *args)]
+
+
+def send(conn: Connection, queue: str, payload: str = "x") -> int:
+    """Send one message; return its id."""
+    result: int = value(conn, "select pgque.send(%s, %s::text)", queue, payload)
+    return result
+
+
+def send_many(conn: Connection, queue: str, count: int) -> list[int]:
+    """Send messages 1 to count with one call; return their ids."""
+    ids: list[int] = value(
+        conn,
+        "select pgque.send_batch(%s, 'default', array(select g::text from generate_series(1, %s) as g))",
+        queue,
+        count,
+    )
+    return ids
+
+
+def subscribe(conn: Connection, queue: str, consumer: str = "c") -> int:
+    """Subscribe a consumer at the newest tick."""
+    result: int = value(conn, "select pgque.subscribe(%s, %s)", queue, consumer)
+    return result
+
+
+def tick(conn: Connection, queue: str) -> int | None:
+    """Tick the queue if there is a reason."""
+    result: int | None = value(conn, "select pgque.ticker(%s)", queue)
+    return result
+
+
+def forced_tick(conn: Connection, queue: str) -> int:
+    """Tick the queue in any case."""
+    value(conn, "select pgque.force_next_tick(%s)", queue)
+    result = tick(conn, queue)
+    assert result is not None
+    return result
+
+
+def receive(conn: Connection, queue: str, consumer: str = "c", count: int = 100) -> list[Message]:
+    """Receive up to count messages."""
+    found = rows(conn, "select * from pgque.receive(%s, %s, %s)", queue, consumer, count)
+    return [Message(*row[: len(Message._fields)]) for row in found]
+
+
+def receive_coop(
+    conn: Connection, queue: str, worker: str, count: int = 100, dead: str | None = None, consumer: str = "c"
+) -> list[Message]:
+    """Receive up to count messages as a worker of consumer c."""
+    found = rows(
+        conn, "select * from pgque.receive_coop(%s, %s, %s, %s, %s)", queue, consumer, worker, count, dead
+    )
+    return [Message(*row[: len(Message._fields)]) for row in found]
+
+
+def ack(conn: Connection, batch_id: int) -> int:
+    """Finish a batch."""
+    result: int = value(conn, "select pgque.ack(%s)", batch_id)
+    return result
+
+
+def nack(conn: Connection, message: Message, after: str = "0", reason: str | None = None) -> int:
+    """Fail one message of its batch."""
+    result: int = value(
+        conn,
+        "select pgque.nack(%s, row(%s::bigint, null, null, null, null, null, null, null, null, null, null, null, null,"
+        " null, null, null, null)::pgque.message, %s::interval, %s)",
+        message.batch_id,
+        message.msg_id,
+        after,
+        reason,
+    )
+    return result
+
+
+def nack_ids(
+    conn: Connection, batch_id: int, ids: list[int], after: str = "0", reason: str | None = None
+) -> list[Any]:
+    """Fail messages by their ids; return (msg_id, ok, reason) rows."""
+    return rows(
+        conn,
+        "select * from pgque.nack(%s, %s::bigint[], %s::interval, %s)",
+        batch_id,
+        ids,
+        after,
+        reason,
+    )
+
+
+def slices(conn: Connection, queue: str, consumer: str = "c", count: int = 100) -> Iterator[list[Message]]:
+    """Receive and ack until nothing is left; yield each batch."""
+    while batch := receive(conn, queue, consumer, count):
+        assert len({m.batch_id for m in batch}) == 1
+        assert len(batch) <= count
+        yield batch
+        assert ack(conn, batch[0].batch_id) == 1
+
+
+def drain(conn: Connection, queue: str, consumer: str = "c", count: int = 100) -> list[int]:
+    """Receive and ack until nothing is left; return the ids."""
+    return [m.msg_id for batch in slices(conn, queue, consumer, count) for m in batch]
+
+
+def payloads(conn: Connection, queue: str, consumer: str = "c", count: int = 100) -> list[str | None]:
+    """Receive and ack until nothing is left; return the payloads."""
+    return [m.payload for batch in slices(conn, queue, consumer, count) for m in batch]
+
+
+def pump(conn: Connection) -> int:
+    """Put due retries back into the log."""
+    result: int = value(conn, "select pgque.maint_retry_events()")
+    return result
+
+
+def configure(conn: Connection, queue: str, **settings: Any) -> None:
+    """Set parameters of a queue."""
+    for name, setting in settings.items():
+        value(
+            conn,
+            "select pgque.set_queue_config(%s, %s, %s)",
+            queue,
+            name,
+            None if setting is None else str(setting),
+        )
+
+
+def rotate(conn: Connection, queue: str) -> int:
+    """Ask for a rotation, as if the rotation period had passed."""
+    configure(conn, queue, rotation_period="1 microsecond")
+    result: int = value(conn, "select pgque.maint_rotate_tables_step1(%s)", queue)
+    return result
+
+
+def leaf(conn: Connection, queue: str, number: int | None = None, kind: str = "event") -> str:
+    """Name one of a queue's tables, by default the one that events go to now."""
+    current: str = value(conn, "select pgque.current_event_table(%s)", queue)
+    base, now = current.rsplit("_", 1)
+    return f"{base.replace('pgque.event', f'pgque.{kind}')}_{now if number is None else number}"
+
+
+def queue_bytes(conn: Connection, queue: str) -> int:
+    """Bytes on disk of a queue, from metrics()."""
+    return int(
+        value(
+            conn,
+            "select m.value from pgque.metrics() as m where m.metric = 'pgque_queue_bytes' and m.queue = %s",
+            queue,
+        )
+    )
+
+
+def refused(sqlstate: str, call: Callable[..., Any], *args: Any) -> psycopg.Error:
+    """Expect the call to raise this SQLSTATE; return the error. Errors of pgque need a hint."""
+    with pytest.raises(psycopg.Error) as caught:
+        call(*args)
+    error = caught.value
+    assert error.sqlstate == sqlstate, f"{error.sqlstate}: {error}"
+    if sqlstate.startswith("PQ"):
+        assert error.diag.message_hint, f"no hint: {error}"
+    return error
+
+
+def move_clock(conn: Connection, by: str) -> None:
+    """Set the engine's clock ahead. Only in a database of one's own."""
+    conn.execute(
+        "create or replace function pgque.clock() returns timestamptz language sql volatile as"
+        f" $$ select pg_catalog.clock_timestamp() + interval '{by}' $$".encode()
+    )
+
+
+def dead_tuples(conn: Connection) -> dict[str, int]:
+    """Dead tuples of the tables of the schema that have some, once statistics are current."""
+    if value(conn, "select to_regprocedure('pg_stat_force_next_flush()')") is not None:
+        conn.execute("select pg_stat_force_next_flush()")
+        conn.execute("select pg_stat_clear_snapshot()")
+    return {
+        name: count
+        for name, count in rows(
+            conn,
+            "select t.relname, t.n_dead_tup from pg_stat_all_tables as t"
+            " where t.schemaname = 'pgque' and t.n_dead_tup > 0",
+        )
+    }

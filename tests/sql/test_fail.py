@@ -1,0 +1,463 @@
+"""Nack, retry and dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sql.helpers import (
+    Connection,
+    Message,
+    ack,
+    configure,
+    drain,
+    forced_tick,
+    move_clock,
+    nack,
+    nack_ids,
+    payloads,
+    pump,
+    receive,
+    refused,
+    rotate,
+    rows,
+    send,
+    send_many,
+    subscribe,
+    tick,
+    value,
+)
+
+
+def one_batch(conn: Connection, queue: str, count: int = 1) -> list[Message]:
+    send_many(conn, queue, count)
+    tick(conn, queue)
+    batch = receive(conn, queue)
+    assert len(batch) == count
+    return batch
+
+
+def retried(conn: Connection, queue: str, consumer: str = "c") -> list[Message]:
+    """Deliver what is due."""
+    pump(conn)
+    tick(conn, queue)
+    return receive(conn, queue, consumer)
+
+
+def dead(conn: Connection, queue: str) -> list[int]:
+    return [r[0] for r in rows(conn, "select d.ev_id from pgque.dlq_inspect(%s) as d", queue)]
+
+
+def test_a_nacked_message_comes_again_with_its_id_and_payload_after_its_delay(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = value(own, "select pgque.send('q', 'kind', 'body'::text, 'key')")
+    tick(own, "q")
+    (first,) = receive(own, "q")
+    assert nack(own, first, "10 minutes", "later") == 1
+    ack(own, first.batch_id)
+    assert retried(own, "q") == []
+    move_clock(own, "11 minutes")
+    (again,) = retried(own, "q")
+    assert (again.msg_id, again.type, again.payload, again.extra1) == (sent, "kind", "body", "key")
+    assert again.created_at == first.created_at
+    assert (again.retry_count, again.receive_count, again.last_error) == (1, 2, "later")
+    assert again.batch_id != first.batch_id
+
+
+def test_a_message_nacked_twice_is_retried_once(conn: Connection, subscribed: str) -> None:
+    (message,) = one_batch(conn, subscribed)
+    assert nack(conn, message) == 1
+    assert nack(conn, message) == 1
+    ack(conn, message.batch_id)
+    assert pump(conn) == 1
+    tick(conn, subscribed)
+    assert drain(conn, subscribed) == [message.msg_id]
+    assert pump(conn) == 0
+
+
+def test_a_nack_after_the_ack_is_refused(conn: Connection, subscribed: str) -> None:
+    (message,) = one_batch(conn, subscribed)
+    ack(conn, message.batch_id)
+    error = refused("PQ012", nack, conn, message)
+    assert "batch not found" in str(error)
+    assert str(message.batch_id) in str(error)
+    assert retried(conn, subscribed) == []
+
+
+def test_of_a_nacked_record_only_the_id_is_believed(conn: Connection, subscribed: str) -> None:
+    value(conn, "select pgque.insert_event(%s, 'kind', 'true', 'e1', null, null, null)", subscribed)
+    tick(conn, subscribed)
+    (message,) = receive(conn, subscribed)
+    forged = (
+        "select pgque.nack(%s, row(%s::bigint, 1, 'forged', 'forged', 99, now(), 'f', 'f', 'f', 'f', '{}', 'k', null,"
+        " 9, 'forged', null, 'elsewhere')::pgque.message, '0')"
+    )
+    assert value(conn, forged, message.batch_id, message.msg_id) == 1
+    ack(conn, message.batch_id)
+    (again,) = retried(conn, subscribed)
+    assert (again.type, again.payload, again.retry_count, again.extra1) == ("kind", "true", 1, "e1")
+    assert (again.extra2, again.headers, again.key) == (None, None, None)
+
+
+def test_a_message_of_another_batch_is_refused(conn: Connection, subscribed: str) -> None:
+    send_many(conn, subscribed, 4)
+    tick(conn, subscribed)
+    first = receive(conn, subscribed, count=2)
+    ack(conn, first[0].batch_id)
+    second = receive(conn, subscribed, count=1)
+    later = send(conn, subscribed)
+    batch = second[0].batch_id
+    for foreign in (first[0].msg_id, second[0].msg_id + 1, later, -5, None):
+        error = refused("PQ007", nack, conn, second[0]._replace(msg_id=foreign))
+        assert str(batch) in str(error)
+    assert pump(conn) == 0
+
+
+def test_a_retry_goes_to_the_consumer_that_failed_only(conn: Connection, subscribed: str) -> None:
+    subscribe(conn, subscribed, "other")
+    (message,) = one_batch(conn, subscribed)
+    nack(conn, message)
+    ack(conn, message.batch_id)
+    assert drain(conn, subscribed, "other") == [message.msg_id]
+    pump(conn)
+    subscribe(conn, subscribed, "newcomer")
+    tick(conn, subscribed)
+    assert drain(conn, subscribed, "other") == []
+    assert drain(conn, subscribed, "newcomer") == []
+    assert drain(conn, subscribed) == [message.msg_id]
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_a_message_is_delivered_max_retries_plus_one_times_and_then_dead_once(
+    conn: Connection, subscribed: str, retries: int
+) -> None:
+    configure(conn, subscribed, max_retries=retries)
+    (message,) = one_batch(conn, subscribed)
+    deliveries = 1
+    while True:
+        assert message.retry_count == deliveries - 1
+        assert message.receive_count == deliveries
+        nack(conn, message, "0", f"failure {deliveries}")
+        nack(conn, message, "0", "again")
+        ack(conn, message.batch_id)
+        batch = retried(conn, subscribed)
+        if not batch:
+            break
+        (message,) = batch
+        deliveries += 1
+        assert deliveries <= retries + 1
+    assert deliveries == retries + 1
+    found = rows(
+        conn,
+        "select d.ev_id, d.dl_reason, d.ev_data, d.consumer_name from pgque.dlq_inspect(%s) as d",
+        subscribed,
+    )
+    assert found == [(message.msg_id, f"failure {deliveries}", message.payload, "c")]
+
+
+def test_the_messages_of_a_batch_that_come_again_leave_out_the_nacked_ones(
+    conn: Connection, subscribed: str
+) -> None:
+    batch = one_batch(conn, subscribed, 5)
+    nack(conn, batch[1])
+    nack_ids(conn, batch[0].batch_id, [batch[3].msg_id])
+    again = receive(conn, subscribed)
+    assert [m.msg_id for m in again] == [batch[n].msg_id for n in (0, 2, 4)]
+    assert {m.batch_id for m in again} == {batch[0].batch_id}
+    ack(conn, batch[0].batch_id)
+    assert [m.msg_id for m in retried(conn, subscribed)] == [batch[1].msg_id, batch[3].msg_id]
+
+
+def test_a_nack_that_is_rolled_back_did_not_happen(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    batch = one_batch(conn, subscribed, 2)
+    one = transaction()
+    nack(one, batch[0])
+    one.execute("rollback")
+    assert receive(conn, subscribed) == batch
+    assert pump(conn) == 0
+
+
+def test_a_nack_of_many_says_what_became_of_each(conn: Connection, subscribed: str) -> None:
+    batch = one_batch(conn, subscribed, 4)
+    a, b, c, _ = (m.msg_id for m in batch)
+    assert sorted(nack_ids(conn, batch[0].batch_id, [a, b])) == [(a, True, None), (b, True, None)]
+    outcome = dict((r[0], (r[1], r[2])) for r in nack_ids(conn, batch[0].batch_id, [b, c, 10**9]))
+    assert outcome[c] == (True, None)
+    assert outcome[b][0] is False and outcome[b][1]
+    assert outcome[10**9][0] is False and outcome[10**9][1]
+    assert outcome[b][1] != outcome[10**9][1]
+    assert nack_ids(conn, batch[0].batch_id, []) == []
+    ack(conn, batch[0].batch_id)
+    assert [m.msg_id for m in retried(conn, subscribed)] == [a, b, c]
+    refused("PQ012", nack_ids, conn, batch[0].batch_id, [a])
+
+
+def test_a_nack_of_many_dead_letters_what_has_no_retries_left(conn: Connection, subscribed: str) -> None:
+    configure(conn, subscribed, max_retries=0)
+    batch = one_batch(conn, subscribed, 3)
+    nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch[:2]], reason="broken")
+    ack(conn, batch[0].batch_id)
+    assert sorted(dead(conn, subscribed)) == [m.msg_id for m in batch[:2]]
+    assert retried(conn, subscribed) == []
+
+
+@pytest.mark.parametrize("after", ["-1 second", None])
+def test_a_negative_delay_is_refused(conn: Connection, subscribed: str, after: str | None) -> None:
+    (message,) = one_batch(conn, subscribed)
+    refused("PQ005", nack, conn, message, after)
+
+
+def test_event_retry_is_idempotent_and_knows_no_limit(conn: Connection, subscribed: str) -> None:
+    configure(conn, subscribed, max_retries=1)
+    (message,) = one_batch(conn, subscribed)
+    for delivery in range(4):
+        call = "select pgque.event_retry(%s, %s, 0)"
+        assert value(conn, call, message.batch_id, message.msg_id) == 1
+        assert value(conn, call, message.batch_id, message.msg_id) == 0
+        assert (
+            value(conn, "select pgque.event_retry(%s, %s, now())", message.batch_id, message.msg_id) == 0
+        )
+        ack(conn, message.batch_id)
+        (message,) = retried(conn, subscribed)
+        assert message.retry_count == delivery + 1
+    refused("PQ007", rows, conn, "select pgque.event_retry(%s, 0, 0)", message.batch_id)
+    ack(conn, message.batch_id)
+    refused("PQ012", rows, conn, "select pgque.event_retry(%s, %s, 0)", message.batch_id, message.msg_id)
+
+
+def test_batch_retry_fails_what_has_no_outcome_yet(conn: Connection, subscribed: str) -> None:
+    batch = one_batch(conn, subscribed, 4)
+    nack(conn, batch[0])
+    assert value(conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id) == 3
+    assert value(conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id) == 0
+    ack(conn, batch[0].batch_id)
+    assert [m.msg_id for m in retried(conn, subscribed)] == [m.msg_id for m in batch]
+    refused("PQ012", rows, conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id)
+
+
+def test_many_due_retries_come_back_together(conn: Connection, subscribed: str) -> None:
+    batch = one_batch(conn, subscribed, 100)
+    nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch])
+    ack(conn, batch[0].batch_id)
+    assert pump(conn) == 100
+    assert tick(conn, subscribed) is not None
+    assert drain(conn, subscribed, count=30) == [m.msg_id for m in batch]
+
+
+def test_two_pumps_at_once_move_each_retry_once(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    batch = one_batch(conn, subscribed, 5)
+    nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch])
+    ack(conn, batch[0].batch_id)
+    one = transaction()
+    assert pump(one) == 5
+    assert pump(conn) == 0
+    one.execute("commit")
+    tick(conn, subscribed)
+    assert drain(conn, subscribed) == [m.msg_id for m in batch]
+
+
+def bury(conn: Connection, queue: str, count: int = 1) -> list[int]:
+    """Make dead letters; return their dl_ids."""
+    configure(conn, queue, max_retries=0)
+    batch = one_batch(conn, queue, count)
+    nack_ids(conn, batch[0].batch_id, [m.msg_id for m in batch], reason="broken")
+    ack(conn, batch[0].batch_id)
+    return sorted(r[0] for r in rows(conn, "select dl_id from pgque.dlq_inspect(%s)", queue))
+
+
+def test_a_requeued_dead_letter_goes_to_its_consumer_with_its_id_and_a_clean_count(
+    conn: Connection, subscribed: str
+) -> None:
+    subscribe(conn, subscribed, "other")
+    (dl_id,) = bury(conn, subscribed)
+    drain(conn, subscribed, "other")
+    (msg_id,) = dead(conn, subscribed)
+    assert value(conn, "select pgque.dlq_requeue(%s)", dl_id) == msg_id
+    assert dead(conn, subscribed) == []
+    (again,) = retried(conn, subscribed)
+    assert (again.msg_id, again.retry_count, again.receive_count) == (msg_id, 0, 1)
+    assert drain(conn, subscribed, "other") == []
+    nack(conn, again)
+    ack(conn, again.batch_id)
+    assert dead(conn, subscribed) == [msg_id]
+
+
+def test_of_two_sessions_that_requeue_one_dead_letter_one_succeeds(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    (dl_id,) = bury(conn, subscribed)
+    one = transaction()
+    value(one, "select pgque.dlq_requeue(%s)", dl_id)
+    other = background(lambda c: value(c, "select pgque.dlq_requeue(%s)", dl_id))
+    wait_for_lock(other.pid)
+    one.execute("commit")
+    error = refused("PQ008", other.result)
+    assert str(dl_id) in str(error)
+    assert len(retried(conn, subscribed)) == 1
+
+
+def test_requeueing_all_takes_the_oldest_first(conn: Connection, subscribed: str) -> None:
+    bury(conn, subscribed, 5)
+    ids = sorted(dead(conn, subscribed))
+    assert value(conn, "select pgque.dlq_requeue_all(%s, 2)", subscribed) == 2
+    assert sorted(dead(conn, subscribed)) == ids[2:]
+    assert value(conn, "select pgque.dlq_requeue_all(%s)", subscribed) == 3
+    assert [m.msg_id for m in retried(conn, subscribed)] == ids
+
+
+def test_a_replayed_dead_letter_is_a_new_message_for_every_consumer(
+    conn: Connection, subscribed: str
+) -> None:
+    subscribe(conn, subscribed, "other")
+    (dl_id,) = bury(conn, subscribed)
+    drain(conn, subscribed, "other")
+    (msg_id,) = dead(conn, subscribed)
+    new = value(conn, "select pgque.dlq_replay(%s)", dl_id)
+    assert new > msg_id
+    assert dead(conn, subscribed) == []
+    refused("PQ008", rows, conn, "select pgque.dlq_replay(%s)", dl_id)
+    tick(conn, subscribed)
+    assert drain(conn, subscribed) == drain(conn, subscribed, "other") == [new]
+
+
+def test_replaying_all_counts_and_keeps_what_can_not_be_sent(conn: Connection, subscribed: str) -> None:
+    bury(conn, subscribed, 3)
+    value(conn, "select pgque.pause(%s)", subscribed)
+    (result,) = rows(
+        conn, "select replayed, failed, first_error from pgque.dlq_replay_all(%s)", subscribed
+    )
+    assert result[:2] == (0, 3)
+    assert "paused" in result[2]
+    value(conn, "select pgque.resume(%s)", subscribed)
+    (result,) = rows(
+        conn, "select replayed, failed, first_error from pgque.dlq_replay_all(%s)", subscribed
+    )
+    assert result == (3, 0, None)
+    tick(conn, subscribed)
+    assert payloads(conn, subscribed) == ["1", "2", "3"]
+
+
+def test_purging_deletes_dead_letters_older_than_asked(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    bury(own, "q", 2)
+    assert value(own, "select pgque.dlq_purge('q')") == 0
+    move_clock(own, "31 days")
+    bury(own, "q", 1)
+    assert value(own, "select pgque.dlq_purge('q')") == 2
+    assert len(dead(own, "q")) == 1
+    assert value(own, "select pgque.dlq_purge('q', '0')") == 1
+
+
+def test_inspecting_is_limited_and_newest_first(conn: Connection, subscribed: str) -> None:
+    bury(conn, subscribed, 4)
+    ids = sorted(dead(conn, subscribed))
+    assert [r[0] for r in rows(conn, "select ev_id from pgque.dlq_inspect(%s, 2)", subscribed)] == [
+        ids[3],
+        ids[2],
+    ]
+
+
+def test_unsubscribing_keeps_dead_letters_and_drops_retries(conn: Connection, subscribed: str) -> None:
+    (dl_id,) = bury(conn, subscribed)
+    configure(conn, subscribed, max_retries=5)
+    (message,) = one_batch(conn, subscribed)
+    nack(conn, message)
+    ack(conn, message.batch_id)
+    value(conn, "select pgque.unsubscribe(%s, 'c')", subscribed)
+    assert len(dead(conn, subscribed)) == 1
+    error = refused("PQ011", rows, conn, "select pgque.dlq_requeue(%s)", dl_id)
+    assert "not subscriber to queue" in str(error)
+    assert len(dead(conn, subscribed)) == 1
+    subscribe(conn, subscribed)
+    assert retried(conn, subscribed) == []
+    assert value(conn, "select pgque.dlq_requeue(%s)", dl_id) > 0
+    assert len(retried(conn, subscribed)) == 1
+
+
+def test_dropping_the_queue_drops_its_dead_letters_and_retries(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    bury(own, "q", 2)
+    configure(own, "q", max_retries=3)
+    (message,) = one_batch(own, "q")
+    nack(own, message)
+    value(own, "select pgque.drop_queue('q', true)")
+    value(own, "select pgque.create_queue('q')")
+    assert dead(own, "q") == []
+    assert pump(own) == 0
+
+
+def test_a_dead_letter_outlives_rotation_and_maintenance(conn: Connection, subscribed: str) -> None:
+    (dl_id,) = bury(conn, subscribed)
+    for _ in range(5):
+        send(conn, subscribed)
+        forced_tick(conn, subscribed)
+        drain(conn, subscribed)
+        rotate(conn, subscribed)
+        value(conn, "select pgque.maint()")
+    value(conn, "select pgque.dlq_requeue(%s)", dl_id)
+    assert len(retried(conn, subscribed)) == 1
+
+
+def test_a_consumer_moved_back_over_a_message_and_its_retry_gets_and_fails_it_once(
+    conn: Connection, subscribed: str
+) -> None:
+    configure(conn, subscribed, max_retries=1)
+    start = value(conn, "select i.last_tick_id from pgque.get_queue_info(%s) as i", subscribed)
+    (message,) = one_batch(conn, subscribed)
+    nack(conn, message)
+    ack(conn, message.batch_id)
+    pump(conn)
+    tick(conn, subscribed)
+    value(conn, "select pgque.register_consumer_at(%s, 'c', %s)", subscribed, start)
+    batch = receive(conn, subscribed)
+    assert [(m.msg_id, m.retry_count) for m in batch] == [(message.msg_id, 1)]
+    nack(conn, batch[0])
+    ack(conn, batch[0].batch_id)
+    assert dead(conn, subscribed) == [message.msg_id]
+    assert retried(conn, subscribed) == []
+
+
+def test_a_dead_letter_can_be_requeued_while_the_same_message_waits_for_a_retry(
+    conn: Connection, subscribed: str
+) -> None:
+    start = value(conn, "select i.last_tick_id from pgque.get_queue_info(%s) as i", subscribed)
+    (dl_id,) = bury(conn, subscribed)
+    configure(conn, subscribed, max_retries=5)
+    value(conn, "select pgque.register_consumer_at(%s, 'c', %s)", subscribed, start)
+    (message,) = receive(conn, subscribed)
+    nack(conn, message)
+    ack(conn, message.batch_id)
+    assert value(conn, "select pgque.dlq_requeue(%s)", dl_id) == message.msg_id
+    assert [m.msg_id for m in retried(conn, subscribed)] == [message.msg_id]
+
+
+def test_a_message_dead_lettered_while_its_queue_is_dropped_deadlocks_nobody(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    configure(conn, subscribed, max_retries=0)
+    send(conn, subscribed)
+    tick(conn, subscribed)
+    consumer = transaction()
+    (message,) = receive(consumer, subscribed)
+    dropping = background(lambda c: value(c, "select pgque.drop_queue(%s, true)", subscribed))
+    wait_for_lock(dropping.pid)
+    nack(consumer, message)
+    consumer.execute("commit")
+    assert dropping.result() == 1

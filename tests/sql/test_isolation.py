@@ -1,0 +1,191 @@
+"""Consumers whose snapshot is older than what happened to their queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import psycopg
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    drain,
+    forced_tick,
+    nack_ids,
+    receive,
+    receive_coop,
+    refused,
+    rotate,
+    rows,
+    send,
+    send_many,
+    tick,
+    value,
+)
+
+OLD = pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+
+
+@OLD
+def test_an_ack_from_a_snapshot_older_than_another_ack_is_refused(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = send_many(conn, subscribed, 4)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed, count=2)[0].batch_id
+    stale = transaction(isolation)
+    assert ack(conn, batch) == 1
+    refused("40001", ack, stale, batch)
+    stale.execute("rollback")
+    assert ack(stale, batch) == 0
+    assert drain(conn, subscribed) == sent[2:]
+
+
+@OLD
+def test_a_receive_from_an_old_snapshot_hands_out_no_second_batch(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = send_many(conn, subscribed, 4)
+    tick(conn, subscribed)
+    stale = transaction(isolation)
+    batch = receive(conn, subscribed, count=2)
+    refused("40001", receive, stale, subscribed, "c", 2)
+    stale.execute("rollback")
+    assert receive(stale, subscribed, count=2) == batch
+    ack(conn, batch[0].batch_id)
+    assert drain(conn, subscribed) == sent[2:]
+
+
+@OLD
+def test_a_batch_read_with_an_old_snapshot_can_not_be_acked_twice(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = send_many(conn, subscribed, 4)
+    tick(conn, subscribed)
+    receive(conn, subscribed, count=2)
+    stale = transaction(isolation)
+    assert drain(conn, subscribed, count=2) == sent
+    again = receive(stale, subscribed)
+    assert [m.msg_id for m in again] == sent[:2]
+    refused("40001", ack, stale, again[0].batch_id)
+
+
+@OLD
+def test_a_nack_from_an_old_snapshot_fails_no_message_twice(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = send_many(conn, subscribed, 2)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)[0].batch_id
+    stale = transaction(isolation)
+    nack_ids(conn, batch, sent[:1])
+    ack(conn, batch)
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        nack_ids(stale, batch, sent[:1])
+        ack(stale, batch)
+    stale.execute("rollback")
+    assert (
+        value(
+            conn,
+            "select m.value from pgque.metrics() as m where m.metric = 'pgque_queue_retries' and m.queue = %s",
+            subscribed,
+        )
+        == 1
+    )
+
+
+@OLD
+def test_an_old_snapshot_after_rotations_sees_no_wrong_message(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    send_many(conn, subscribed, 4)
+    tick(conn, subscribed)
+    stale = transaction(isolation)
+    drain(conn, subscribed)
+    for _ in range(4):
+        send(conn, subscribed)
+        forced_tick(conn, subscribed)
+        drain(conn, subscribed)
+        rotate(conn, subscribed)
+    try:
+        assert receive(stale, subscribed) == []
+        stale.execute("commit")
+    except psycopg.errors.SerializationFailure:
+        stale.execute("rollback")
+    last = send(conn, subscribed)
+    tick(conn, subscribed)
+    assert drain(conn, subscribed) == [last]
+
+
+@OLD
+def test_workers_with_old_snapshots_get_no_message_of_another(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = send_many(conn, subscribed, 6)
+    for worker in ("a", "b"):
+        value(conn, "select pgque.register_subconsumer(%s, 'c', %s, true)", subscribed, worker)
+    tick(conn, subscribed)
+    stale = transaction(isolation)
+    first = receive_coop(conn, subscribed, "a", 2)
+    assert [m.msg_id for m in first] == sent[:2]
+    refused("40001", receive_coop, stale, subscribed, "b", 2)
+    stale.execute("rollback")
+    assert [m.msg_id for m in receive_coop(stale, subscribed, "b", 2)] == sent[2:4]
+
+
+@OLD
+def test_subscribing_from_a_snapshot_older_than_a_rotation_starts_at_a_tick_that_exists(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    stale = transaction(isolation)
+    for _ in range(4):
+        send(conn, subscribed)
+        forced_tick(conn, subscribed)
+        drain(conn, subscribed)
+        rotate(conn, subscribed)
+    try:
+        value(stale, "select pgque.subscribe(%s, 'late')", subscribed)
+        stale.execute("commit")
+    except psycopg.Error as error:
+        assert error.sqlstate in ("40001", "PQ005")
+        return
+    last = send(conn, subscribed)
+    tick(conn, subscribed)
+    assert last in drain(conn, subscribed, "late")
+
+
+@OLD
+def test_a_transaction_of_its_own_may_receive_and_ack_in_any_isolation(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = send_many(conn, subscribed, 9)
+    tick(conn, subscribed)
+    got: list[int] = []
+    while True:
+        one = transaction(isolation)
+        batch = receive(one, subscribed, count=2)
+        if not batch:
+            break
+        got += [m.msg_id for m in batch]
+        ack(one, batch[0].batch_id)
+        one.execute("commit")
+    assert got == sent
+
+
+@OLD
+def test_a_tick_is_refused_in_a_transaction_with_an_old_snapshot(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    send(conn, subscribed)
+    for call in (
+        "select pgque.ticker(%s)",
+        "select pgque.ticker() where %s::text is not null",
+        "select pgque.maint() where %s::text is not null",
+        "select pgque.maint_rotate_tables_step1(%s)",
+    ):
+        old = transaction(isolation)
+        error = refused("25000", rows, old, call, subscribed)
+        assert "READ COMMITTED" in str(error)
+        assert error.diag.message_hint
+    assert tick(conn, subscribed) is not None

@@ -1,0 +1,369 @@
+"""Receiving in slices, again, at once, and windows of every shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    drain,
+    forced_tick,
+    leaf,
+    nack_ids,
+    payloads,
+    receive,
+    refused,
+    send,
+    send_many,
+    slices,
+    subscribe,
+    tick,
+    value,
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_slices_of_any_size_deliver_everything_once_in_order(
+    conn: Connection, subscribed: str, size: int
+) -> None:
+    sent = send_many(conn, subscribed, 130)
+    tick(conn, subscribed)
+    sent += [send(conn, subscribed) for _ in range(20)]
+    tick(conn, subscribed)
+    assert drain(conn, subscribed, count=size) == sent
+
+
+def test_a_slice_is_all_that_an_ack_finishes(conn: Connection, subscribed: str) -> None:
+    sent = send_many(conn, subscribed, 5)
+    tick(conn, subscribed)
+    first = receive(conn, subscribed, count=2)
+    assert [m.msg_id for m in first] == sent[:2]
+    assert ack(conn, first[0].batch_id) == 1
+    second = receive(conn, subscribed, count=100)
+    assert [m.msg_id for m in second] == sent[2:]
+    assert second[0].batch_id != first[0].batch_id
+
+
+def test_an_open_batch_comes_again_with_its_id_and_messages_whatever_max_return_says(
+    conn: Connection, subscribed: str
+) -> None:
+    send_many(conn, subscribed, 10)
+    tick(conn, subscribed)
+    first = receive(conn, subscribed, count=4)
+    send_many(conn, subscribed, 10)
+    tick(conn, subscribed)
+    for count in (1, 4, 1000):
+        again = receive(conn, subscribed, count=count)
+        assert [(m.batch_id, m.msg_id) for m in again] == [(m.batch_id, m.msg_id) for m in first]
+
+
+def test_two_sessions_that_receive_at_once_get_the_same_batch_one_after_the_other(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    sent = send_many(conn, subscribed, 10)
+    tick(conn, subscribed)
+    one = transaction()
+    first = receive(one, subscribed, count=3)
+    other = background(lambda c: receive(c, subscribed, count=3))
+    wait_for_lock(other.pid)
+    one.execute("commit")
+    assert [(m.batch_id, m.msg_id) for m in other.result()] == [(m.batch_id, m.msg_id) for m in first]
+    assert [m.msg_id for m in first] == sent[:3]
+
+
+def test_of_two_sessions_that_ack_one_batch_at_once_one_gets_1_and_one_gets_0(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    sent = send_many(conn, subscribed, 4)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed, count=2)[0].batch_id
+    one = transaction()
+    assert ack(one, batch) == 1
+    other = background(lambda c: ack(c, batch))
+    wait_for_lock(other.pid)
+    one.execute("commit")
+    assert other.result() == 0
+    assert drain(conn, subscribed) == sent[2:]
+
+
+def test_a_rolled_back_ack_leaves_the_batch_open(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    send_many(conn, subscribed, 3)
+    tick(conn, subscribed)
+    first = receive(conn, subscribed)
+    one = transaction()
+    assert ack(one, first[0].batch_id) == 1
+    one.execute("rollback")
+    assert receive(conn, subscribed) == first
+
+
+def test_receive_and_ack_in_one_rolled_back_transaction_change_nothing(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    sent = send_many(conn, subscribed, 6)
+    tick(conn, subscribed)
+    one = transaction()
+    assert len(drain(one, subscribed, count=2)) == 6
+    one.execute("rollback")
+    assert drain(conn, subscribed, count=4) == sent
+
+
+def test_nothing_to_receive_is_no_batch(conn: Connection, subscribed: str) -> None:
+    assert receive(conn, subscribed) == []
+    for _ in range(3):
+        forced_tick(conn, subscribed)
+        assert receive(conn, subscribed) == []
+    assert value(conn, "select i.current_batch from pgque.get_consumer_info(%s) as i", subscribed) is None
+
+
+def test_empty_windows_are_skipped_within_one_call(conn: Connection, subscribed: str) -> None:
+    for _ in range(150):
+        forced_tick(conn, subscribed)
+    sent = [send(conn, subscribed)]
+    tick(conn, subscribed)
+    assert [m.msg_id for m in receive(conn, subscribed)] == sent
+
+
+@pytest.mark.parametrize("count", [0, -1, None])
+def test_max_return_below_one_is_refused(conn: Connection, subscribed: str, count: int | None) -> None:
+    error = refused("PQ005", receive, conn, subscribed, "c", count)
+    assert subscribed in str(error)
+
+
+def test_a_message_carries_what_was_sent(conn: Connection, subscribed: str) -> None:
+    msg_id = value(
+        conn,
+        "select pgque.insert_event(%s, 'kind', 'data', 'one', 'two', 'three', 'four')",
+        subscribed,
+    )
+    tick(conn, subscribed)
+    (message,) = receive(conn, subscribed)
+    assert (message.msg_id, message.type, message.payload, message.retry_count) == (msg_id, "kind", "data", 0)
+    assert (message.extra1, message.extra2, message.extra3, message.extra4) == (
+        "one",
+        "two",
+        "three",
+        "four",
+    )
+    assert message.queue == subscribed
+    assert message.receive_count == 1
+    assert abs((message.created_at - value(conn, "select now()")).total_seconds()) < 60
+
+
+def test_every_consumer_sees_every_message(conn: Connection, subscribed: str) -> None:
+    subscribe(conn, subscribed, "other")
+    sent = send_many(conn, subscribed, 20)
+    tick(conn, subscribed)
+    assert drain(conn, subscribed, count=7) == sent
+    assert drain(conn, subscribed, "other", count=3) == sent
+
+
+def test_events_of_interleaved_transactions_are_all_delivered_once(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    got: list[int] = []
+    sent: list[int] = []
+    open_: list[Connection] = []
+    for step in range(40):
+        producer = transaction()
+        sent.append(send(producer, subscribed))
+        open_.append(producer)
+        if len(open_) > 5:
+            done = open_.pop((step * 7) % 5)
+            sent.append(send(done, subscribed))
+            done.execute("commit")
+            done.close()
+        if step % 3 == 0:
+            tick(conn, subscribed)
+        for batch in slices(conn, subscribed, count=3):
+            got += [m.msg_id for m in batch]
+    for producer in open_:
+        producer.execute("commit")
+    tick(conn, subscribed)
+    got += drain(conn, subscribed, count=3)
+    assert len(got) == len(set(got))
+    assert sorted(got) == sorted(sent)
+
+
+def test_a_window_is_in_the_order_of_ids_not_of_transactions(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    early = transaction()
+    early.execute("select pg_current_xact_id()")
+    late = transaction()
+    send(late, subscribed, "first")
+    late.execute("commit")
+    send(early, subscribed, "second")
+    early.execute("commit")
+    tick(conn, subscribed)
+    assert payloads(conn, subscribed, count=1) == ["first", "second"]
+
+
+def test_send_tick_and_receive_in_one_transaction_lose_nothing(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    one = transaction()
+    sent = [send(one, subscribed)]
+    forced_tick(one, subscribed)
+    assert receive(one, subscribed) == []
+    sent.append(send(one, subscribed))
+    forced_tick(one, subscribed)
+    assert receive(one, subscribed) == []
+    one.execute("commit")
+    tick(conn, subscribed)
+    assert drain(conn, subscribed) == sent
+
+
+def test_a_batch_whose_every_message_was_nacked_does_not_block_its_consumer(
+    conn: Connection, subscribed: str
+) -> None:
+    sent = send_many(conn, subscribed, 2)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)
+    assert [m.msg_id for m in batch] == sent
+    nack_ids(conn, batch[0].batch_id, sent, after="1 hour")
+    later = send(conn, subscribed)
+    tick(conn, subscribed)
+    assert drain(conn, subscribed) == [later]
+
+
+def test_an_ack_of_null_or_of_nonsense_is_0(conn: Connection, subscribed: str) -> None:
+    for batch in (None, 0, -1, 17, 2**62):
+        assert value(conn, "select pgque.ack(%s::bigint)", batch) == 0
+
+
+def big_window(
+    conn: Connection, connect: Callable[..., Connection], queue: str, count: int, size: int
+) -> None:
+    producer = connect(autocommit=False)
+    ids: list[int] = []
+    for _ in range(count // 50_000):
+        ids += send_many(producer, queue, 50_000)
+    producer.commit()
+    tick(conn, queue)
+    seen = 0
+    last = 0
+    times = []
+    started = time.monotonic()
+    for batch in slices(conn, queue, count=size):
+        ids_here = [m.msg_id for m in batch]
+        assert ids_here == sorted(ids_here)
+        assert ids_here[0] > last
+        last = ids_here[-1]
+        seen += len(batch)
+        if seen % (count // 10) < size:
+            times.append(time.monotonic() - started)
+    assert seen == count
+    # The second half takes as long as the first, give or take the noise of a shared machine.
+    half = times[len(times) // 2 - 1]
+    assert times[-1] - half < 2.5 * half + 1
+
+
+def test_a_window_of_200000_events_is_delivered_in_slices_in_linear_time(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    big_window(conn, connect, subscribed, 200_000, 500)
+
+
+@pytest.mark.slow
+def test_a_window_of_1000000_events_is_delivered_in_slices_in_linear_time(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    big_window(conn, connect, subscribed, 1_000_000, 500)
+
+
+def test_a_big_window_with_holes_and_later_commits_is_delivered_whole(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    producers = [transaction() for _ in range(3)]
+    kept: list[int] = []
+    for step in range(30):
+        ids = send_many(producers[step % 3], subscribed, 300)
+        if step % 3 != 1:
+            kept += ids
+    producers[1].execute("rollback")
+    producers[0].execute("commit")
+    producers[2].execute("commit")
+    tick(conn, subscribed)
+    for number, batch in enumerate(slices(conn, subscribed, count=700)):
+        assert [m.msg_id for m in batch] == kept[number * 700 : number * 700 + 700]
+    assert number == (len(kept) - 1) // 700
+
+
+def test_a_table_rewritten_by_vacuum_full_between_two_slices_loses_nothing(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    gone = transaction()
+    send_many(gone, subscribed, 5_000)
+    gone.execute("rollback")
+    sent = send_many(conn, subscribed, 15_000)
+    tick(conn, subscribed)
+    got: list[int] = []
+    for number, batch in enumerate(slices(conn, subscribed, count=500)):
+        got += [m.msg_id for m in batch]
+        if number in (4, 9):
+            conn.execute(f"vacuum full {leaf(conn, subscribed)}".encode())
+    assert got == sent
+
+
+def test_a_slice_in_the_middle_of_a_big_window_can_be_received_again_and_nacked(
+    conn: Connection, subscribed: str
+) -> None:
+    sent = send_many(conn, subscribed, 9_000)
+    tick(conn, subscribed)
+    got: list[int] = []
+    for number, batch in enumerate(slices(conn, subscribed, count=1_000)):
+        if number == 5:
+            assert receive(conn, subscribed, count=1) == batch
+            nack_ids(conn, batch[0].batch_id, [batch[3].msg_id], after="1 hour")
+            rest = receive(conn, subscribed)
+            assert [m.msg_id for m in rest] == [m.msg_id for m in batch if m.msg_id != batch[3].msg_id]
+        got += [m.msg_id for m in batch]
+    assert got == sent
+
+
+def test_two_consumers_and_maintenance_share_a_big_window(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    subscribe(conn, subscribed, "other")
+    sent = send_many(conn, subscribed, 8_000)
+    tick(conn, subscribed)
+    got: dict[str, list[int]] = {"c": [], "other": []}
+    for step in range(16):
+        for consumer in got:
+            batch = receive(conn, subscribed, consumer, 600)
+            if batch:
+                got[consumer] += [m.msg_id for m in batch]
+                ack(conn, batch[0].batch_id)
+        if step % 3 == 0:
+            value(conn, "select pgque.maint()")
+    assert got == {"c": sent, "other": sent}
+
+
+def test_receive_stops_at_a_dropped_connection_without_losing_its_batch(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    sent = send_many(conn, subscribed, 3)
+    tick(conn, subscribed)
+    victim = connect(autocommit=False)
+    receive(victim, subscribed)
+    pid = victim.info.backend_pid
+    value(conn, "select pg_terminate_backend(%s, 5000)", pid)
+    with pytest.raises(psycopg.OperationalError):
+        victim.execute("select 1")
+    assert drain(conn, subscribed) == sent

