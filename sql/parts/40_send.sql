@@ -54,13 +54,13 @@ create or replace function pgque.send(queue_name text, payload text) returns big
 language sql as $$ select pgque.insert_event($1, 'default', $2, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
-language sql as $$ select pgque.insert_event($1, 'default', $2::text, null, null, null, null) $$;
+language sql as $$ select pgque.insert_event($1, 'default', $2::pg_catalog.text, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, type_name text, payload text) returns bigint
 language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, type_name text, payload jsonb) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3::text, null, null, null, null) $$;
+language sql as $$ select pgque.insert_event($1, $2, $3::pg_catalog.text, null, null, null, null) $$;
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque.insert_event($1, $2, $3, $4, null, null, null) $$;
@@ -107,10 +107,10 @@ create or replace function pgque.send_batch(queue_name text, payloads text[]) re
 language sql as $$ select pgque.send_batch($1, 'default', $2) $$;
 
 create or replace function pgque.send_batch(queue_name text, type_name text, payloads jsonb[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, $2, $3::text[]) $$;
+language sql as $$ select pgque.send_batch($1, $2, $3::pg_catalog.text[]) $$;
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, 'default', $2::text[]) $$;
+language sql as $$ select pgque.send_batch($1, 'default', $2::pg_catalog.text[]) $$;
 
 -- Sends unless the same key was sent within ttl; then the first id comes back.
 -- The primary key makes two senders of one key meet; the second waits.
@@ -158,7 +158,7 @@ create or replace function pgque.send_idem(
   ttl interval default '1 hour', partition_key text default null,
   out event_id bigint, out deduped boolean
 )
-language sql as $$ select * from pgque.send_idem($1, $2, $3::text, $4, $5, $6) $$;
+language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
 
 -- Appends an event whose id is known already.
 create or replace function pgque._insert_as(p_queue text, p_id bigint, p_type text, p_data text, p_extra1 text) returns void

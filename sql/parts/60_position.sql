@@ -37,13 +37,16 @@ end
 $$;
 
 -- Which leaf of the journal is written.  A transaction with an old snapshot
--- locks the answer, and fails with 40001 if it is no longer true.
+-- locks the answer, and fails with 40001 if it is no longer true; one that can
+-- not write needs no such care.
 create or replace function pgque._journal_leaf() returns int
 language plpgsql as $$
 declare
   v_leaf  int;
 begin
-  if pg_catalog.current_setting('transaction_isolation') in ('read committed', 'read uncommitted') then
+  if pg_catalog.current_setting('transaction_isolation') in ('read committed', 'read uncommitted')
+    or pg_catalog.current_setting('transaction_read_only') = 'on'
+  then
     select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;
   else
     select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;

@@ -49,7 +49,9 @@ declare
   v_tick   pgque.tick;
   v_ticks  text := pgque._ticks_sql(p_queue.queue_id);
 begin
-  if p_start_at = 'latest' then
+  if p_start_at is null then
+    null;
+  elsif p_start_at = 'latest' then
     v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
@@ -669,21 +671,22 @@ begin
 end
 $$;
 
--- Opens a cursor over a batch and returns its first rows.  extra_where is SQL;
--- it runs with the rights of the caller, who must be an administrator.
+-- Opens a cursor over a batch and returns its first rows.  extra_where is SQL; it runs with
+-- the rights of the caller, who must be an administrator, and sees pg_catalog
+-- and pgque only.
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int, extra_where text,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_cursor  refcursor := $2;
 begin
-  open v_cursor for execute pg_catalog.format('select %s from (%s) e where true %s order by e.ev_id',
+  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
     pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
-  return query execute pg_catalog.format('fetch forward %s from %I', $3, $2);
+  return query execute format('fetch forward %s from %I', $3, $2);
 end
 $$;
 

@@ -55,30 +55,30 @@ $$;
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified and all work is in functions.
-create or replace procedure pgque.ticker_loop(run_for interval default null)
+create or replace procedure pgque.ticker_loop(run_for pg_catalog.interval default null)
 language plpgsql as $$
 declare
-  v_start     timestamptz := pg_catalog.clock_timestamp();
-  v_timeout   interval := pg_catalog.current_setting('statement_timeout')::interval;
-  v_end       timestamptz;
-  v_lock      int := pg_catalog.hashtext('pgque.ticker_loop');
-  v_next      timestamptz;
-  v_maint     timestamptz := v_start;
-  v_due       timestamptz := v_start;
-  v_period    interval;
-  v_stopped   timestamptz;
-  v_seen      text;
-  v_snapshot  text;
-  v_queue     int;
+  v_start     pg_catalog.timestamptz := pg_catalog.clock_timestamp();
+  v_timeout   pg_catalog.interval := pg_catalog.current_setting('statement_timeout')::pg_catalog.interval;
+  v_end       pg_catalog.timestamptz;
+  v_lock      pg_catalog.int4 := pg_catalog.hashtext('pgque.ticker_loop');
+  v_next      pg_catalog.timestamptz;
+  v_maint     pg_catalog.timestamptz := v_start;
+  v_due       pg_catalog.timestamptz := v_start;
+  v_period    pg_catalog.interval;
+  v_stopped   pg_catalog.timestamptz;
+  v_seen      pg_catalog.text;
+  v_snapshot  pg_catalog.text;
+  v_queue     pg_catalog.int4;
   v_op        record;
 begin
   -- Whatever the session's default is; the level goes from one transaction to
   -- the next.
   commit;
   set transaction isolation level read committed;
-  v_end := v_start + coalesce(ticker_loop.run_for, interval '55 seconds');
-  if v_timeout > interval '0' then
-    v_end := least(v_end, v_start + greatest(v_timeout - interval '2 seconds', v_timeout / 2));
+  v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
+  if v_timeout > '0'::pg_catalog.interval then
+    v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2));
   end if;
   v_next := v_start;
   loop
@@ -91,10 +91,10 @@ begin
       commit and chain;
       continue;
     end if;
-    select c.tick_period_ms * interval '1 millisecond', c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
+    select c.tick_period_ms * '1 millisecond'::pg_catalog.interval, c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
     exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
 
-    v_snapshot := pg_catalog.pg_current_snapshot()::text;
+    v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
     if v_snapshot is distinct from v_seen or pg_catalog.clock_timestamp() >= v_due then
       v_seen := v_snapshot;
       v_due := pgque._look_again_at();
@@ -109,7 +109,7 @@ begin
     end if;
 
     if pg_catalog.clock_timestamp() >= v_maint then
-      v_maint := pg_catalog.clock_timestamp() + interval '5 seconds';
+      v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
       for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
         perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
         commit and chain;
@@ -249,7 +249,7 @@ $$;
 -- Removes pgque with everything in it; roles stay, they belong to the cluster.
 -- Only the owner of the schema.
 create or replace function pgque.uninstall() returns void
-language plpgsql as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     raise exception using

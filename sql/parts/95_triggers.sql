@@ -17,7 +17,7 @@
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
-language plpgsql as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue   text := p_args[1];
   v_opts    text[] := p_args[2:];
@@ -31,23 +31,23 @@ begin
   if v_queue is null then
     raise exception using
       errcode = 'PQ005',
-      message = pg_catalog.format('the trigger on table %s names no queue', p_table),
+      message = format('the trigger on table %s names no queue', p_table),
       hint = 'create trigger ... execute function pgque.jsontriga(''queue'', options...)';
   end if;
   foreach v_opt in array v_opts loop
     if v_opt like 'ignore=%' then
-      v_ignore := pg_catalog.string_to_array(pg_catalog.substr(v_opt, 8), ',');
+      v_ignore := string_to_array(substr(v_opt, 8), ',');
     elsif v_opt like 'pkey=%' then
-      v_pkey := pg_catalog.string_to_array(pg_catalog.substr(v_opt, 6), ',');
+      v_pkey := string_to_array(substr(v_opt, 6), ',');
     elsif v_opt = 'deny' then
       raise exception using
         errcode = 'PQ013',
-        message = pg_catalog.format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
+        message = format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
         hint = 'The trigger on the table has the option deny.';
-    elsif pg_catalog.lower(v_opt) not in ('backup', 'skip') then
+    elsif lower(v_opt) not in ('backup', 'skip') then
       raise exception using
         errcode = 'PQ005',
-        message = pg_catalog.format('unknown option %L of the trigger on table %s', v_opt, p_table),
+        message = format('unknown option %L of the trigger on table %s', v_opt, p_table),
         hint = 'Options: backup, ignore=columns, pkey=columns, deny, skip.';
     end if;
   end loop;
@@ -56,10 +56,10 @@ begin
     return;
   end if;
   v_pkey := coalesce(v_pkey, (
-    select pg_catalog.array_agg(a.attname::text order by k.n)
-    from pg_catalog.pg_index i
-    cross join lateral pg_catalog.unnest(i.indkey) with ordinality k (attnum, n)
-    join pg_catalog.pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
+    select array_agg(a.attname::text order by k.n)
+    from pg_index i
+    cross join lateral unnest(i.indkey) with ordinality k (attnum, n)
+    join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
     where i.indrelid = p_table and i.indisprimary), '{}');
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
@@ -68,17 +68,17 @@ begin
   if p_format = 'json' then
     v_data := v_row::text;
   elsif p_format = 'url' then
-    select pg_catalog.string_agg(pgque._url_encode(r.key) || coalesce('=' || pgque._url_encode(r.value), ''), '&')
-    into v_data from pg_catalog.jsonb_each_text(v_row) r;
+    select string_agg(pgque._url_encode(r.key) || coalesce('=' || pgque._url_encode(r.value), ''), '&')
+    into v_data from jsonb_each_text(v_row) r;
   else
-    select pg_catalog.string_agg(pg_catalog.format('%I = %s', r.key, pg_catalog.quote_nullable(r.value)), ' and ')
-    into v_where from pg_catalog.jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey);
+    select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ' and ')
+    into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey);
     if p_op = 'INSERT' then
-      select pg_catalog.format('(%s) values (%s)', pg_catalog.string_agg(pg_catalog.quote_ident(r.key), ','), pg_catalog.string_agg(pg_catalog.quote_nullable(r.value), ','))
-      into v_data from pg_catalog.jsonb_each_text(v_row) r;
+      select format('(%s) values (%s)', string_agg(quote_ident(r.key), ','), string_agg(quote_nullable(r.value), ','))
+      into v_data from jsonb_each_text(v_row) r;
     elsif p_op = 'UPDATE' then
-      select pg_catalog.string_agg(pg_catalog.format('%I = %s', r.key, pg_catalog.quote_nullable(r.value)), ', ') || ' where ' || v_where
-      into v_data from pg_catalog.jsonb_each_text(v_row) r
+      select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ', ') || ' where ' || v_where
+      into v_data from jsonb_each_text(v_row) r
       where r.value is distinct from p_old ->> r.key;
       v_data := coalesce(v_data, v_where);
     else
@@ -86,7 +86,7 @@ begin
     end if;
   end if;
   perform pgque.insert_event(v_queue,
-    case when p_format = 'sql' then pg_catalog.left(p_op, 1) else pg_catalog.left(p_op, 1) || ':' || pg_catalog.array_to_string(v_pkey, ',') end,
+    case when p_format = 'sql' then left(p_op, 1) else left(p_op, 1) || ':' || array_to_string(v_pkey, ',') end,
     v_data, p_table::text, case when 'backup' = any (v_opts) then p_old::text end, null, null);
 end
 $$;
@@ -103,11 +103,11 @@ language sql immutable strict as $$
 $$;
 
 create or replace function pgque.jsontriga() returns trigger
-language plpgsql as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
-  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -115,11 +115,11 @@ end
 $$;
 
 create or replace function pgque.logutriga() returns trigger
-language plpgsql as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
-  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -127,11 +127,11 @@ end
 $$;
 
 create or replace function pgque.sqltriga() returns trigger
-language plpgsql as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
-    case when tg_op in ('INSERT', 'UPDATE') then pg_catalog.to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then pg_catalog.to_jsonb(old) end);
-  if tg_when = 'BEFORE' and pg_catalog.lower(tg_argv::text)::text[] @> '{skip}' then
+    case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
+  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);

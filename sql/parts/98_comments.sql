@@ -1,0 +1,353 @@
+-- ---------------------------------------------------------------------------
+-- comments: what each public name is for
+-- ---------------------------------------------------------------------------
+
+-- sql/REFERENCE.md is generated from these; it adds arguments, result and role.
+
+-- produce
+comment on function pgque.send(text, text) is
+  'Appends one message of type default and returns its id. The payload is kept byte for byte. It is delivered to every consumer '
+  'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
+comment on function pgque.send(text, jsonb) is
+  'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
+comment on function pgque.send(text, text, text) is
+  'Same as send(queue_name, payload), with a message type that consumers can choose a handler by.';
+comment on function pgque.send(text, text, jsonb) is
+  'Same as send(queue_name, type_name, payload text) for JSON.';
+comment on function pgque.send(text, text, text, text) is
+  'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
+comment on function pgque.send_batch(text, text, text[]) is
+  'Appends one message for each element of the array in one statement and returns their ids in the order of the input: all or '
+  'none. A NULL element is a message with a NULL payload; an empty array sends nothing and returns {}. '
+  'PQ001 no such queue, PQ005 the array is NULL, PQ013 the queue is paused.';
+comment on function pgque.send_batch(text, text[]) is
+  'Same as send_batch(queue_name, type_name, payloads) with type default.';
+comment on function pgque.send_batch(text, text, jsonb[]) is
+  'Same as send_batch(queue_name, type_name, payloads) for JSON.';
+comment on function pgque.send_batch(text, jsonb[]) is
+  'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
+comment on function pgque.send_idem(text, text, text, text, interval, text) is
+  'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
+  'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
+  'PQ001 no such queue, PQ005 no key or a ttl that is not positive, PQ013 the queue is paused.';
+comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
+  'Same as send_idem with a text payload, for JSON.';
+comment on function pgque.insert_event(text, text, text, text, text, text, text) is
+  'PgQ''s name for send, with the four extra texts of an event. Returns the event''s id. '
+  'PQ001 no such queue, PQ013 the queue is paused.';
+comment on function pgque.insert_event(text, text, text) is
+  'Same as insert_event with seven arguments; the extra texts are NULL.';
+comment on function pgque.current_event_table(text) is
+  'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
+  'ev_data a complete event. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
+comment on function pgque.jsontriga() is
+  'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
+  'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '
+  'I:, U: or D: and the key columns, or R for TRUNCATE; ev_extra1 is the table. '
+  'PQ001 no such queue, PQ005 no queue or an unknown option, PQ013 the queue is paused or the change is denied.';
+comment on function pgque.logutriga() is
+  'Same as jsontriga(), with the row as URL-encoded pairs.';
+comment on function pgque.sqltriga() is
+  'Same as jsontriga(), with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, D or R.';
+
+-- consume
+comment on function pgque.subscribe(text, text, text) is
+  'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
+  'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
+  'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
+comment on function pgque.subscribe(text, text) is
+  'Same as subscribe(queue_name, consumer_name, ''latest'').';
+comment on function pgque.register_consumer(text, text) is
+  'PgQ''s name for subscribe(queue_name, consumer_name).';
+comment on function pgque.register_consumer_at(text, text, bigint) is
+  'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
+  'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
+comment on function pgque.unsubscribe(text, text) is
+  'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
+  'went, 0 if it was none. PQ001 no such queue.';
+comment on function pgque.unregister_consumer(text, text) is
+  'PgQ''s name for unsubscribe.';
+comment on function pgque.receive(text, text, int, text) is
+  'Hands out the consumer''s next messages in the order of their ids, at most max_return, as one batch; no rows if there are none. Until '
+  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker it is the batch of that registered worker. '
+  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once. PQ001 no such queue, PQ005 max_return is below 1 '
+  'or the consumer has workers, PQ011 not subscribed, 40001 retry the transaction.';
+comment on function pgque.ack(bigint) is
+  'Finishes a batch: exactly the messages that were handed out with it. Returns 1, or 0 if the batch is not open, because it was finished '
+  'before or another worker has taken it over.';
+comment on function pgque.finish_batch(bigint) is
+  'PgQ''s name for ack.';
+comment on function pgque.nack(bigint, pgque.message, interval, text) is
+  'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
+  'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
+  'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
+comment on function pgque.nack(bigint, bigint[], interval, text) is
+  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason (not in this batch, settled already). '
+  'PQ005 retry_after is negative, PQ012 the batch is not open.';
+comment on function pgque.next_batch(text, text) is
+  'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
+  'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
+comment on function pgque.next_batch_info(text, text) is
+  'Same as next_batch, with the ids, times and event sequences of the two ticks.';
+comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+  'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
+  'is no condition.';
+comment on function pgque.get_batch_events(bigint) is
+  'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
+comment on function pgque.get_batch_info(bigint) is
+  'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
+comment on function pgque.get_batch_cursor(bigint, text, int, text) is
+  'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
+  'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
+comment on function pgque.get_batch_cursor(bigint, text, int) is
+  'Same as get_batch_cursor without extra_where.';
+comment on function pgque.event_retry(bigint, bigint, timestamptz) is
+  'Delivers one event of an open batch to this consumer again at retry_time, however often it failed before. Returns 1, or 0 if it was failed already. '
+  'PQ007 the event is not in this batch, PQ012 the batch is not open.';
+comment on function pgque.event_retry(bigint, bigint, int) is
+  'Same as event_retry with a time, in so many seconds from now.';
+comment on function pgque.batch_retry(bigint, int) is
+  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now, and returns their number. Finish the batch '
+  'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
+
+-- workers
+comment on function pgque.receive_coop(text, text, text, int, interval) is
+  'receive() for one of several workers (subconsumers) that share a consumer; each gets messages of its own. Registers the worker on first use. With dead_interval, the batch of a worker '
+  'that was silent for longer is taken over first, under a new batch id. '
+  'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
+comment on function pgque.register_subconsumer(text, text, text, boolean) is
+  'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
+  'convert_normal is true; the messages of its open batch then come again. '
+  'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
+comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
+  'Same as register_subconsumer.';
+comment on function pgque.unregister_subconsumer(text, text, text, int) is
+  'Removes a worker and returns 1; 0 if there is none. If it holds a batch: with batch_handling 0 that is an error, with 1 its messages go through retry and dead letters. '
+  'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
+comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
+  'Same as unregister_subconsumer.';
+comment on function pgque.touch_subconsumer(text, text, text) is
+  'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
+
+-- dead letters
+comment on function pgque.dlq_inspect(text, int) is
+  'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
+comment on function pgque.dlq_replay(bigint) is
+  'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
+  'PQ008 no such dead letter, PQ013 the queue is paused.';
+comment on function pgque.dlq_replay_all(text) is
+  'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
+comment on function pgque.dlq_requeue(bigint) is
+  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Returns the message''s id. '
+  'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
+comment on function pgque.dlq_requeue_all(text, int) is
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
+comment on function pgque.dlq_purge(text, interval) is
+  'Deletes the dead letters of a queue that died longer ago than older_than, and returns their number. PQ001 no such queue.';
+
+-- queues
+comment on function pgque.create_queue(text, jsonb) is
+  'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
+  'parameters of set_queue_config. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
+comment on function pgque.alter_queue(text, jsonb) is
+  'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
+  'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
+comment on function pgque.set_queue_config(text, text, text) is
+  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retention_period (7 days), rotation_period (2 hours), ticker_max_count (500 events), '
+  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused, external_ticker (false). Periods are intervals. '
+  'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
+comment on function pgque.queue_config(text) is
+  'The parameters of a queue with the values in force. PQ001 no such queue.';
+comment on function pgque.pause(text) is
+  'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
+comment on function pgque.resume(text) is
+  'Opens a paused queue again. PQ001 no such queue.';
+comment on function pgque.drop_queue(text, boolean) is
+  'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. PQ001 no such queue, PQ006 it has consumers.';
+
+-- run
+comment on function pgque.ticker() is
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+comment on function pgque.ticker(text) is
+  'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
+  'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+comment on function pgque.ticker(text, bigint, timestamptz, bigint) is
+  'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
+  'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+comment on function pgque.force_next_tick(text) is
+  'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
+comment on function pgque.force_tick(text) is
+  'Same as force_next_tick.';
+comment on procedure pgque.ticker_loop(interval) is
+  'The ticker: ticks, moves due retries and maintains, every tick period, for 55 seconds or run_for, and commits after each step. Call it again and again outside a transaction; pg_cron (start()) and the '
+  'command pgque ticker do. A second loop waits for the first.';
+comment on function pgque.set_tick_period_ms(int) is
+  'Sets how often the loop looks for work, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
+comment on function pgque.start() is
+  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database, or you may not schedule jobs.';
+comment on function pgque.stop() is
+  'Ends the running loop, whoever runs it, and removes the pg_cron jobs.';
+comment on function pgque.maint() is
+  'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+comment on function pgque.maint_operations() is
+  'What maint() does, one call a row, for a scheduler that commits after each.';
+comment on function pgque.maint_retry_events() is
+  'Puts messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; a ticker delivers them.';
+comment on function pgque.maint_retain(text) is
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never saw, and returns how many; get_consumer_info counts what they skipped. PQ001 no such queue.';
+comment on function pgque.maint_rotate_tables_step1(text) is
+  'Empties the queue''s oldest table and makes it the current one, if rotation_period has passed and every consumer is done with it. Returns 1, or 0 if there was nothing to do, '
+  'a consumer is behind, or the table is locked. PQ001 no such queue, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+comment on function pgque.maint_rotate_tables_step2() is
+  'PgQ''s second half of a rotation: nothing to do here. Returns 0.';
+comment on function pgque.maint_tables() is
+  'Maintains the tables that all queues share. Returns how much there was to do.';
+comment on function pgque.uninstall() is
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501.';
+
+-- observe
+comment on function pgque.version() is
+  'The version of pgque in this database.';
+comment on function pgque.clock() is
+  'The time as pgque sees it. Tests replace it to move time.';
+comment on function pgque.get_queue_info(text) is
+  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick. PQ001 no such queue.';
+comment on function pgque.get_consumer_info(text, text) is
+  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
+  'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
+comment on function pgque.peek(text, int, text) is
+  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not. Changes nothing; batch_id is NULL. '
+  'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
+comment on function pgque.metrics() is
+  'One figure a row for a monitoring system: name, queue, consumer, value.';
+comment on function pgque.health() is
+  'One check a row: ok, warn or fail, what was found, and what to do about it.';
+comment on function pgque.status() is
+  'What is installed, scheduled and running: version, scheduler, ticker, queues.';
+
+-- types
+comment on type pgque.message is 'A message as receive() hands it to a consumer.';
+comment on column pgque.message.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
+comment on column pgque.message.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
+comment on column pgque.message.type is 'What the sender called it; default if nothing.';
+comment on column pgque.message.payload is 'The text or JSON that was sent.';
+comment on column pgque.message.retry_count is 'How often it was failed before: 0 at first.';
+comment on column pgque.message.created_at is 'When it was sent.';
+comment on column pgque.message.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.message.extra2 is 'Free text of the sender.';
+comment on column pgque.message.extra3 is 'Free text of the sender.';
+comment on column pgque.message.extra4 is 'Free text of the sender.';
+comment on column pgque.message.headers is 'Metadata of the sender.';
+comment on column pgque.message.key is 'Key of a keyed message.';
+comment on column pgque.message.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
+comment on column pgque.message.receive_count is 'Number of this delivery: 1 at first.';
+comment on column pgque.message.last_error is 'The reason given when it was failed last.';
+comment on column pgque.message.expires_at is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.message.queue is 'Name of its queue.';
+comment on type pgque.outcome is 'What became of one message of a call that settles several.';
+comment on column pgque.outcome.msg_id is 'Id of the message.';
+comment on column pgque.outcome.ok is 'Whether this call settled it.';
+comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already.';
+
+-- tables that people query; change them through functions only
+comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
+comment on column pgque.config.config_id is 'Always 1.';
+comment on column pgque.config.tick_period_ms is 'How often the loop looks for work, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
+comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
+comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
+comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
+comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
+comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
+comment on column pgque.queue.queue_rotation_period is 'Least time between two rotations.';
+comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
+comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
+comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
+comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
+comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
+comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
+comment on column pgque.queue.queue_max_retries is 'How often a failed message is delivered again before it becomes a dead letter.';
+comment on column pgque.queue.queue_retention_period is 'A consumer that lags for longer is moved forward.';
+comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
+comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
+comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
+comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
+comment on column pgque.queue.queue_created_at is 'When it was created.';
+comment on column pgque.queue.queue_xid is 'Transaction that wrote this row last.';
+comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
+comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
+comment on table pgque.consumer is 'Names of consumers.';
+comment on column pgque.consumer.co_id is 'Number of the consumer.';
+comment on column pgque.consumer.co_name is 'Name of the consumer.';
+comment on view pgque.subscription is 'Who reads what, and how far: consumers of queues, and their workers.';
+comment on column pgque.subscription.sub_id is 'Number of the subscription.';
+comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
+comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
+comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
+comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
+comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
+comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
+comment on column pgque.subscription.sub_role is 'normal, coop_main (a consumer with workers) or coop_member (a worker).';
+comment on column pgque.subscription.sub_main is 'For a worker, the sub_id of its consumer.';
+comment on column pgque.subscription.sub_worker is 'For a worker, its name.';
+comment on table pgque.tick is 'The ticks of all queues: snapshots between which batches lie.';
+comment on column pgque.tick.slot is 'Partition: queue_id * 3 + table number.';
+comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
+comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
+comment on column pgque.tick.tick_time is 'When it was made.';
+comment on column pgque.tick.tick_snapshot is 'Which transactions had finished by then.';
+comment on column pgque.tick.tick_event_seq is 'Value of the event sequence by then.';
+comment on table pgque.retry_queue is 'Failed messages that wait to be delivered again, each to one consumer.';
+comment on column pgque.retry_queue.ev_retry_after is 'When it is due.';
+comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
+comment on column pgque.retry_queue.ev_id is 'Id of the message.';
+comment on column pgque.retry_queue.ev_time is 'When it was sent.';
+comment on column pgque.retry_queue.ev_txid is 'Transaction that stored it in the queue.';
+comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id.';
+comment on column pgque.retry_queue.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.retry_queue.ev_type is 'Type of the message.';
+comment on column pgque.retry_queue.ev_data is 'Its payload.';
+comment on column pgque.retry_queue.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.retry_queue.ev_extra2 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_extra3 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_extra4 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_headers is 'Metadata of the sender.';
+comment on column pgque.retry_queue.ev_key is 'Key of a keyed message.';
+comment on column pgque.retry_queue.ev_bytes is 'Its payload, if it was sent as bytes.';
+comment on column pgque.retry_queue.ev_expires is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.retry_queue.ev_error is 'The reason given when it failed last.';
+comment on table pgque.dead_letter is 'Messages whose retries are used up, once for each consumer; see dlq_inspect().';
+comment on column pgque.dead_letter.dl_id is 'Number of the dead letter; what dlq_requeue() and dlq_replay() take.';
+comment on column pgque.dead_letter.dl_queue_id is 'The queue: queue.queue_id.';
+comment on column pgque.dead_letter.dl_consumer_id is 'The consumer that failed it: consumer.co_id.';
+comment on column pgque.dead_letter.dl_time is 'When it became a dead letter.';
+comment on column pgque.dead_letter.dl_reason is 'Why: the reason of the last nack().';
+comment on column pgque.dead_letter.ev_id is 'Id of the message.';
+comment on column pgque.dead_letter.ev_time is 'When it was sent.';
+comment on column pgque.dead_letter.ev_txid is 'Transaction that stored it in the queue.';
+comment on column pgque.dead_letter.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.dead_letter.ev_type is 'Type of the message.';
+comment on column pgque.dead_letter.ev_data is 'Its payload.';
+comment on column pgque.dead_letter.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.dead_letter.ev_extra2 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_extra3 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_extra4 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_headers is 'Metadata of the sender.';
+comment on column pgque.dead_letter.ev_key is 'Key of a keyed message.';
+comment on column pgque.dead_letter.ev_bytes is 'Its payload, if it was sent as bytes.';
+comment on column pgque.dead_letter.ev_expires is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.dead_letter.ev_error is 'The reason given when it failed last.';
+
+-- internal tables
+comment on table pgque.event is 'The events of all queues: append only, a partition for each of a queue''s three tables. Internal: read it through receive() or peek().';
+comment on table pgque.dropped_queue is 'Dropped queues whose tables still have to go. Internal.';
+comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
+comment on table pgque.journal is 'Which leaf of the positions is written. Internal.';
+comment on table pgque.position_0 is 'Journal of positions, first leaf; the newest row of a subscriber counts. Internal: see get_consumer_info().';
+comment on table pgque.position_1 is 'Journal of positions, second leaf. Internal.';
+comment on table pgque.settled_0 is 'Messages of open batches that were failed already, first leaf. Internal.';
+comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
+comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
+comment on table pgque.idempotency_key is 'Keys of send_idem() until their ttl ends. Internal.';

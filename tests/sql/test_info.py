@@ -1,0 +1,299 @@
+"""Settings, information, health, metrics, retention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    drain,
+    forced_tick,
+    move_clock,
+    nack,
+    queue_bytes,
+    receive,
+    refused,
+    rows,
+    send,
+    send_many,
+    subscribe,
+    tick,
+    value,
+)
+
+QUEUE_INFO = [
+    "queue_name", "queue_ntables", "queue_cur_table", "queue_rotation_period", "queue_switch_time",
+    "queue_external_ticker", "queue_ticker_paused", "queue_ticker_max_count", "queue_ticker_max_lag",
+    "queue_ticker_idle_period", "ticker_lag", "ev_per_sec", "ev_new", "last_tick_id",
+]  # fmt: skip
+CONSUMER_INFO = [
+    "queue_name", "consumer_name", "lag", "last_seen", "last_tick", "current_batch", "next_tick", "pending_events",
+]  # fmt: skip
+MESSAGE = [
+    "msg_id", "batch_id", "type", "payload", "retry_count", "created_at", "extra1", "extra2", "extra3", "extra4",
+    "headers", "key", "payload_bytes", "receive_count", "last_error", "expires_at", "queue",
+]  # fmt: skip
+
+
+def columns(conn: Connection, query: str) -> list[str]:
+    return [d.name for d in conn.execute(query.encode()).description or []]
+
+
+def test_results_have_the_columns_that_clients_know_first(conn: Connection, subscribed: str) -> None:
+    for call, expected in (
+        ("select * from pgque.get_queue_info()", QUEUE_INFO),
+        (f"select * from pgque.get_queue_info('{subscribed}')", QUEUE_INFO),
+        ("select * from pgque.get_consumer_info()", CONSUMER_INFO),
+        (f"select * from pgque.get_consumer_info('{subscribed}')", CONSUMER_INFO),
+        (f"select * from pgque.get_consumer_info('{subscribed}', 'c')", CONSUMER_INFO),
+        (f"select * from pgque.receive('{subscribed}', 'c')", MESSAGE),
+        (f"select * from pgque.peek('{subscribed}')", MESSAGE),
+        (f"select * from pgque.dlq_inspect('{subscribed}')", ["dl_id", "dl_time", "dl_reason", "ev_id", "ev_time"]),
+        ("select * from pgque.status()", ["component", "status", "detail"]),
+        (f"select * from pgque.dlq_replay_all('{subscribed}')", ["replayed", "failed", "first_error"]),
+        (
+            "select * from pgque.subscription",
+            ["sub_id", "sub_queue", "sub_consumer", "sub_last_tick", "sub_active", "sub_batch", "sub_next_tick", "sub_role"],
+        ),
+        ("select * from pgque.consumer", ["co_id", "co_name"]),
+        ("select * from pgque.queue", ["queue_id", "queue_name"]),
+    ):  # fmt: skip
+        assert columns(conn, call)[: len(expected)] == expected, call
+
+
+def test_relations_that_people_query_have_their_columns(conn: Connection) -> None:
+    for relation, expected in (
+        ("tick", {"tick_queue", "tick_id", "tick_time", "tick_snapshot", "tick_event_seq"}),
+        ("retry_queue", {"ev_retry_after", "ev_queue", "ev_id", "ev_data"}),
+        ("dead_letter", {"dl_id", "dl_queue_id", "dl_consumer_id", "dl_time", "dl_reason", "ev_id"}),
+        ("config", {"tick_period_ms"}),
+    ):
+        assert expected <= set(columns(conn, f"select * from pgque.{relation}"))
+
+
+def test_queue_info_tells_settings_and_figures(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", ticker_max_count=7, ticker_max_lag="3 s", ticker_idle_period="9 s", rotation_period="1 h")
+    send_many(own, "q", 5)
+    (found,) = rows(
+        own,
+        "select queue_ntables, queue_cur_table, queue_rotation_period::text, queue_external_ticker, queue_ticker_paused,"
+        " queue_ticker_max_count, queue_ticker_max_lag::text, queue_ticker_idle_period::text, ev_new, last_tick_id"
+        " from pgque.get_queue_info('q')",
+    )
+    assert found == (3, 0, "01:00:00", False, False, 7, "00:00:03", "00:00:09", 5, 1)
+    for seconds in range(1, 11):
+        move_clock(own, f"{seconds} seconds")
+        send_many(own, "q", 10)
+        forced_tick(own, "q")
+    (rate, new) = rows(own, "select ev_per_sec, ev_new from pgque.get_queue_info('q')")[0]
+    assert 8 < rate < 13
+    assert new == 0
+    move_clock(own, "70 seconds")
+    assert 59 < value(own, "select extract(epoch from ticker_lag) from pgque.get_queue_info('q')") < 65
+
+
+def test_consumer_info_tells_lag_and_pending_events(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    subscribe(own, "q", "d")
+    send_many(own, "q", 5)
+    tick(own, "q")
+    move_clock(own, "100 seconds")
+    drain(own, "q", "d")
+    batch = receive(own, "q", count=2)[0].batch_id
+    found = {
+        r[0]: r[1:]
+        for r in rows(
+            own,
+            "select consumer_name, extract(epoch from lag)::int, extract(epoch from last_seen)::int, last_tick,"
+            " current_batch, next_tick, pending_events from pgque.get_consumer_info('q')",
+        )
+    }
+    assert found["c"][2:] == (1, batch, 2, 5)
+    assert abs(found["c"][0] - 100) < 5
+    assert found["c"][1] < 5
+    assert found["d"][2:] == (2, None, None, 0)
+    assert rows(own, "select consumer_name from pgque.get_consumer_info('q', 'c')") == [("c",)]
+    refused("PQ001", rows, own, "select * from pgque.get_consumer_info('p')")
+    refused("PQ011", rows, own, "select * from pgque.get_consumer_info('q', 'nobody')")
+    refused("PQ001", rows, own, "select * from pgque.get_queue_info('p')")
+
+
+SETTINGS = {
+    "ticker_max_count": ("500", "7", ["0", "-1", "x", "1.5", "99999999999"]),
+    "ticker_max_lag": ("00:00:00", "00:00:05", ["-1 second", "x", ""]),
+    "ticker_idle_period": ("00:01:00", "00:00:05", ["0", "-1 second", "x"]),
+    "ticker_paused": ("false", "true", ["x", ""]),
+    "external_ticker": ("false", "true", ["x"]),
+    "rotation_period": ("02:00:00", "01:00:00", ["0", "-1 day", "x"]),
+    "retention_period": ("7 days", "1 day", ["0", "-1 day", "x"]),
+    "max_retries": ("5", "0", ["-1", "x", "99999999999"]),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_set_read_restored_and_checked(conn: Connection, queue: str, name: str) -> None:
+    default, other, wrong = SETTINGS[name]
+    read = "select param_value from pgque.queue_config(%s) where param_name = %s"
+    write = "select pgque.set_queue_config(%s, %s, %s)"
+    assert value(conn, read, queue, name) == default
+    assert value(conn, write, queue, name, other) == 1
+    assert value(conn, read, queue, name) == other
+    for bad in wrong:
+        error = refused("PQ005", rows, conn, write, queue, name, bad)
+        assert queue in str(error)
+        assert name in str(error)
+    assert value(conn, read, queue, name) == other
+    assert value(conn, write, queue, name, None) == 1
+    assert value(conn, read, queue, name) == default
+    assert value(conn, write, queue, "queue_" + name, other) == 1
+    assert value(conn, read, queue, name) == other
+
+
+def test_unknown_settings_are_refused_and_several_are_set_all_or_none(conn: Connection, queue: str) -> None:
+    read = "select param_value from pgque.queue_config(%s) where param_name = 'max_retries'"
+    for wrong in ("nonsense", "", None, "name", "id", "cur_table", "max_retries = 1; --"):
+        refused("PQ005", rows, conn, "select pgque.set_queue_config(%s, %s, '1')", queue, wrong)
+    alter = "select pgque.alter_queue(%s, %s::jsonb)"
+    assert value(conn, alter, queue, '{"max_retries": 2, "rotation_period": "1 hour"}') == 2
+    refused("PQ005", rows, conn, alter, queue, '{"max_retries": 3, "nonsense": 1}')
+    for wrong in ("[]", "1", "null", None):
+        refused("PQ005", rows, conn, alter, queue, wrong)
+    assert value(conn, read, queue) == "2"
+    refused("PQ001", rows, conn, alter, "no " + queue, "{}")
+    refused("PQ001", rows, conn, "select pgque.set_queue_config(%s, 'max_retries', '1')", "no " + queue)
+
+
+def test_a_queue_is_created_with_settings_or_not_at_all(own: Connection) -> None:
+    create = "select pgque.create_queue(%s, %s::jsonb)"
+    assert value(own, create, "q", '{"max_retries": 2}') == 1
+    assert value(own, create, "q", '{"max_retries": 3}') == 0
+    assert value(own, "select param_value from pgque.queue_config('q') where param_name = 'max_retries'") == "2"
+    refused("PQ005", rows, own, create, "p", '{"nonsense": 2}')
+    refused("PQ001", send, own, "p")
+
+
+def test_two_sessions_that_create_one_queue_at_once_make_one(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., object],
+    wait_until: Callable[..., None],
+) -> None:
+    one = connect(own_dsn, autocommit=False)
+    assert value(one, "select pgque.create_queue('q')") == 1
+    other = background(lambda c: value(c, "select pgque.create_queue('q')"), connect(own_dsn))
+    waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
+    wait_until(lambda: value(own, waiting, other.pid), "the second waits")  # type: ignore[attr-defined]
+    one.commit()
+    assert other.result() == 0  # type: ignore[attr-defined]
+
+
+def test_health_is_all_ok_on_a_healthy_queue_and_names_what_is_wrong(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    status = "select status, detail, advice from pgque.health() where queue = 'q' and check_name = %s"
+    checks = rows(own, "select check_name, status from pgque.health() where queue = 'q'")
+    assert {s for _, s in checks} == {"ok"}
+    send(own, "q")
+    move_clock(own, "10 seconds")
+    assert rows(own, status, "ticks")[0][0] == "warn"
+    move_clock(own, "10 minutes")
+    found = rows(own, status, "ticks")[0]
+    assert found[0] == "fail" and found[2]
+    tick(own, "q")
+    assert rows(own, status, "ticks")[0][0] == "ok"
+    configure(own, "q", max_retries=0)
+    (message,) = receive(own, "q")
+    nack(own, message)
+    assert rows(own, status, "dead letters")[0][0] == "warn"
+    assert "dlq" in rows(own, status, "dead letters")[0][2]
+    ack(own, message.batch_id)
+    forced_tick(own, "q")
+    move_clock(own, "4 days")
+    found = rows(own, status, "consumers")[0]
+    assert found[0] == "warn" and "c" in found[1]
+    move_clock(own, "8 days")
+    assert rows(own, status, "consumers")[0][0] == "fail"
+    configure(own, "q", ticker_paused=True)
+    assert rows(own, status, "ticks")[0][0] == "warn"
+
+
+def test_metrics_are_one_row_a_figure(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send_many(own, "q", 4)
+    forced_tick(own, "q")
+    found = {
+        (m, c): v for m, q, c, v in rows(own, "select metric, queue, consumer, value from pgque.metrics()")
+    }
+    assert found[("pgque_queue_events_total", None)] == 4
+    assert found[("pgque_queue_last_tick_id", None)] == 2
+    assert found[("pgque_consumer_pending_events", "c")] == 4
+    assert found[("pgque_consumer_open_batch", "c")] == 0
+    assert found[("pgque_queue_bytes", None)] > 0
+    assert found[("pgque_schema_bytes", None)] >= found[("pgque_queue_bytes", None)]
+    receive(own, "q")
+    assert (
+        value(own, "select value from pgque.metrics() where metric = 'pgque_consumer_open_batch'") == 1
+    )
+
+
+def test_a_consumer_beyond_the_retention_period_is_moved_and_lets_rotation_go_on(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("alive", "dead", "stuck"):
+        subscribe(own, "q", consumer)
+    configure(own, "q", retention_period="1 day", rotation_period="1 hour")
+    for _ in range(3):
+        send_many(own, "q", 2_000)
+        tick(own, "q")
+    open_batch = receive(own, "q", "stuck", 10)
+    sizes = []
+    for hours in range(1, 160):
+        move_clock(own, f"{hours} hours")
+        send_many(own, "q", 500)
+        tick(own, "q")
+        drain(own, "q", "alive", count=10_000)
+        value(own, "select pgque.maint()")
+        sizes.append(queue_bytes(own, "q"))
+    assert ack(own, open_batch[0].batch_id) == 0
+    # What a day brings stays for the dead consumers, at most twice that on disk, and it does not grow.
+    assert max(sizes[80:]) <= 1.2 * max(sizes[:80])
+    found = {
+        r[0]: r[1:]
+        for r in rows(
+            own,
+            "select consumer_name, extract(epoch from lag)::int / 3600, skipped_events from pgque.get_consumer_info('q')",
+        )
+    }
+    assert found["alive"] == (0, 0)
+    assert 23 <= found["dead"][0] <= 26
+    assert found["dead"][1] > 20_000
+    got = drain(own, "q", "dead", count=1_000)
+    assert 11_000 <= len(got) <= 13_500
+    assert got == list(range(got[0], got[0] + len(got)))
+    assert len(got) + found["dead"][1] == 3 * 2_000 + 159 * 500
+
+
+def test_retention_moves_no_consumer_that_keeps_up(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    configure(own, "q", retention_period="1 day")
+    send(own, "q")
+    tick(own, "q")
+    batch = receive(own, "q")
+    move_clock(own, "3 days")
+    # Nothing newer than a day came: the only tick before the period's end is where it stands or later.
+    forced_tick(own, "q")
+    value(own, "select pgque.maint()")
+    if receive(own, "q") == batch:
+        assert ack(own, batch[0].batch_id) == 1
+    last = send(own, "q")
+    tick(own, "q")
+    assert last in drain(own, "q")
+    assert value(own, "select pgque.maint_retain('q')") == 0

@@ -1,0 +1,229 @@
+"""Install, again, over itself, and uninstall."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    drain,
+    nack_ids,
+    pump,
+    receive,
+    refused,
+    rows,
+    send,
+    send_many,
+    subscribe,
+    tick,
+    value,
+)
+from support import catalog, servers
+from support.servers import TestServer
+
+SOURCE = servers.SQL_FILE.read_bytes()
+
+
+def install(dsn: str) -> list[str]:
+    """Install in one transaction; return what the server said."""
+    notices: list[str] = []
+    with psycopg.connect(dsn) as connection:
+        connection.add_notice_handler(lambda d: notices.append(f"{d.severity}: {d.message_primary}"))
+        connection.execute(SOURCE)
+    return notices
+
+
+def schema(dsn: str) -> list[str]:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return list(catalog.schema(connection))
+
+
+def test_an_install_says_nothing_and_a_second_one_neither_and_changes_nothing(fresh_dsn: str) -> None:
+    assert install(fresh_dsn) == []
+    first = schema(fresh_dsn)
+    assert install(fresh_dsn) == []
+    assert schema(fresh_dsn) == first
+
+
+def test_psql_installs_it_in_one_transaction_and_prints_nothing(fresh_dsn: str, server: TestServer) -> None:
+    psql = shutil.which("psql")
+    if server.process is not None and (server.process.bindir / "psql").is_file():
+        psql = str(server.process.bindir / "psql")
+    if psql is None:
+        pytest.skip("no psql")
+    for _ in range(2):
+        done = subprocess.run(
+            [psql, "-X", "-q", "-1", "-v", "ON_ERROR_STOP=1", "-d", fresh_dsn, "-f", str(servers.SQL_FILE)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" ()-")]
+        assert (done.returncode, [line for line in said if "set_config" not in line and line != " "]) == (0, [])
+
+
+def test_an_install_that_is_rolled_back_leaves_nothing(fresh_dsn: str) -> None:
+    with psycopg.connect(fresh_dsn) as connection:
+        connection.execute(SOURCE)
+        connection.rollback()
+        assert value(connection, "select to_regnamespace('pgque')") is None
+
+
+def test_statement_by_statement_it_installs_too(fresh_dsn: str, server: TestServer) -> None:
+    with psycopg.connect(fresh_dsn, autocommit=True) as connection:
+        connection.execute(SOURCE)
+        assert value(connection, "select pgque.version()")
+
+
+def test_an_ordinary_role_that_may_create_in_the_database_installs_it(
+    fresh_dsn: str, roles: Any, server: TestServer
+) -> None:
+    dbname = psycopg.conninfo.conninfo_to_dict(fresh_dsn)["dbname"]
+    owner = roles(dbname=dbname)
+    with psycopg.connect(fresh_dsn, autocommit=True) as connection:
+        connection.execute(f"grant create on database {dbname} to {owner.name}".encode())
+    install(owner.dsn)
+    with psycopg.connect(owner.dsn, autocommit=True) as connection:
+        value(connection, "select pgque.create_queue('q')")
+        subscribe(connection, "q")
+        sent = send(connection, "q")
+        tick(connection, "q")
+        assert drain(connection, "q") == [sent]
+        value(connection, "select pgque.maint()")
+        connection.execute("call pgque.ticker_loop('100 milliseconds')")
+    install(owner.dsn)
+    with psycopg.connect(owner.dsn, autocommit=True) as connection:
+        value(connection, "select pgque.uninstall()")
+        assert value(connection, "select to_regnamespace('pgque')") is None
+
+
+def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(own: Connection, own_dsn: str) -> None:
+    value(own, "select pgque.create_queue('q', '{\"max_retries\": 1}'::jsonb)")
+    for name in ("c", "d"):
+        subscribe(own, "q", name)
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    sent = send_many(own, "q", 6)
+    tick(own, "q")
+    batch = receive(own, "q", count=4)
+    nack_ids(own, batch[0].batch_id, sent[:1])
+    done = receive(own, "q", "d", 2)
+    ack(own, done[0].batch_id)
+    held = rows(own, "select msg_id, batch_id from pgque.receive_coop('q', 'group', 'w', 3)")
+    install(own_dsn)
+    assert [m.msg_id for m in receive(own, "q")] == sent[1:4]
+    assert receive(own, "q")[0].batch_id == batch[0].batch_id
+    assert ack(own, batch[0].batch_id) == 1
+    assert drain(own, "q") == sent[4:]
+    assert drain(own, "q", "d") == sent[2:]
+    assert rows(own, "select msg_id, batch_id from pgque.receive_coop('q', 'group', 'w', 3)") == held
+    assert value(own, "select param_value from pgque.queue_config('q') where param_name = 'max_retries'") == "1"
+    assert pump(own) == 1
+    tick(own, "q")
+    assert drain(own, "q") == sent[:1]
+
+
+@pytest.mark.timeout(120)
+def test_installing_over_itself_under_load_neither_deadlocks_nor_loses(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]
+) -> None:
+    value(own, "select pgque.set_tick_period_ms(10)")
+    for name in ("q", "p"):
+        value(own, "select pgque.create_queue(%s)", name)
+        subscribe(own, name)
+        value(own, "select pgque.set_queue_config(%s, 'rotation_period', '1 microsecond')", name)
+    stop: list[bool] = []
+
+    def loop(c: Connection) -> None:
+        while not stop:
+            c.execute("call pgque.ticker_loop('2 seconds')")
+
+    def maintain(c: Connection) -> None:
+        while not stop:
+            value(c, "select pgque.maint()")
+
+    def produce(queue: str) -> Callable[[Connection], list[int]]:
+        def run(c: Connection) -> list[int]:
+            sent: list[int] = []
+            while not stop:
+                sent += send_many(c, queue, 3)
+            return sent
+
+        return run
+
+    def consume(queue: str) -> Callable[[Connection], list[int]]:
+        def run(c: Connection) -> list[int]:
+            got: list[int] = []
+            while not stop:
+                got += drain(c, queue)
+            return got
+
+        return run
+
+    others = [background(loop, connect(own_dsn)), background(maintain, connect(own_dsn))]
+    producers = [background(produce(q), connect(own_dsn)) for q in ("q", "p")]
+    consumers = [background(consume(q), connect(own_dsn)) for q in ("q", "p")]
+    try:
+        for _ in range(8):
+            install(own_dsn)
+    finally:
+        stop.append(True)
+    for job in others:
+        job.result(60)
+    for queue, producer, consumer in zip(("q", "p"), producers, consumers, strict=True):
+        sent, got = producer.result(60), consumer.result(60)
+        assert len(sent) > 20
+        tick(own, queue)
+        assert got + drain(own, queue, count=1_000) == sent
+
+
+def test_an_install_waits_for_no_reader_and_no_open_batch(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    tick(own, "q")
+    consumer = connect(own_dsn, autocommit=False)
+    receive(consumer, "q")
+    with psycopg.connect(own_dsn) as connection:
+        connection.execute("set lock_timeout = '5s'")
+        connection.execute(SOURCE)
+    consumer.commit()
+
+
+def test_uninstalling_leaves_nothing_but_the_roles(own: Connection, own_dsn: str) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    tick(own, "q")
+    receive(own, "q")
+    value(own, "select pgque.uninstall()")
+    assert value(own, "select to_regnamespace('pgque')") is None
+    left = rows(
+        own,
+        "select c.relname from pg_class as c join pg_namespace as n on n.oid = c.relnamespace"
+        " where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast') and n.nspname !~ '^pg_temp|^pg_toast_temp'",
+    )
+    assert left == []
+    assert value(own, "select count(*) from pg_roles where rolname in ('pgque_reader', 'pgque_writer', 'pgque_admin')") == 3
+    install(own_dsn)
+    assert value(own, "select pgque.create_queue('q')") == 1
+
+
+def test_only_the_owner_uninstalls(own: Connection, roles: Any, own_dsn: str) -> None:
+    admin = roles("admin", dbname=psycopg.conninfo.conninfo_to_dict(own_dsn)["dbname"])
+    with psycopg.connect(admin.dsn, autocommit=True) as connection:
+        refused("42501", rows, connection, "select pgque.uninstall()")
+
+
+def test_start_without_pg_cron_says_what_to_do(own: Connection) -> None:
+    error = refused("PQ014", rows, own, "select pgque.start()")
+    assert "pgque ticker" in str(error.diag.message_hint)
+    value(own, "select pgque.stop()")
