@@ -559,6 +559,14 @@ begin
 end
 $$;
 
+-- What an update of a queue's row stores as queue_xid: its own transaction, but
+-- for a row that came out of a dump still the old one, since only
+-- pgque._rebase() may make it a row of this cluster.
+create or replace function pgque._queue_xid(p_queue pgque.queue) returns xid8
+language sql volatile as $$
+  select case when p_queue.queue_restored then p_queue.queue_xid else pg_catalog.pg_current_xact_id() end
+$$;
+
 -- Sets several parameters at once: all of them or, on an error, none.
 create or replace function pgque.alter_queue(queue_name text, config jsonb) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -570,7 +578,7 @@ begin
   select string_agg(c.col || ' = ' || c.val || ', ', '') into v_sets
   from unnest(v_settings.columns, v_settings.vals) c (col, val);
   if v_sets is not null then
-    execute 'update pgque.queue set ' || v_sets || 'queue_xid = pg_catalog.pg_current_xact_id() where queue_id = $1'
+    execute 'update pgque.queue q set ' || v_sets || 'queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id;
   end if;
   return cardinality(v_settings.columns);
@@ -605,7 +613,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue(pause.queue_name);
 begin
-  update pgque.queue q set queue_paused = true, queue_xid = pg_current_xact_id() where q.queue_id = v_queue.queue_id;
+  update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
 
@@ -614,7 +622,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue(resume.queue_name);
 begin
-  update pgque.queue q set queue_paused = false, queue_xid = pg_current_xact_id() where q.queue_id = v_queue.queue_id;
+  update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
 
@@ -625,6 +633,7 @@ create or replace function pgque.drop_queue(queue_name text, force boolean defau
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue;
+  v_leaf   text;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for no key update;
   if not found then
@@ -641,10 +650,9 @@ begin
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
   delete from pgque.queue q where q.queue_id = v_queue.queue_id;
-  execute (
-    select 'truncate ' || string_agg(l.leaf, ', ')
-    from pgque._leaves(v_queue.queue_id) l
-    where to_regclass(l.leaf) is not null);
+  for v_leaf in select l.leaf from pgque._leaves(v_queue.queue_id) l where to_regclass(l.leaf) is not null loop
+    execute 'truncate ' || v_leaf;
+  end loop;
   insert into pgque.dropped_queue (queue_id) values (v_queue.queue_id);
   perform pgque._drop_leaves();
   return 1;
@@ -2955,8 +2963,10 @@ begin
       ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
       ' select $1, %s, %s, e.ev_retry, e.ev_error,'
       ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
-      ' from (%s) e where true%s on conflict do nothing',
-      p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position))
+      ' from (%s) e where (true%s)%s on conflict do nothing',
+      p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position),
+      -- What is settled in its batch may be back behind the window as a retry.
+      coalesce(' or not pg_visible_in_snapshot(e.ev_txid, ' || quote_literal(v_position.pos_next_snapshot) || ')', ''))
     using pgque.clock();
   end loop;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
@@ -3109,16 +3119,21 @@ $$;
 
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
-language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
-  select coalesce(array_agg(q.queue_id order by q.queue_id), '{}')
-  from pgque.queue q
-  where not q.queue_external_ticker and not q.queue_ticker_paused
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return array(
+    select q.queue_id from pgque.queue q
+    where not q.queue_external_ticker and not q.queue_ticker_paused
+    order by q.queue_id);
+end
 $$;
 
 -- The settings of the loop: period, and when stop() was called last.
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
-language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
-  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) from pgque.config c
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) into tick_period_ms, stopped_at from pgque.config c;
+end
 $$;
 
 -- When the loop has to look again although nothing happened: a retry becomes
@@ -3141,6 +3156,10 @@ $$;
 -- so it takes over within a second.  A round in which no transaction of the
 -- server began or ended does nothing; a round without work writes nothing and
 -- uses no transaction id.
+--
+-- A tick need not be flushed: whatever saw it and commits durably comes later in
+-- the WAL and so makes it durable too, and a tick that is lost with all that saw
+-- it is taken again.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified and all work is in functions.
@@ -3188,10 +3207,12 @@ begin
       v_seen := v_snapshot;
       v_due := pgque._look_again_at();
       if pgque.maint_retry_events() > 0 then
+        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end if;
       foreach v_queue in array pgque._ticked_queues() loop
         if pgque._try_tick(v_queue) is not null then
+          perform pg_catalog.set_config('synchronous_commit', 'off', true);
           commit and chain;
         end if;
       end loop;
@@ -3201,6 +3222,7 @@ begin
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
       for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
         perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
+        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end loop;
     end if;
@@ -3211,7 +3233,8 @@ begin
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
     else
-      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()));
+      -- pg_sleep() rounds up to whole milliseconds.
+      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()) - 0.0007);
     end if;
     commit and chain;
   end loop;

@@ -164,6 +164,14 @@ begin
 end
 $$;
 
+-- What an update of a queue's row stores as queue_xid: its own transaction, but
+-- for a row that came out of a dump still the old one, since only
+-- pgque._rebase() may make it a row of this cluster.
+create or replace function pgque._queue_xid(p_queue pgque.queue) returns xid8
+language sql volatile as $$
+  select case when p_queue.queue_restored then p_queue.queue_xid else pg_catalog.pg_current_xact_id() end
+$$;
+
 -- Sets several parameters at once: all of them or, on an error, none.
 create or replace function pgque.alter_queue(queue_name text, config jsonb) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -175,7 +183,7 @@ begin
   select string_agg(c.col || ' = ' || c.val || ', ', '') into v_sets
   from unnest(v_settings.columns, v_settings.vals) c (col, val);
   if v_sets is not null then
-    execute 'update pgque.queue set ' || v_sets || 'queue_xid = pg_catalog.pg_current_xact_id() where queue_id = $1'
+    execute 'update pgque.queue q set ' || v_sets || 'queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id;
   end if;
   return cardinality(v_settings.columns);
@@ -210,7 +218,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue(pause.queue_name);
 begin
-  update pgque.queue q set queue_paused = true, queue_xid = pg_current_xact_id() where q.queue_id = v_queue.queue_id;
+  update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
 
@@ -219,7 +227,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue(resume.queue_name);
 begin
-  update pgque.queue q set queue_paused = false, queue_xid = pg_current_xact_id() where q.queue_id = v_queue.queue_id;
+  update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
 
@@ -230,6 +238,7 @@ create or replace function pgque.drop_queue(queue_name text, force boolean defau
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue;
+  v_leaf   text;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for no key update;
   if not found then
@@ -246,10 +255,9 @@ begin
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
   delete from pgque.queue q where q.queue_id = v_queue.queue_id;
-  execute (
-    select 'truncate ' || string_agg(l.leaf, ', ')
-    from pgque._leaves(v_queue.queue_id) l
-    where to_regclass(l.leaf) is not null);
+  for v_leaf in select l.leaf from pgque._leaves(v_queue.queue_id) l where to_regclass(l.leaf) is not null loop
+    execute 'truncate ' || v_leaf;
+  end loop;
   insert into pgque.dropped_queue (queue_id) values (v_queue.queue_id);
   perform pgque._drop_leaves();
   return 1;

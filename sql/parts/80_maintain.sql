@@ -226,8 +226,10 @@ begin
       ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
       ' select $1, %s, %s, e.ev_retry, e.ev_error,'
       ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
-      ' from (%s) e where true%s on conflict do nothing',
-      p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position))
+      ' from (%s) e where (true%s)%s on conflict do nothing',
+      p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position),
+      -- What is settled in its batch may be back behind the window as a retry.
+      coalesce(' or not pg_visible_in_snapshot(e.ev_txid, ' || quote_literal(v_position.pos_next_snapshot) || ')', ''))
     using pgque.clock();
   end loop;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);

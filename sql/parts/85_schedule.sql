@@ -20,16 +20,21 @@ $$;
 
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
-language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
-  select coalesce(array_agg(q.queue_id order by q.queue_id), '{}')
-  from pgque.queue q
-  where not q.queue_external_ticker and not q.queue_ticker_paused
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return array(
+    select q.queue_id from pgque.queue q
+    where not q.queue_external_ticker and not q.queue_ticker_paused
+    order by q.queue_id);
+end
 $$;
 
 -- The settings of the loop: period, and when stop() was called last.
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
-language sql stable security definer set search_path = pg_catalog, pgque, pg_temp as $$
-  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) from pgque.config c
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) into tick_period_ms, stopped_at from pgque.config c;
+end
 $$;
 
 -- When the loop has to look again although nothing happened: a retry becomes
@@ -52,6 +57,10 @@ $$;
 -- so it takes over within a second.  A round in which no transaction of the
 -- server began or ended does nothing; a round without work writes nothing and
 -- uses no transaction id.
+--
+-- A tick need not be flushed: whatever saw it and commits durably comes later in
+-- the WAL and so makes it durable too, and a tick that is lost with all that saw
+-- it is taken again.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified and all work is in functions.
@@ -99,10 +108,12 @@ begin
       v_seen := v_snapshot;
       v_due := pgque._look_again_at();
       if pgque.maint_retry_events() > 0 then
+        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end if;
       foreach v_queue in array pgque._ticked_queues() loop
         if pgque._try_tick(v_queue) is not null then
+          perform pg_catalog.set_config('synchronous_commit', 'off', true);
           commit and chain;
         end if;
       end loop;
@@ -112,6 +123,7 @@ begin
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
       for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
         perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
+        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end loop;
     end if;
@@ -122,7 +134,8 @@ begin
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
     else
-      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()));
+      -- pg_sleep() rounds up to whole milliseconds.
+      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()) - 0.0007);
     end if;
     commit and chain;
   end loop;
