@@ -78,9 +78,7 @@ def queue(conn: Connection, name: str) -> None:
     conn.execute("select pgque.subscribe(%s, 'c')", (name,))
 
 
-def paired(
-    rounds: int, bare: Callable[[], Number], ours: Callable[[], Number]
-) -> tuple[float, float, float]:
+def paired(rounds: int, bare: Callable[[], Number], ours: Callable[[], Number]) -> tuple[float, float, float]:
     """Run both in turn; return both medians, and the median of the ratios of neighbours."""
     pairs = []
     for turn in range(rounds + 1):
@@ -564,7 +562,8 @@ def big_window(bench: Bench) -> list[Row]:
                         "bare_per_s": bare,
                         "slice_ms": statistics.median(slices) * 1000,
                         "slowest_slice_ms": max(slices) * 1000,
-                        "growth": statistics.fmean(slices[-tenth:]) / statistics.fmean(slices[tenth : 2 * tenth]),
+                        "growth": statistics.fmean(slices[-tenth:])
+                        / statistics.fmean(slices[tenth : 2 * tenth]),
                     },
                 )
             )

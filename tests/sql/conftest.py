@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-
 import psycopg
 import pytest
 
@@ -45,5 +44,3 @@ def transaction(connect: Callable[..., Connection]) -> Callable[..., Connection]
         return connection
 
     return do
-
-

@@ -219,9 +219,7 @@ def test_event_retry_is_idempotent_and_knows_no_limit(conn: Connection, subscrib
         call = "select pgque.event_retry(%s, %s, 0)"
         assert value(conn, call, message.batch_id, message.msg_id) == 1
         assert value(conn, call, message.batch_id, message.msg_id) == 0
-        assert (
-            value(conn, "select pgque.event_retry(%s, %s, now())", message.batch_id, message.msg_id) == 0
-        )
+        assert value(conn, "select pgque.event_retry(%s, %s, now())", message.batch_id, message.msg_id) == 0
         ack(conn, message.batch_id)
         (message,) = retried(conn, subscribed)
         assert message.retry_count == delivery + 1
@@ -334,15 +332,11 @@ def test_a_replayed_dead_letter_is_a_new_message_for_every_consumer(
 def test_replaying_all_counts_and_keeps_what_can_not_be_sent(conn: Connection, subscribed: str) -> None:
     bury(conn, subscribed, 3)
     value(conn, "select pgque.pause(%s)", subscribed)
-    (result,) = rows(
-        conn, "select replayed, failed, first_error from pgque.dlq_replay_all(%s)", subscribed
-    )
+    (result,) = rows(conn, "select replayed, failed, first_error from pgque.dlq_replay_all(%s)", subscribed)
     assert result[:2] == (0, 3)
     assert "paused" in result[2]
     value(conn, "select pgque.resume(%s)", subscribed)
-    (result,) = rows(
-        conn, "select replayed, failed, first_error from pgque.dlq_replay_all(%s)", subscribed
-    )
+    (result,) = rows(conn, "select replayed, failed, first_error from pgque.dlq_replay_all(%s)", subscribed)
     assert result == (3, 0, None)
     tick(conn, subscribed)
     assert payloads(conn, subscribed) == ["1", "2", "3"]

@@ -91,9 +91,7 @@ def test_3000_batches_under_a_held_xmin_leave_no_dead_row(
     held: Connection, own_dsn: str, wait_until: Callable[..., None]
 ) -> None:
     times = cycles(own_dsn, 300)
-    events = (
-        "select sum(t.n_tup_ins) from pg_stat_all_tables as t where t.schemaname = 'pgque' and t.relname like 'event%'"
-    )
+    events = "select sum(t.n_tup_ins) from pg_stat_all_tables as t where t.schemaname = 'pgque' and t.relname like 'event%'"
     wait_until(lambda: dead_tuples(held) == {} and value(held, events) >= 3_000, "statistics", 20)
     assert dead_tuples(held) == {}
     # The real figure is near 1; a shared machine adds noise.

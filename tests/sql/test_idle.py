@@ -60,7 +60,10 @@ def used(quiet: str) -> Connection:
         (message,) = receive(conn, name)
         nack(conn, message, "1 day")
     value(conn, "select pgque.set_tick_period_ms(10)")
-    value(conn, "select pgque.set_queue_config(q.queue_name, 'ticker_idle_period', '1 hour') from pgque.queue as q")
+    value(
+        conn,
+        "select pgque.set_queue_config(q.queue_name, 'ticker_idle_period', '1 hour') from pgque.queue as q",
+    )
     # What is left to do is done now.
     conn.execute("call pgque.ticker_loop('200 milliseconds')")
     for _ in range(5):
@@ -85,8 +88,7 @@ def test_idle_calls_of_any_scheduler_and_consumer_write_nothing(quiet: str) -> N
         while batch := receive(conn, "a", "lagging"):
             ack(conn, batch[0].batch_id)
         conn.execute("checkpoint")
-        before = position(conn)
-        for call in (
+        calls = (
             "select pgque.ticker()",
             "select pgque.ticker('a')",
             "select pgque.maint_retry_events()",
@@ -100,7 +102,11 @@ def test_idle_calls_of_any_scheduler_and_consumer_write_nothing(quiet: str) -> N
             "select * from pgque.get_consumer_info()",
             "select * from pgque.peek('a')",
             "select * from pgque.subscription",
-        ):
+        )
+        for call in calls:
+            rows(conn, call)  # reading may prune a page of the catalogs, once
+        before = position(conn)
+        for call in calls:
             rows(conn, call)
             assert position(conn) == before, call
 

@@ -77,7 +77,9 @@ def test_relations_that_people_query_have_their_columns(conn: Connection) -> Non
 
 def test_queue_info_tells_settings_and_figures(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
-    configure(own, "q", ticker_max_count=7, ticker_max_lag="3 s", ticker_idle_period="9 s", rotation_period="1 h")
+    configure(
+        own, "q", ticker_max_count=7, ticker_max_lag="3 s", ticker_idle_period="9 s", rotation_period="1 h"
+    )
     send_many(own, "q", 5)
     (found,) = rows(
         own,
@@ -173,7 +175,9 @@ def test_a_queue_is_created_with_settings_or_not_at_all(own: Connection) -> None
     create = "select pgque.create_queue(%s, %s::jsonb)"
     assert value(own, create, "q", '{"max_retries": 2}') == 1
     assert value(own, create, "q", '{"max_retries": 3}') == 0
-    assert value(own, "select param_value from pgque.queue_config('q') where param_name = 'max_retries'") == "2"
+    assert (
+        value(own, "select param_value from pgque.queue_config('q') where param_name = 'max_retries'") == "2"
+    )
     refused("PQ005", rows, own, create, "p", '{"nonsense": 2}')
     refused("PQ001", send, own, "p")
 
@@ -239,9 +243,7 @@ def test_metrics_are_one_row_a_figure(own: Connection) -> None:
     assert found[("pgque_queue_bytes", None)] > 0
     assert found[("pgque_schema_bytes", None)] >= found[("pgque_queue_bytes", None)]
     receive(own, "q")
-    assert (
-        value(own, "select value from pgque.metrics() where metric = 'pgque_consumer_open_batch'") == 1
-    )
+    assert value(own, "select value from pgque.metrics() where metric = 'pgque_consumer_open_batch'") == 1
 
 
 def test_a_consumer_beyond_the_retention_period_is_moved_and_lets_rotation_go_on(own: Connection) -> None:

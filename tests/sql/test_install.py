@@ -66,7 +66,10 @@ def test_psql_installs_it_in_one_transaction_and_prints_nothing(fresh_dsn: str, 
             check=False,
         )
         said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" ()-")]
-        assert (done.returncode, [line for line in said if "set_config" not in line and line != " "]) == (0, [])
+        assert (done.returncode, [line for line in said if "set_config" not in line and line != " "]) == (
+            0,
+            [],
+        )
 
 
 def test_an_install_that_is_rolled_back_leaves_nothing(fresh_dsn: str) -> None:
@@ -104,7 +107,9 @@ def test_an_ordinary_role_that_may_create_in_the_database_installs_it(
         assert value(connection, "select to_regnamespace('pgque')") is None
 
 
-def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(own: Connection, own_dsn: str) -> None:
+def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
+    own: Connection, own_dsn: str
+) -> None:
     value(own, "select pgque.create_queue('q', '{\"max_retries\": 1}'::jsonb)")
     for name in ("c", "d"):
         subscribe(own, "q", name)
@@ -123,7 +128,9 @@ def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(own:
     assert drain(own, "q") == sent[4:]
     assert drain(own, "q", "d") == sent[2:]
     assert rows(own, "select msg_id, batch_id from pgque.receive_coop('q', 'group', 'w', 3)") == held
-    assert value(own, "select param_value from pgque.queue_config('q') where param_name = 'max_retries'") == "1"
+    assert (
+        value(own, "select param_value from pgque.queue_config('q') where param_name = 'max_retries'") == "1"
+    )
     assert pump(own) == 1
     tick(own, "q")
     assert drain(own, "q") == sent[:1]
@@ -212,7 +219,13 @@ def test_uninstalling_leaves_nothing_but_the_roles(own: Connection, own_dsn: str
         " where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast') and n.nspname !~ '^pg_temp|^pg_toast_temp'",
     )
     assert left == []
-    assert value(own, "select count(*) from pg_roles where rolname in ('pgque_reader', 'pgque_writer', 'pgque_admin')") == 3
+    assert (
+        value(
+            own,
+            "select count(*) from pg_roles where rolname in ('pgque_reader', 'pgque_writer', 'pgque_admin')",
+        )
+        == 3
+    )
     install(own_dsn)
     assert value(own, "select pgque.create_queue('q')") == 1
 

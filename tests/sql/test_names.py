@@ -100,9 +100,7 @@ def test_any_name_lives_a_whole_life(
         conn, "select queue_name, last_tick_id from pgque.get_queue_info(%s)", name
     )
     assert queue_name == name
-    assert (
-        value(conn, "select consumer_name from pgque.get_consumer_info(%s, %s)", name, name) == name
-    )
+    assert value(conn, "select consumer_name from pgque.get_consumer_info(%s, %s)", name, name) == name
     assert rows(conn, "select * from pgque.queue_config(%s)", name)
     assert value(conn, "select count(*) from pgque.health() where queue = %s", name) > 0
     assert value(conn, "select count(*) from pgque.metrics() where queue = %s", name) > 0
@@ -148,9 +146,7 @@ def test_a_consumer_or_worker_name_of_no_or_too_many_bytes_is_refused(
     conn: Connection, subscribed: str, name: str | None
 ) -> None:
     refused("PQ004", rows, conn, "select pgque.subscribe(%s, %s)", subscribed, name)
-    refused(
-        "PQ004", rows, conn, "select pgque.register_subconsumer(%s, 'c', %s, true)", subscribed, name
-    )
+    refused("PQ004", rows, conn, "select pgque.register_subconsumer(%s, 'c', %s, true)", subscribed, name)
 
 
 def test_names_that_differ_in_case_or_space_are_different(

@@ -36,7 +36,9 @@ order by 1
 NEVER_GRANTED = {"uninstall"}
 
 
-def test_a_role_without_grants_can_call_and_read_nothing(conn: Connection, subscribed: str, nobody: Any) -> None:
+def test_a_role_without_grants_can_call_and_read_nothing(
+    conn: Connection, subscribed: str, nobody: Any
+) -> None:
     role = nobody.name
     allowed = [
         sig
@@ -46,9 +48,16 @@ def test_a_role_without_grants_can_call_and_read_nothing(conn: Connection, subsc
     assert allowed == []
     for name, kind in rows(conn, RELATIONS):
         what = "sequence" if kind == "S" else "table"
-        rights = ("usage", "select", "update") if kind == "S" else ("select", "insert", "update", "delete", "truncate", "references", "trigger")
+        rights = (
+            ("usage", "select", "update")
+            if kind == "S"
+            else ("select", "insert", "update", "delete", "truncate", "references", "trigger")
+        )
         for right in rights:
-            assert not value(conn, f"select has_{what}_privilege(%s, %s, %s)", role, name, right), (name, right)
+            assert not value(conn, f"select has_{what}_privilege(%s, %s, %s)", role, name, right), (
+                name,
+                right,
+            )
     for right in ("usage", "create"):
         assert not value(conn, "select has_schema_privilege(%s, 'pgque', %s)", role, right)
     with psycopg.connect(nobody.dsn, autocommit=True) as stranger:
@@ -75,13 +84,23 @@ def test_a_reader_consumes_and_a_writer_produces_and_neither_does_the_other(
     with psycopg.connect(writer.dsn, autocommit=True) as w, psycopg.connect(reader.dsn, autocommit=True) as r:
         sent = send(w, subscribed)
         assert value(w, "select pgque.send(%s, 't', '{}'::jsonb)", subscribed) == sent + 1
-        assert value(w, "select pgque.send_batch(%s, 't', array['a', 'b'])", subscribed) == [sent + 2, sent + 3]
-        assert value(w, "select event_id from pgque.send_idem(%s, 't', 'x'::text, 'k')", subscribed) == sent + 4
+        assert value(w, "select pgque.send_batch(%s, 't', array['a', 'b'])", subscribed) == [
+            sent + 2,
+            sent + 3,
+        ]
+        assert (
+            value(w, "select event_id from pgque.send_idem(%s, 't', 'x'::text, 'k')", subscribed) == sent + 4
+        )
         tick(conn, subscribed)
         assert value(r, "select pgque.subscribe(%s, 'mine')", subscribed) == 1
         batch = receive(r, subscribed)
         assert [m.msg_id for m in batch] == list(range(sent, sent + 5))
-        value(r, "select pgque.nack(%s, m) from pgque.receive(%s, 'c') as m limit 1", batch[0].batch_id, subscribed)
+        value(
+            r,
+            "select pgque.nack(%s, m) from pgque.receive(%s, 'c') as m limit 1",
+            batch[0].batch_id,
+            subscribed,
+        )
         assert ack(r, batch[0].batch_id) == 1
         assert rows(r, "select * from pgque.get_queue_info(%s)", subscribed)
         assert rows(r, "select * from pgque.get_consumer_info(%s)", subscribed)
@@ -185,7 +204,8 @@ def test_the_roles_have_the_rights_of_their_list_and_no_others(conn: Connection)
             "pgque_admin": bool(roles),
         }
         actual = {
-            role: value(conn, "select has_function_privilege(%s, %s, 'execute')", role, sig) for role in expected
+            role: value(conn, "select has_function_privilege(%s, %s, 'execute')", role, sig)
+            for role in expected
         }
         assert actual == expected, sig
 
@@ -248,7 +268,11 @@ def test_a_hostile_search_path_and_shadowing_objects_change_nothing(
     hostile = connect(role.dsn) if role else connect()
     hostile.execute(HOSTILE)
     sent = [
-        value(hostile, "select pgque.insert_event(%s::pg_catalog.text, 't'::pg_catalog.text, 'x'::pg_catalog.text)", subscribed),
+        value(
+            hostile,
+            "select pgque.insert_event(%s::pg_catalog.text, 't'::pg_catalog.text, 'x'::pg_catalog.text)",
+            subscribed,
+        ),
         value(hostile, "select pgque.send(%s::pg_catalog.text, 'y'::pg_catalog.text)", subscribed),
         *value(
             hostile,
@@ -266,14 +290,18 @@ def test_a_hostile_search_path_and_shadowing_objects_change_nothing(
         value(hostile, "select pgque.maint()")
     else:
         tick(conn, subscribed)
-    batch = rows(hostile, "select * from pgque.receive(%s::pg_catalog.text, 'c'::pg_catalog.text)", subscribed)
+    batch = rows(
+        hostile, "select * from pgque.receive(%s::pg_catalog.text, 'c'::pg_catalog.text)", subscribed
+    )
     assert [b[0] for b in batch] == sent
     assert rows(hostile, "select * from pgque.get_batch_events(%s)", batch[0][1])
     rows(hostile, "select * from pgque.nack(%s, array[%s::bigint])", batch[0][1], sent[0])
     assert value(hostile, "select pgque.ack(%s)", batch[0][1]) == 1
     for info in ("get_queue_info", "get_consumer_info", "health", "metrics", "status"):
         assert rows(hostile, f"select * from pgque.{info}()")
-    assert value(hostile, "select pgque.unsubscribe(%s::pg_catalog.text, 'c'::pg_catalog.text)", subscribed) == 1
+    assert (
+        value(hostile, "select pgque.unsubscribe(%s::pg_catalog.text, 'c'::pg_catalog.text)", subscribed) == 1
+    )
 
 
 def test_an_admin_can_not_run_sql_of_his_own_as_the_owner(

@@ -162,9 +162,7 @@ def test_of_two_sessions_that_send_one_key_at_once_one_sends(
 
 @pytest.mark.parametrize("arguments", ["null", "'k', '0'", "'k', '-1 hour'", "'k', null"])
 def test_an_idempotent_send_needs_a_key_and_a_ttl(conn: Connection, queue: str, arguments: str) -> None:
-    error = refused(
-        "PQ005", rows, conn, f"select pgque.send_idem(%s, 't', 'x'::text, {arguments})", queue
-    )
+    error = refused("PQ005", rows, conn, f"select pgque.send_idem(%s, 't', 'x'::text, {arguments})", queue)
     assert queue in str(error)
 
 
@@ -379,7 +377,9 @@ def test_sqltriga_refuses_a_change_it_can_not_describe(conn: Connection, subscri
         conn.execute(f"drop table {name}".encode())
 
 
-def test_sending_and_receiving_work_without_a_tick_in_between_later(conn: Connection, subscribed: str) -> None:
+def test_sending_and_receiving_work_without_a_tick_in_between_later(
+    conn: Connection, subscribed: str
+) -> None:
     sent = send(conn, subscribed)
     assert receive(conn, subscribed) == []
     forced_tick(conn, subscribed)

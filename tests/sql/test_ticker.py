@@ -221,9 +221,7 @@ def test_a_paused_ticker_makes_no_tick_until_it_goes_on(conn: Connection, subscr
 
 
 def test_an_external_ticker_sets_id_time_and_sequence(conn: Connection, subscribed: str) -> None:
-    error = refused(
-        "PQ005", rows, conn, "select pgque.ticker(%s, 10::bigint, now(), 5::bigint)", subscribed
-    )
+    error = refused("PQ005", rows, conn, "select pgque.ticker(%s, 10::bigint, now(), 5::bigint)", subscribed)
     assert subscribed in str(error)
     configure(conn, subscribed, external_ticker=True)
     sent = send(conn, subscribed)
@@ -327,9 +325,7 @@ def test_a_second_loop_takes_over_when_the_first_ends(
     quick(own)
     value(own, "select pgque.create_queue('q')")
     run_for = "1 second" if how == "end" else "50 seconds"
-    first = background(
-        lambda c: c.execute(f"call pgque.ticker_loop('{run_for}')".encode()), connect(own_dsn)
-    )
+    first = background(lambda c: c.execute(f"call pgque.ticker_loop('{run_for}')".encode()), connect(own_dsn))
     delivered(own, wait_until)
     second = background(lambda c: c.execute("call pgque.ticker_loop('50 seconds')"), connect(own_dsn))
     delivered(own, wait_until)

@@ -1,0 +1,7 @@
+"""The fixtures of the SQL tests serve here too."""
+
+from __future__ import annotations
+
+from sql.conftest import own, own_dsn, subscribed, transaction
+
+__all__ = ["own", "own_dsn", "subscribed", "transaction"]

@@ -1,0 +1,320 @@
+"""A dump restored: every consumer gets exactly what it lacked, wherever it is restored."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from pgque import embedded
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    drain,
+    move_clock,
+    nack,
+    nack_ids,
+    pump,
+    receive,
+    receive_coop,
+    rotate,
+    rows,
+    send,
+    send_many,
+    subscribe,
+    tick,
+    value,
+)
+from support import servers
+from support.servers import TestServer
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A plain SQL dump and what each consumer of queue q still lacks."""
+
+    path: Path
+    lacking: dict[str, list[int]]
+    dead: list[int]
+    xid: int
+    psql: str
+
+
+def program(name: str, server: TestServer) -> str:
+    """Find a client program that fits the server, or skip."""
+    if server.process is not None and (server.process.bindir / name).is_file():
+        return str(server.process.bindir / name)
+    found = shutil.which(name)
+    if found is not None:
+        said = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+        if int(said.split(")")[1].strip().split(".")[0]) >= int(server.version.split(".")[0]):
+            return found
+    pytest.skip(f"no {name} for PostgreSQL {server.version}")
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def fill(conn: Connection, dsn: str) -> tuple[dict[str, list[int]], list[int]]:
+    """Leave consumers in every state; return what each lacks, and the dead letters."""
+    value(conn, "select pgque.create_queue('q')")
+    for name in ("done", "fresh", "sliced", "open", "retried", "waiting", "buried"):
+        subscribe(conn, "q", name)
+    for worker in ("a", "b"):
+        value(conn, "select pgque.register_subconsumer('q', 'group', %s)", worker)
+    first = send_many(conn, "q", 10)
+    tick(conn, "q")
+    late: Connection = psycopg.connect(dsn)
+    late_id = send(late, "q", "late")
+    second = send_many(conn, "q", 10)
+    tick(conn, "q")
+    lacking: dict[str, list[int]] = {}
+
+    assert drain(conn, "q", "done") == first + second
+    lacking["done"] = []
+    lacking["fresh"] = first + second
+
+    for size in (3, 4):
+        ack(conn, receive(conn, "q", "sliced", size)[0].batch_id)
+    lacking["sliced"] = first[7:] + second
+
+    ack(conn, receive(conn, "q", "open", 2)[0].batch_id)
+    receive(conn, "q", "open", 5)
+    lacking["open"] = first[2:] + second
+
+    # Two messages of an open batch were nacked; one is back in the log, one waits for an hour.
+    batch = receive(conn, "q", "retried", 6)
+    nack(conn, batch[1])
+    pump(conn)
+    nack(conn, batch[4], "1 hour")
+    lacking["retried"] = first + second
+
+    batch = receive(conn, "q", "waiting", 10)
+    nack_ids(conn, batch[0].batch_id, first[:3], "1 hour")
+    ack(conn, batch[0].batch_id)
+    lacking["waiting"] = first[:3] + second
+
+    configure(conn, "q", max_retries=0)
+    batch = receive(conn, "q", "buried", 10)
+    nack_ids(conn, batch[0].batch_id, first[:2], reason="broken")
+    ack(conn, batch[0].batch_id)
+    configure(conn, "q", max_retries=5)
+    lacking["buried"] = second
+
+    held = receive_coop(conn, "q", "a", 3, consumer="group")
+    nack(conn, held[0], "1 hour")
+    ack(conn, receive_coop(conn, "q", "b", 4, consumer="group")[0].batch_id)
+    lacking["group"] = first[:3] + first[7:] + second
+
+    late.commit()
+    late.close()
+    tick(conn, "q")
+    unticked = send_many(conn, "q", 3)
+    for name in lacking:
+        lacking[name] = sorted([*lacking[name], late_id, *unticked])
+    return lacking, first[:2]
+
+
+@pytest.fixture(scope="module")
+def dump(server: TestServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dump]:
+    """A dump of a busy database on a server that has used up many transaction ids."""
+    pg_dump, psql = program("pg_dump", server), program("psql", server)
+    name = "pgque_dumped"
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        admin.execute(f"drop database if exists {name} with (force)".encode())
+        admin.execute(f"create database {name} template template0".encode())
+    dsn = server.dsn_for(name)
+    try:
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            with conn.transaction():
+                conn.execute(servers.SQL_FILE.read_bytes())
+            conn.execute(
+                "do $$ begin for n in 1..100000 loop perform pg_current_xact_id(); commit; end loop; end $$"
+            )
+            for other in ("empty", "paused"):
+                value(conn, "select pgque.create_queue(%s)", other)
+                subscribe(conn, other, "c")
+            send(conn, "paused", "before the dump")
+            value(conn, "select pgque.pause('paused')")
+            lacking, dead = fill(conn, dsn)
+            xid = int(value(conn, "select pg_current_xact_id()::text"))
+        path = tmp_path_factory.mktemp("dump") / "dump.sql"
+        run(pg_dump, "-d", dsn, "-f", str(path))
+        yield Dump(path, lacking, dead, xid, psql)
+    finally:
+        with psycopg.connect(server.dsn, autocommit=True) as admin:
+            admin.execute(f"drop database if exists {name} with (force)".encode())
+
+
+def restore(dump: Dump, dsn: str) -> None:
+    run(dump.psql, "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", dsn, "-f", str(dump.path))
+
+
+def everything(conn: Connection, queue: str, consumer: str, size: int = 7) -> list[int]:
+    """Deliver until nothing is left, retries included."""
+    got: list[int] = []
+    for _ in range(4):
+        pump(conn)
+        tick(conn, queue)
+        if consumer == "group":
+            for worker in ("a", "b"):
+                while batch := receive_coop(conn, queue, worker, size, consumer="group"):
+                    got += [m.msg_id for m in batch]
+                    ack(conn, batch[0].batch_id)
+        else:
+            got += drain(conn, queue, consumer, size)
+    return got
+
+
+def check(conn: Connection, dump: Dump) -> None:
+    """Every consumer gets what it lacked, once; sends, ticks, rotation and the rest go on."""
+    move_clock(conn, "2 hours")
+    got = {name: sorted(everything(conn, "q", name)) for name in dump.lacking}
+    assert got == dump.lacking
+    assert sorted(r[0] for r in rows(conn, "select ev_id from pgque.dlq_inspect('q')")) == dump.dead
+    for (dl_id,) in rows(conn, "select dl_id from pgque.dlq_inspect('q')"):
+        value(conn, "select pgque.dlq_requeue(%s)", dl_id)
+    assert everything(conn, "q", "buried") == dump.dead
+    assert everything(conn, "q", "fresh") == []
+    for _ in range(5):
+        sent = send_many(conn, "q", 4)
+        assert tick(conn, "q") is not None
+        for name in dump.lacking:
+            assert everything(conn, "q", name, 3) == sent
+        assert rotate(conn, "q") == 1
+    value(conn, "select pgque.resume('paused')")
+    send(conn, "paused", "after")
+    send(conn, "empty", "after")
+    value(conn, "select pgque.ticker()")
+    assert len(everything(conn, "paused", "c")) == 2
+    assert len(everything(conn, "empty", "c")) == 1
+    value(conn, "select pgque.maint()")
+    assert {r[0] for r in rows(conn, "select status from pgque.health() where queue is not null")} == {"ok"}
+
+
+FIRST_CALLS: dict[str, Callable[[Connection], object]] = {
+    "ticker": lambda c: value(c, "select pgque.ticker()"),
+    "ticker of the queue": lambda c: (value(c, "select pgque.force_next_tick('q')"), tick(c, "q")),
+    "loop": lambda c: c.execute("call pgque.ticker_loop('200 milliseconds')"),
+    "receive": lambda c: receive(c, "q", "open"),
+    "set_queue_config": lambda c: configure(c, "q", rotation_period="3 hours"),
+    "pause and resume": lambda c: (value(c, "select pgque.pause('q')"), value(c, "select pgque.resume('q')")),
+    "maint": lambda c: value(c, "select pgque.maint()"),
+    "rotate": lambda c: rotate(c, "q"),
+    "subscribe": lambda c: value(c, "select pgque.subscribe('q', 'newcomer')"),
+    "install": lambda c: c.execute(servers.SQL_FILE.read_bytes()),
+    "health": lambda c: rows(c, "select * from pgque.health()"),
+    "retention": lambda c: value(c, "select pgque.maint_retain('q')"),
+}
+
+
+@pytest.fixture(scope="module")
+def young(server: TestServer) -> Iterator[embedded.Server]:
+    """A second cluster, whose transaction ids are far below those in the dump."""
+    bindir = server.process.binaries.bindir if server.process else None
+    try:
+        other = embedded.start(bindir, settings=dict(servers.TEST_SETTINGS))
+    except embedded.EmbeddedServerError as error:
+        pytest.skip(f"no second server: {error}")
+    with other:
+        with psycopg.connect(other.dsn, autocommit=True) as admin:
+            for role in ("reader", "writer", "admin"):
+                admin.execute(f"create role pgque_{role}".encode())
+        yield other
+
+
+@pytest.fixture(params=["same cluster", "young cluster"])
+def restored(
+    request: pytest.FixtureRequest, dump: Dump, server: TestServer, connect: Callable[..., Connection]
+) -> Iterator[Connection]:
+    """A connection to the restored database, beside the original or in the young cluster."""
+    if request.param == "same cluster":
+        base, dsn_for = server.dsn, server.dsn_for
+    else:
+        other = request.getfixturevalue("young")
+        base, dsn_for = other.dsn, other.dsn_for
+    name = f"pgque_restored_{secrets.token_hex(4)}"
+    with psycopg.connect(base, autocommit=True) as admin:
+        admin.execute(f"create database {name} template template0".encode())
+        try:
+            restore(dump, dsn_for(name))
+            with psycopg.connect(dsn_for(name), autocommit=True) as conn:
+                if request.param == "young cluster":
+                    assert int(value(conn, "select pg_current_xact_id()::text")) < dump.xid - 10_000
+                yield conn
+        finally:
+            admin.execute(f"drop database {name} with (force)".encode())
+
+
+def test_health_says_that_a_queue_was_restored(dump: Dump, restored: Connection) -> None:
+    found = rows(
+        restored, "select queue, advice from pgque.health() where status = 'warn' and check_name = 'tables'"
+    )
+    assert {f[0] for f in found} == {"q", "empty", "paused"}
+    assert all(f[1] for f in found)
+
+
+@pytest.mark.parametrize("first", FIRST_CALLS)
+def test_every_consumer_gets_what_it_lacked_whatever_is_called_first(
+    dump: Dump, restored: Connection, first: str
+) -> None:
+    FIRST_CALLS[first](restored)
+    check(restored, dump)
+
+
+def test_a_send_is_the_first_call_after_a_restore(dump: Dump, restored: Connection) -> None:
+    new = send(restored, "q", "new")
+    assert new > max(dump.lacking["fresh"])
+    move_clock(restored, "2 hours")
+    for name, lacking in dump.lacking.items():
+        assert sorted(everything(restored, "q", name)) == [*lacking, new]
+
+
+def test_an_ack_and_a_nack_of_a_batch_from_before_the_dump_count(dump: Dump, restored: Connection) -> None:
+    conn = restored
+    batch = receive(conn, "q", "open")
+    nack(conn, batch[0])
+    assert ack(conn, batch[0].batch_id) == 1
+    done = {m.msg_id for m in batch[1:]}
+    move_clock(conn, "2 hours")
+    got = sorted(everything(conn, "q", "open"))
+    assert got == [i for i in dump.lacking["open"] if i not in done]
+
+
+def test_a_restored_queue_that_was_used_is_dumped_and_restored_again(
+    dump: Dump, server: TestServer, fresh_dsn: str, connect: Callable[..., Connection], tmp_path: Path
+) -> None:
+    restore(dump, fresh_dsn)
+    conn = connect(fresh_dsn)
+    value(conn, "select pgque.ticker()")
+    pump(conn)
+    tick(conn, "q")
+    finished = receive(conn, "q", "done", 2)
+    assert ack(conn, finished[0].batch_id) == 1
+    conn.close()
+    again = tmp_path / "again.sql"
+    run(program("pg_dump", server), "-d", fresh_dsn, "-f", str(again))
+    name = conninfo_to_dict(fresh_dsn)["dbname"]
+    second = f"{name}_2"
+    admin = connect(server.dsn)
+    admin.execute(f"create database {second} template template0".encode())
+    try:
+        restore(Dump(again, {}, [], 0, dump.psql), server.dsn_for(second))
+        with psycopg.connect(server.dsn_for(second), autocommit=True) as last:
+            value(last, "select pgque.ticker()")
+            move_clock(last, "2 hours")
+            for consumer, expected in dump.lacking.items():
+                done = [m.msg_id for m in finished] if consumer == "done" else []
+                assert sorted([*done, *everything(last, "q", consumer)]) == expected
+    finally:
+        admin.execute(f"drop database {second} with (force)".encode())
