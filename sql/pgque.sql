@@ -2402,7 +2402,8 @@ begin
   elsif p_ids is not null then
     v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
   end if;
-  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._batch_sql(v_sub, v_batch, v_and)) into v_rows;
+  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
+    pgque._batch_sql(v_sub, v_batch, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
 
   if pgque._carry_over(v_batch) = 0 then
     with new as (

@@ -186,6 +186,7 @@ def check(conn: Connection, dump: Dump) -> None:
         value(conn, "select pgque.dlq_requeue(%s)", dl_id)
     assert everything(conn, "q", "buried") == dump.dead
     assert everything(conn, "q", "fresh") == []
+    value(conn, "select pgque.unsubscribe('q', 'newcomer')")
     for _ in range(5):
         sent = send_many(conn, "q", 4)
         assert tick(conn, "q") is not None

@@ -223,11 +223,10 @@ def dead_tuples(conn: Connection) -> dict[str, int]:
     if value(conn, "select to_regprocedure('pg_stat_force_next_flush()')") is not None:
         conn.execute("select pg_stat_force_next_flush()")
         conn.execute("select pg_stat_clear_snapshot()")
-    return {
-        name: count
-        for name, count in rows(
+    return dict(
+        rows(
             conn,
             "select t.relname, t.n_dead_tup from pg_stat_all_tables as t"
             " where t.schemaname = 'pgque' and t.n_dead_tup > 0",
         )
-    }
+    )

@@ -110,6 +110,7 @@ def test_a_message_of_another_batch_is_refused(conn: Connection, subscribed: str
     second = receive(conn, subscribed, count=1)
     later = send(conn, subscribed)
     batch = second[0].batch_id
+    foreign: Any
     for foreign in (first[0].msg_id, second[0].msg_id + 1, later, -5, None):
         error = refused("PQ007", nack, conn, second[0]._replace(msg_id=foreign))
         assert str(batch) in str(error)
@@ -186,7 +187,7 @@ def test_a_nack_of_many_says_what_became_of_each(conn: Connection, subscribed: s
     batch = one_batch(conn, subscribed, 4)
     a, b, c, _ = (m.msg_id for m in batch)
     assert sorted(nack_ids(conn, batch[0].batch_id, [a, b])) == [(a, True, None), (b, True, None)]
-    outcome = dict((r[0], (r[1], r[2])) for r in nack_ids(conn, batch[0].batch_id, [b, c, 10**9]))
+    outcome = {r[0]: (r[1], r[2]) for r in nack_ids(conn, batch[0].batch_id, [b, c, 10**9])}
     assert outcome[c] == (True, None)
     assert outcome[b][0] is False and outcome[b][1]
     assert outcome[10**9][0] is False and outcome[10**9][1]

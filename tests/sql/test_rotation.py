@@ -173,7 +173,7 @@ def test_maint_by_two_sessions_under_load_loses_nothing(
     conn: Connection, connect: Callable[..., Connection], background: Callable[..., Any], subscribed: str
 ) -> None:
     configure(conn, subscribed, rotation_period="1 microsecond")
-    stop = []
+    stop: list[bool] = []
 
     def maintain(c: Connection) -> int:
         calls = 0
@@ -218,15 +218,14 @@ def test_idle_ticks_alone_do_not_fill_the_disk(conn: Connection, subscribed: str
     configure(conn, subscribed, rotation_period="1 microsecond")
     sizes = []
     for _ in range(12):
-        value(
+        made = value(
             conn,
             "select count(pgque.ticker(%s)) from generate_series(1, 600)"
             " where pgque.force_next_tick(%s) is not null",
             subscribed,
             subscribed,
         )
-        for _ in range(600):
-            pass
+        assert made == 600
         rows(conn, "select pgque.receive(%s, 'c')", subscribed)
         value(conn, "select pgque.maint()")
         sizes.append(queue_bytes(conn, subscribed))

@@ -255,7 +255,7 @@ def test_jsontriga_records_changes_as_json(conn: Connection, subscribed: str, ta
     found = changes(conn, subscribed)
     assert [m.type for m in found] == ["I:id,part", "U:id,part", "D:id,part"]
     assert [json.loads(m.payload)["body"] for m in found] == ["x", "y", "y"]
-    assert {m.extra1 for m in found} == {table} or {m.extra1 for m in found} == {f"public.{table}"}
+    assert {m.extra1 for m in found} <= {table, f"public.{table}"}
     assert found[0].extra2 is None
     assert json.loads(found[1].extra2)["body"] == "x"
 
@@ -354,7 +354,7 @@ def test_a_trigger_on_a_table_with_odd_names_records_them(conn: Connection, subs
         conn.execute('insert into "Odd ""Table" values (1, \'x\')')
         conn.execute('update "Odd ""Table" set "a,b" = \'y\'')
         insert, update = changes(conn, subscribed)
-        assert insert.extra1 == '"Odd ""Table"'
+        assert insert.extra1 in ('"Odd ""Table"', 'public."Odd ""Table"')
         assert update.payload == "\"a,b\" = 'y' where \"The Key\" = '1'"
     finally:
         conn.execute('drop table "Odd ""Table"')

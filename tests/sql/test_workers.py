@@ -35,7 +35,7 @@ def test_workers_get_disjoint_messages_and_together_all(conn: Connection, queue:
     sent = send_many(conn, queue, 100)
     tick(conn, queue)
     got: list[int] = []
-    held = {}
+    held: dict[str, int] = {}
     for number in range(12):
         worker = f"w{number % 4}"
         batch = receive_coop(conn, queue, worker, 10)
@@ -47,7 +47,7 @@ def test_workers_get_disjoint_messages_and_together_all(conn: Connection, queue:
         if number >= 4:
             ack(conn, held.pop(worker))
     for number in range(20):
-        for batch in iter(lambda w=f"w{number % 4}": receive_coop(conn, queue, w, 10), []):
+        while batch := receive_coop(conn, queue, f"w{number % 4}", 10):
             if batch[0].batch_id not in held.values():
                 got += [m.msg_id for m in batch]
             ack(conn, batch[0].batch_id)
