@@ -639,7 +639,7 @@ begin
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
-  if not drop_queue.force and exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
+  if drop_queue.force is not true and exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
     raise exception using
       errcode = 'PQ006',
       message = format('queue %I has consumers', v_queue.queue_name),
@@ -768,6 +768,7 @@ create or replace function pgque.send_batch(queue_name text, type_name text, pay
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8;
+  v_id    int;
   v_seq   regclass;
   v_ids   bigint[];
 begin
@@ -780,7 +781,7 @@ begin
     return '{}';
   end if;
   v_txid := pg_current_xact_id();
-  select q.queue_event_seq into v_seq from pgque.queue q where q.queue_name = $1 and q.queue_open;
+  select q.queue_id, q.queue_event_seq into v_id, v_seq from pgque.queue q where q.queue_name = $1 and q.queue_open;
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)
@@ -788,7 +789,7 @@ begin
     from (
       select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at
       from pgque.queue q
-      where q.queue_name = $1 and q.queue_open
+      where q.queue_id = v_id and q.queue_open
       offset 0
     ) q, unnest($3, v_ids) p (payload, id);
     if found then
@@ -819,7 +820,7 @@ create or replace function pgque.send_idem(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);
-  v_now    timestamptz := pgque.clock();
+  v_txid   xid8 := pg_current_xact_id();
 begin
   if $4 is null or $5 is null or $5 <= '0' then
     raise exception using
@@ -827,26 +828,31 @@ begin
       message = format('send_idem to queue %I needs a key and a positive ttl', $1),
       hint = 'Without a key use pgque.send().';
   end if;
-  select k.idem_ev_id into event_id
-  from pgque.idempotency_key k
-  where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > v_now;
-  if not found then
-    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
-    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), v_now + $5)
-    on conflict on constraint idempotency_key_pkey do update
-    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
-    where k.idem_expires <= v_now
-    returning k.idem_ev_id into event_id;
-    if event_id is not null then
-      deduped := false;
-      perform pgque._insert_as(v_queue.queue_name, event_id, $2, $3, $6);
+  if not v_queue.queue_open then
+    perform pgque._open_queue($1);
+  end if;
+  loop
+    select k.idem_ev_id into event_id
+    from pgque.idempotency_key k
+    where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > pgque.clock();
+    if found then
+      deduped := true;
       return;
     end if;
-    select k.idem_ev_id into strict event_id
-    from pgque.idempotency_key k
-    where k.idem_queue = v_queue.queue_id and k.idem_key = $4;
-  end if;
-  deduped := true;
+    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), pgque.clock() + $5)
+    on conflict on constraint idempotency_key_pkey do update
+    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
+    where k.idem_expires <= pgque.clock()
+    returning k.idem_ev_id into event_id;
+    exit when found;
+    -- Another sender was first; look what it sent.
+  end loop;
+  deduped := false;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
+  select q.queue_id * 3 + q.queue_cur_table, event_id, pgque.clock(), v_txid, $2, $3, $6
+  from pgque.queue q
+  where q.queue_id = v_queue.queue_id and not q.queue_restored;
 end
 $$;
 
@@ -856,23 +862,6 @@ create or replace function pgque.send_idem(
   out event_id bigint, out deduped boolean
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
-
--- Appends an event whose id is known already.
-create or replace function pgque._insert_as(p_queue text, p_id bigint, p_type text, p_data text, p_extra1 text) returns void
-language plpgsql as $$
-declare
-  v_txid  xid8 := pg_catalog.pg_current_xact_id();
-begin
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
-  select q.queue_id * 3 + q.queue_cur_table, p_id, pgque.clock(), v_txid, p_type, p_data, p_extra1
-  from pgque.queue q
-  where q.queue_name = p_queue and q.queue_open;
-  if not found then
-    perform pgque._open_queue(p_queue);
-    perform pgque._insert_as(p_queue, p_id, p_type, p_data, p_extra1);
-  end if;
-end
-$$;
 
 -- The table that events of the queue go to now.  For COPY by the owner; its
 -- columns have the defaults that make a plain INSERT of ev_type and ev_data an
@@ -943,10 +932,10 @@ begin
 end
 $$;
 
--- Why a queue wants a tick now: 'events' (something committed that no tick
--- covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
+-- Why a queue wants a tick with this snapshot: 'events' (it shows some that no
+-- tick covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
 -- no transaction id.
-create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick) returns text
+create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql as $$
 declare
   v_now    timestamptz := pgque.clock();
@@ -959,7 +948,7 @@ begin
     return 'forced';
   end if;
   if v_count >= p_queue.queue_ticker_max_count or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period) then
-    v_cond := pgque._xid_condition(p_last.tick_snapshot, pg_catalog.pg_current_snapshot());
+    v_cond := pgque._xid_condition(p_last.tick_snapshot, p_snapshot);
     if v_cond is not null then
       execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
       if v_found then
@@ -981,10 +970,11 @@ $$;
 create or replace function pgque._tick_queue(p_queue_id int, p_wait boolean) returns bigint
 language plpgsql as $$
 declare
-  v_queue   pgque.queue;
-  v_last    pgque.tick;
-  v_reason  text;
-  v_class   int := pg_catalog.hashtext('pgque.tick');
+  v_queue     pgque.queue;
+  v_last      pgque.tick;
+  v_snapshot  pg_snapshot;
+  v_reason    text;
+  v_class     int := pg_catalog.hashtext('pgque.tick');
 begin
   perform pgque._need_read_committed('a tick');
   if p_wait then
@@ -1001,23 +991,24 @@ begin
     return null;
   end if;
   v_last := pgque._last_tick(v_queue);
-  v_reason := pgque._tick_reason(v_queue, v_last);
+  v_snapshot := pgque._tick_snapshot();
+  v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
   if v_reason is null then
     return null;
   end if;
-  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
+  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), v_snapshot, null, v_reason <> 'idle');
 end
 $$;
 
 -- Stores a tick and tells listeners.
 create or replace function pgque._store_tick(
-  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_event_seq bigint, p_notify boolean
+  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
 language plpgsql as $$
 begin
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (
-    p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, pgque._tick_snapshot(),
+    p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot,
     coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
   if p_notify then
     perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
@@ -1107,7 +1098,7 @@ begin
       message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
       hint = 'Tick ids rise, event sequences do not fall, and a tick has a time.';
   end if;
-  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, ticker.event_seq, true);
+  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
 
@@ -1222,8 +1213,9 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 1,000 rows
--- between which ids they are and, for each table, between which row addresses.
+-- Reads a window once, in the order of ids, and notes for every 1,000 events
+-- (not counting retries, which belong to one subscriber each) between which ids
+-- they are and, for each table, between which row addresses.
 -- A slice is then a TID range scan.  A window's rows are fixed and do not
 -- move; VACUUM FULL and the like give the table another file, which is noted
 -- too.  The map is a cache: without it, reading is only slower.
@@ -1240,13 +1232,13 @@ begin
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
       pgque._filenodes($1), pg_catalog.pg_current_xact_id()
     from (
-      select w.ev_id, w.n, w.tid, (dense_rank() over (order by w.ev_id) - 1) / 1000 as chunk
+      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 1000 as chunk
       from (
-        select e.ev_id, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
+        select e.ev_id, e.ev_owner, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
         union all
-        select e.ev_id, 1, e.ctid from pgque.event_%1$s_1 e where %2$s
+        select e.ev_id, e.ev_owner, 1, e.ctid from pgque.event_%1$s_1 e where %2$s
         union all
-        select e.ev_id, 2, e.ctid from pgque.event_%1$s_2 e where %2$s
+        select e.ev_id, e.ev_owner, 2, e.ctid from pgque.event_%1$s_2 e where %2$s
       ) w
     ) r
     group by r.chunk
@@ -1278,33 +1270,37 @@ $$;
 create or replace function pgque._position(p_sub int) returns pgque.position_0
 language plpgsql set enable_seqscan = off as $$
 declare
+  v_leaf      int;
   v_position  pgque.position_0;
 begin
-  if pgque._journal_leaf() = 0 then
-    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    if not found then
-      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    end if;
-  else
-    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    if not found then
+  -- Compaction may move the row from the second leaf to the first between the
+  -- two looks: then it is found by looking again.
+  for v_try in 1..10 loop
+    v_leaf := pgque._journal_leaf();
+    if v_leaf = 0 then
       select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
     end if;
-  end if;
-  if v_position.pos_sub is null then
-    -- A snapshot that is older than a compaction sees neither leaf's row.
-    raise exception using
-      errcode = 'serialization_failure',
-      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
-      hint = 'Retry the transaction.';
-  end if;
-  return v_position;
+    if v_position.pos_sub is null then
+      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+    if v_position.pos_sub is null and v_leaf = 1 then
+      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+    if v_position.pos_sub is not null then
+      return v_position;
+    end if;
+  end loop;
+  -- A snapshot that is older than a compaction sees neither leaf's row.
+  raise exception using
+    errcode = 'serialization_failure',
+    message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
+    hint = 'Retry the transaction.';
 end
 $$;
 
 -- Which leaf of the journal is written.  A transaction with an old snapshot
--- locks the answer, and fails with 40001 if it is no longer true; one that can
--- not write needs no such care.
+-- locks the answer, which keeps the journal from turning and fails with 40001 if
+-- it has turned; one that can not write needs no such care.
 create or replace function pgque._journal_leaf() returns int
 language plpgsql as $$
 declare
@@ -1315,7 +1311,7 @@ begin
   then
     select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;
   else
-    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for share;
   end if;
   return v_leaf;
 end
@@ -2037,21 +2033,29 @@ declare
   v_chunk  pgque.window_map;
   v_rows   text;
 begin
+  -- Every chunk but the last holds 1,000 events for everybody, so as many chunks
+  -- as p_max needs and one more hold the batch and what comes after it.
   if p_max is null or p_pos.pos_done_count >= 2 * p_max
     or p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(20 * p_max, 5000)
   then
+    -- From here on no table can be rewritten under its row addresses.
+    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
     if p_max is not null and not pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
       perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
     end if;
     if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
       select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
       into v_chunk.map_lo, v_chunk.map_hi
-      from pgque.window_map m
-      where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-        and m.map_valid
-        and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
-        and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
-        and (p_max is null or m.map_chunk <= (p_pos.pos_done_count + p_max) / 1000);
+      from (
+        select m.map_lo, m.map_hi
+        from pgque.window_map m
+        where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+          and m.map_valid
+          and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
+          and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+        order by m.map_id_hi
+        limit p_max / 1000 + 2
+      ) m;
       v_tids := pgque._tid_conditions(v_chunk);
       v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
     end if;
@@ -2221,7 +2225,7 @@ begin
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
   if v_main.sub_role = 'normal' then
-    if not $4 then
+    if $4 is not true then
       raise exception using
         errcode = 'PQ006',
         message = format('consumer %I of queue %I reads on its own', $2, $1),
@@ -2321,7 +2325,12 @@ begin
   if v_own.pos_batch is not null then
     return;
   end if;
-  v_dead := pgque._lock_position(v_id);
+  -- A worker that holds its own lock is alive.
+  perform from pgque.subscriber s where s.sub_id = v_id for no key update skip locked;
+  if not found then
+    return;
+  end if;
+  v_dead := pgque._position(v_id);
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
@@ -2911,6 +2920,7 @@ begin
     v_position := pgque._position(v_id);
     if v_position.pos_tick < v_to.tick_id then
       if v_position.pos_main is null then
+        v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
         v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
         perform pgque._append_position(pgque._at_tick(v_position, v_to));
       else
@@ -2972,7 +2982,7 @@ begin
   end loop;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, false);
+  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);
@@ -3158,9 +3168,9 @@ $$;
 -- server began or ended does nothing; a round without work writes nothing and
 -- uses no transaction id.
 --
--- A tick need not be flushed: whatever saw it and commits durably comes later in
--- the WAL and so makes it durable too, and a tick that is lost with all that saw
--- it is taken again.
+-- Within a period it looks four times whether anything happened: a queue that
+-- was quiet ticks a quarter of a period after the commit, a busy one once in a
+-- period.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified and all work is in functions.
@@ -3176,7 +3186,10 @@ declare
   v_due       pg_catalog.timestamptz := v_start;
   v_period    pg_catalog.interval;
   v_stopped   pg_catalog.timestamptz;
-  v_seen      pg_catalog.text;
+  v_seen      pg_catalog.text := '';
+  v_look      pg_catalog.timestamptz := v_start;
+  v_began     pg_catalog.timestamptz;
+  v_ticked    pg_catalog.bool;
   v_snapshot  pg_catalog.text;
   v_queue     pg_catalog.int4;
   v_op        record;
@@ -3204,26 +3217,29 @@ begin
     exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
-    if v_snapshot is distinct from v_seen or pg_catalog.clock_timestamp() >= v_due then
+    if (v_snapshot is distinct from v_seen and pg_catalog.clock_timestamp() >= v_look) or pg_catalog.clock_timestamp() >= v_due then
       v_seen := v_snapshot;
+      v_began := pg_catalog.clock_timestamp();
+      v_ticked := false;
       v_due := pgque._look_again_at();
       if pgque.maint_retry_events() > 0 then
-        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end if;
       foreach v_queue in array pgque._ticked_queues() loop
         if pgque._try_tick(v_queue) is not null then
-          perform pg_catalog.set_config('synchronous_commit', 'off', true);
+          v_ticked := true;
           commit and chain;
         end if;
       end loop;
+      -- After a look in vain, a pause of ten times what it took.
+      v_look := case when v_ticked then v_began + v_period
+        else pg_catalog.clock_timestamp() + 10 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
     if pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
       for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
         perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
-        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end loop;
     end if;
@@ -3233,10 +3249,14 @@ begin
     v_next := v_next + v_period;
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
-    else
-      -- pg_sleep() rounds up to whole milliseconds.
-      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()) - 0.0007);
     end if;
+    while pg_catalog.clock_timestamp() < v_next loop
+      -- pg_sleep() rounds up to whole milliseconds.
+      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4)) - 0.0007);
+      if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then
+        v_next := pg_catalog.clock_timestamp();
+      end if;
+    end loop;
     commit and chain;
   end loop;
 end
@@ -3617,7 +3637,7 @@ begin
 
     v_last := pgque._last_tick(v_queue);
     check_name := 'ticks';
-    v_new := coalesce(pgque._tick_reason(v_queue, v_last) = 'events', false);
+    v_new := coalesce(pgque._tick_reason(v_queue, v_last, pg_current_snapshot()) = 'events', false);
     status := case
       when v_queue.queue_external_ticker then 'ok'
       when v_queue.queue_ticker_paused then 'warn'

@@ -244,7 +244,7 @@ begin
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
-  if not drop_queue.force and exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
+  if drop_queue.force is not true and exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
     raise exception using
       errcode = 'PQ006',
       message = format('queue %I has consumers', v_queue.queue_name),

@@ -71,6 +71,7 @@ create or replace function pgque.send_batch(queue_name text, type_name text, pay
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8;
+  v_id    int;
   v_seq   regclass;
   v_ids   bigint[];
 begin
@@ -83,7 +84,7 @@ begin
     return '{}';
   end if;
   v_txid := pg_current_xact_id();
-  select q.queue_event_seq into v_seq from pgque.queue q where q.queue_name = $1 and q.queue_open;
+  select q.queue_id, q.queue_event_seq into v_id, v_seq from pgque.queue q where q.queue_name = $1 and q.queue_open;
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)
@@ -91,7 +92,7 @@ begin
     from (
       select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at
       from pgque.queue q
-      where q.queue_name = $1 and q.queue_open
+      where q.queue_id = v_id and q.queue_open
       offset 0
     ) q, unnest($3, v_ids) p (payload, id);
     if found then
@@ -122,7 +123,7 @@ create or replace function pgque.send_idem(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);
-  v_now    timestamptz := pgque.clock();
+  v_txid   xid8 := pg_current_xact_id();
 begin
   if $4 is null or $5 is null or $5 <= '0' then
     raise exception using
@@ -130,26 +131,31 @@ begin
       message = format('send_idem to queue %I needs a key and a positive ttl', $1),
       hint = 'Without a key use pgque.send().';
   end if;
-  select k.idem_ev_id into event_id
-  from pgque.idempotency_key k
-  where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > v_now;
-  if not found then
-    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
-    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), v_now + $5)
-    on conflict on constraint idempotency_key_pkey do update
-    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
-    where k.idem_expires <= v_now
-    returning k.idem_ev_id into event_id;
-    if event_id is not null then
-      deduped := false;
-      perform pgque._insert_as(v_queue.queue_name, event_id, $2, $3, $6);
+  if not v_queue.queue_open then
+    perform pgque._open_queue($1);
+  end if;
+  loop
+    select k.idem_ev_id into event_id
+    from pgque.idempotency_key k
+    where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > pgque.clock();
+    if found then
+      deduped := true;
       return;
     end if;
-    select k.idem_ev_id into strict event_id
-    from pgque.idempotency_key k
-    where k.idem_queue = v_queue.queue_id and k.idem_key = $4;
-  end if;
-  deduped := true;
+    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), pgque.clock() + $5)
+    on conflict on constraint idempotency_key_pkey do update
+    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
+    where k.idem_expires <= pgque.clock()
+    returning k.idem_ev_id into event_id;
+    exit when found;
+    -- Another sender was first; look what it sent.
+  end loop;
+  deduped := false;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
+  select q.queue_id * 3 + q.queue_cur_table, event_id, pgque.clock(), v_txid, $2, $3, $6
+  from pgque.queue q
+  where q.queue_id = v_queue.queue_id and not q.queue_restored;
 end
 $$;
 
@@ -159,23 +165,6 @@ create or replace function pgque.send_idem(
   out event_id bigint, out deduped boolean
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
-
--- Appends an event whose id is known already.
-create or replace function pgque._insert_as(p_queue text, p_id bigint, p_type text, p_data text, p_extra1 text) returns void
-language plpgsql as $$
-declare
-  v_txid  xid8 := pg_catalog.pg_current_xact_id();
-begin
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
-  select q.queue_id * 3 + q.queue_cur_table, p_id, pgque.clock(), v_txid, p_type, p_data, p_extra1
-  from pgque.queue q
-  where q.queue_name = p_queue and q.queue_open;
-  if not found then
-    perform pgque._open_queue(p_queue);
-    perform pgque._insert_as(p_queue, p_id, p_type, p_data, p_extra1);
-  end if;
-end
-$$;
 
 -- The table that events of the queue go to now.  For COPY by the owner; its
 -- columns have the defaults that make a plain INSERT of ev_type and ev_data an

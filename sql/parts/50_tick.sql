@@ -60,10 +60,10 @@ begin
 end
 $$;
 
--- Why a queue wants a tick now: 'events' (something committed that no tick
--- covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
+-- Why a queue wants a tick with this snapshot: 'events' (it shows some that no
+-- tick covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
 -- no transaction id.
-create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick) returns text
+create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql as $$
 declare
   v_now    timestamptz := pgque.clock();
@@ -76,7 +76,7 @@ begin
     return 'forced';
   end if;
   if v_count >= p_queue.queue_ticker_max_count or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period) then
-    v_cond := pgque._xid_condition(p_last.tick_snapshot, pg_catalog.pg_current_snapshot());
+    v_cond := pgque._xid_condition(p_last.tick_snapshot, p_snapshot);
     if v_cond is not null then
       execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
       if v_found then
@@ -98,10 +98,11 @@ $$;
 create or replace function pgque._tick_queue(p_queue_id int, p_wait boolean) returns bigint
 language plpgsql as $$
 declare
-  v_queue   pgque.queue;
-  v_last    pgque.tick;
-  v_reason  text;
-  v_class   int := pg_catalog.hashtext('pgque.tick');
+  v_queue     pgque.queue;
+  v_last      pgque.tick;
+  v_snapshot  pg_snapshot;
+  v_reason    text;
+  v_class     int := pg_catalog.hashtext('pgque.tick');
 begin
   perform pgque._need_read_committed('a tick');
   if p_wait then
@@ -118,23 +119,24 @@ begin
     return null;
   end if;
   v_last := pgque._last_tick(v_queue);
-  v_reason := pgque._tick_reason(v_queue, v_last);
+  v_snapshot := pgque._tick_snapshot();
+  v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
   if v_reason is null then
     return null;
   end if;
-  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, v_reason <> 'idle');
+  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), v_snapshot, null, v_reason <> 'idle');
 end
 $$;
 
 -- Stores a tick and tells listeners.
 create or replace function pgque._store_tick(
-  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_event_seq bigint, p_notify boolean
+  p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
 language plpgsql as $$
 begin
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (
-    p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, pgque._tick_snapshot(),
+    p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot,
     coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
   if p_notify then
     perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
@@ -224,7 +226,7 @@ begin
       message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
       hint = 'Tick ids rise, event sequences do not fall, and a tick has a time.';
   end if;
-  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, ticker.event_seq, true);
+  return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
 

@@ -12,33 +12,37 @@
 create or replace function pgque._position(p_sub int) returns pgque.position_0
 language plpgsql set enable_seqscan = off as $$
 declare
+  v_leaf      int;
   v_position  pgque.position_0;
 begin
-  if pgque._journal_leaf() = 0 then
-    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    if not found then
-      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    end if;
-  else
-    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
-    if not found then
+  -- Compaction may move the row from the second leaf to the first between the
+  -- two looks: then it is found by looking again.
+  for v_try in 1..10 loop
+    v_leaf := pgque._journal_leaf();
+    if v_leaf = 0 then
       select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
     end if;
-  end if;
-  if v_position.pos_sub is null then
-    -- A snapshot that is older than a compaction sees neither leaf's row.
-    raise exception using
-      errcode = 'serialization_failure',
-      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
-      hint = 'Retry the transaction.';
-  end if;
-  return v_position;
+    if v_position.pos_sub is null then
+      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+    if v_position.pos_sub is null and v_leaf = 1 then
+      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
+    if v_position.pos_sub is not null then
+      return v_position;
+    end if;
+  end loop;
+  -- A snapshot that is older than a compaction sees neither leaf's row.
+  raise exception using
+    errcode = 'serialization_failure',
+    message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
+    hint = 'Retry the transaction.';
 end
 $$;
 
 -- Which leaf of the journal is written.  A transaction with an old snapshot
--- locks the answer, and fails with 40001 if it is no longer true; one that can
--- not write needs no such care.
+-- locks the answer, which keeps the journal from turning and fails with 40001 if
+-- it has turned; one that can not write needs no such care.
 create or replace function pgque._journal_leaf() returns int
 language plpgsql as $$
 declare
@@ -49,7 +53,7 @@ begin
   then
     select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1;
   else
-    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;
+    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for share;
   end if;
   return v_leaf;
 end

@@ -611,21 +611,29 @@ declare
   v_chunk  pgque.window_map;
   v_rows   text;
 begin
+  -- Every chunk but the last holds 1,000 events for everybody, so as many chunks
+  -- as p_max needs and one more hold the batch and what comes after it.
   if p_max is null or p_pos.pos_done_count >= 2 * p_max
     or p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(20 * p_max, 5000)
   then
+    -- From here on no table can be rewritten under its row addresses.
+    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
     if p_max is not null and not pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
       perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
     end if;
     if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
       select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
       into v_chunk.map_lo, v_chunk.map_hi
-      from pgque.window_map m
-      where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-        and m.map_valid
-        and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
-        and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
-        and (p_max is null or m.map_chunk <= (p_pos.pos_done_count + p_max) / 1000);
+      from (
+        select m.map_lo, m.map_hi
+        from pgque.window_map m
+        where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+          and m.map_valid
+          and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
+          and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+        order by m.map_id_hi
+        limit p_max / 1000 + 2
+      ) m;
       v_tids := pgque._tid_conditions(v_chunk);
       v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
     end if;

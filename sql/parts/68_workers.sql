@@ -63,7 +63,7 @@ begin
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
   if v_main.sub_role = 'normal' then
-    if not $4 then
+    if $4 is not true then
       raise exception using
         errcode = 'PQ006',
         message = format('consumer %I of queue %I reads on its own', $2, $1),
@@ -163,7 +163,12 @@ begin
   if v_own.pos_batch is not null then
     return;
   end if;
-  v_dead := pgque._lock_position(v_id);
+  -- A worker that holds its own lock is alive.
+  perform from pgque.subscriber s where s.sub_id = v_id for no key update skip locked;
+  if not found then
+    return;
+  end if;
+  v_dead := pgque._position(v_id);
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;

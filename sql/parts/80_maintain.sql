@@ -173,6 +173,7 @@ begin
     v_position := pgque._position(v_id);
     if v_position.pos_tick < v_to.tick_id then
       if v_position.pos_main is null then
+        v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
         v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
         perform pgque._append_position(pgque._at_tick(v_position, v_to));
       else
@@ -234,7 +235,7 @@ begin
   end loop;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), null, false);
+  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);

@@ -58,9 +58,9 @@ $$;
 -- server began or ended does nothing; a round without work writes nothing and
 -- uses no transaction id.
 --
--- A tick need not be flushed: whatever saw it and commits durably comes later in
--- the WAL and so makes it durable too, and a tick that is lost with all that saw
--- it is taken again.
+-- Within a period it looks four times whether anything happened: a queue that
+-- was quiet ticks a quarter of a period after the commit, a busy one once in a
+-- period.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified and all work is in functions.
@@ -76,7 +76,10 @@ declare
   v_due       pg_catalog.timestamptz := v_start;
   v_period    pg_catalog.interval;
   v_stopped   pg_catalog.timestamptz;
-  v_seen      pg_catalog.text;
+  v_seen      pg_catalog.text := '';
+  v_look      pg_catalog.timestamptz := v_start;
+  v_began     pg_catalog.timestamptz;
+  v_ticked    pg_catalog.bool;
   v_snapshot  pg_catalog.text;
   v_queue     pg_catalog.int4;
   v_op        record;
@@ -104,26 +107,29 @@ begin
     exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
-    if v_snapshot is distinct from v_seen or pg_catalog.clock_timestamp() >= v_due then
+    if (v_snapshot is distinct from v_seen and pg_catalog.clock_timestamp() >= v_look) or pg_catalog.clock_timestamp() >= v_due then
       v_seen := v_snapshot;
+      v_began := pg_catalog.clock_timestamp();
+      v_ticked := false;
       v_due := pgque._look_again_at();
       if pgque.maint_retry_events() > 0 then
-        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end if;
       foreach v_queue in array pgque._ticked_queues() loop
         if pgque._try_tick(v_queue) is not null then
-          perform pg_catalog.set_config('synchronous_commit', 'off', true);
+          v_ticked := true;
           commit and chain;
         end if;
       end loop;
+      -- After a look in vain, a pause of ten times what it took.
+      v_look := case when v_ticked then v_began + v_period
+        else pg_catalog.clock_timestamp() + 10 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
     if pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
       for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
         perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
-        perform pg_catalog.set_config('synchronous_commit', 'off', true);
         commit and chain;
       end loop;
     end if;
@@ -133,10 +139,14 @@ begin
     v_next := v_next + v_period;
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
-    else
-      -- pg_sleep() rounds up to whole milliseconds.
-      perform pg_catalog.pg_sleep(extract(epoch from v_next - pg_catalog.clock_timestamp()) - 0.0007);
     end if;
+    while pg_catalog.clock_timestamp() < v_next loop
+      -- pg_sleep() rounds up to whole milliseconds.
+      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4)) - 0.0007);
+      if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then
+        v_next := pg_catalog.clock_timestamp();
+      end if;
+    end loop;
     commit and chain;
   end loop;
 end

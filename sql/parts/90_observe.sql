@@ -238,7 +238,7 @@ begin
 
     v_last := pgque._last_tick(v_queue);
     check_name := 'ticks';
-    v_new := coalesce(pgque._tick_reason(v_queue, v_last) = 'events', false);
+    v_new := coalesce(pgque._tick_reason(v_queue, v_last, pg_current_snapshot()) = 'events', false);
     status := case
       when v_queue.queue_external_ticker then 'ok'
       when v_queue.queue_ticker_paused then 'warn'

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """Measure pgque against bare SQL in the same run; print a table and write JSON. Used by `make bench`.
 
 Nothing is asserted: a target is reached or missed, and the table says which.
@@ -89,7 +90,7 @@ def describe(target: str) -> dict[str, str | int]:
         ).fetchall()
         version = conn.execute("select current_setting('server_version')").fetchone()
         cron = conn.execute("select extversion from pg_extension where extname = 'pg_cron'").fetchone()
-    values = dict(rows)
+    values: dict[str, str] = dict(rows)
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "cpu": _cpu(),

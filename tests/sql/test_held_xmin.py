@@ -220,6 +220,34 @@ def test_a_snapshot_older_than_a_compaction_acks_nothing_twice(
     assert drain(own, "q") == sent[2:]
 
 
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_snapshot_that_used_the_journal_before_it_turned_hands_out_nothing_twice(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    low_threshold(own)
+    for name in ("c", "other"):
+        subscribe(own, "q", name)
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    sent = send_many(own, "q", 4)
+    tick(own, "q")
+    stale = transaction(isolation, own_dsn)
+    assert len(receive(stale, "q", "other", 2)) == 2
+    value(own, "select count(pgque.touch_subconsumer('q', 'group', 'w')) from generate_series(1, 1500)")
+    compact(own)
+    first = receive(own, "q", count=2)
+    ack(own, first[0].batch_id)
+    got = [m.msg_id for m in first]
+    try:
+        batch = receive(stale, "q", count=2)
+        ack(stale, batch[0].batch_id)
+        stale.execute("commit")
+        got += [m.msg_id for m in batch]
+    except psycopg.errors.SerializationFailure:
+        stale.execute("rollback")
+    assert got + drain(own, "q") == sent
+
+
 def test_a_consumer_that_locks_its_position_only_postpones_compaction(
     own: Connection, own_dsn: str, connect: Callable[..., Connection]
 ) -> None:

@@ -1,0 +1,87 @@
+"""Creating and dropping queues beside long transactions of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import psycopg
+
+from sql.helpers import Connection, drain, receive, refused, rows, send, subscribe, tick, value
+
+
+def tables(conn: Connection) -> list[str]:
+    """Name the tables of single queues."""
+    return [
+        r[0]
+        for r in rows(
+            conn,
+            r"select c.relname from pg_class as c where c.relnamespace = 'pgque'::regnamespace"
+            r" and c.relname ~ '^(event|tick)_\d' and c.relkind = 'r' order by 1",
+        )
+    ]
+
+
+def test_queues_come_and_go_while_others_have_long_transactions(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    before = tables(own)
+    sender = connect(own_dsn, autocommit=False)
+    first = send(sender, "q", "long")
+    reader = connect(own_dsn, autocommit=False)
+    receive(reader, "q")
+    own.execute("set lock_timeout = '3s'")
+    for _ in range(2):
+        value(own, "select pgque.create_queue('p')")
+        subscribe(own, "p")
+        sent = send(own, "p")
+        tick(own, "p")
+        assert drain(own, "p") == [sent]
+        assert value(own, "select pgque.drop_queue('p', true)") == 1
+        refused("PQ001", send, own, "p")
+        value(own, "select pgque.maint()")
+        # Nobody waits behind the drop.
+        send(own, "q")
+        tick(own, "q")
+    sender.commit()
+    reader.commit()
+    tick(own, "q")
+    assert first in drain(own, "q")
+    value(own, "select pgque.maint()")
+    assert tables(own) == before
+
+
+def test_a_send_that_waits_for_a_drop_says_that_the_queue_is_gone(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., object],
+    wait_until: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    dropper = connect(own_dsn, autocommit=False)
+    value(dropper, "select pgque.drop_queue('q')")
+    sender = background(lambda c: send(c, "q"), connect(own_dsn))
+    waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
+    wait_until(lambda: value(own, waiting, sender.pid), "the sender waits")  # type: ignore[attr-defined]
+    dropper.commit()
+    refused("PQ001", sender.result)  # type: ignore[attr-defined]
+
+
+def test_a_rolled_back_create_or_drop_leaves_things_as_they_were(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    before = tables(own)
+    one = connect(own_dsn, autocommit=False)
+    value(one, "select pgque.create_queue('q')")
+    one.rollback()
+    assert tables(own) == before
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send(own, "q")
+    tick(own, "q")
+    value(one, "select pgque.drop_queue('q', true)")
+    one.rollback()
+    assert drain(own, "q") == [sent]
+    assert isinstance(one, psycopg.Connection)
