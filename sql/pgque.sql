@@ -899,10 +899,11 @@ begin
 end
 $$;
 
--- The newest tick of a queue.  Ticks go to the current table, so as soon as
+-- The newest tick of a queue.  (No sequential scans here and below: the planner
+-- thinks little of a table that was vacuumed while empty.)  Ticks go to the current table, so as soon as
 -- that holds one, the newest is there.
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -923,7 +924,7 @@ $$;
 
 -- One tick by its id; all columns null when it is gone.
 create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -936,7 +937,7 @@ $$;
 -- tick covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
 -- no transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
@@ -1319,13 +1320,14 @@ $$;
 
 -- Appends a position; the sequence number and the time are set here.  The
 -- primary key stops a transaction whose snapshot does not show the newest row:
--- it gets 40001, never a second truth.
-create or replace function pgque._append_position(p_position pgque.position_0) returns void
+-- it gets 40001, never a second truth.  p_leaf is what _carry_over() said, for
+-- those who use that leaf in other statements too.
+create or replace function pgque._append_position(p_position pgque.position_0, p_leaf int default null) returns void
 language plpgsql as $$
 begin
   p_position.pos_seq := p_position.pos_seq + 1;
   p_position.pos_time := pgque.clock();
-  if pgque._journal_leaf() = 0 then
+  if coalesce(p_leaf, pgque._journal_leaf()) = 0 then
     insert into pgque.position_0 select p_position.* on conflict do nothing;
   else
     insert into pgque.position_1 select p_position.* on conflict do nothing;
@@ -1365,15 +1367,6 @@ begin
     end if;
   end if;
   return v_leaf;
-end
-$$;
-
--- Keeps the journal in its leaf to the end of the transaction, for those who
--- append a position and what is settled in its batch in two steps.
-create or replace function pgque._hold_journal() returns void
-language plpgsql as $$
-begin
-  perform from pgque.journal j where j.journal_id = 1 for share;
 end
 $$;
 
@@ -1644,7 +1637,7 @@ language sql as $$ select pgque.unsubscribe($1, $2) $$;
 -- If the current table knows the position's own tick or the one after it, it
 -- knows all that follow.
 create or replace function pgque._open_window(p_position pgque.position_0, p_queue_id int, p_max bigint) returns pgque.position_0
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_cur    int := (select q.queue_cur_table from pgque.queue q where q.queue_id = p_queue_id);
   v_first  boolean := true;
@@ -2294,9 +2287,7 @@ declare
   v_position  pgque.position_0;
 begin
   v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
-  perform pgque._hold_journal();
-  perform pgque._carry_over(v_position);
-  perform pgque._append_position(v_position);
+  perform pgque._append_position(v_position, pgque._carry_over(v_position));
   return 1;
 end
 $$;
@@ -2310,6 +2301,7 @@ declare
   v_own   pgque.position_0;
   v_dead  pgque.position_0;
   v_id    int;
+  v_leaf  int;
 begin
   select p.pos_sub into v_id
   from pgque.subscriber s
@@ -2334,22 +2326,24 @@ begin
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
-  perform pgque._hold_journal();
-  perform pgque._carry_over(v_dead);
-  perform pgque._carry_over(v_own);
+  v_leaf := pgque._carry_over(v_own);
+  if pgque._carry_over(v_dead) <> v_leaf then
+    -- The journal turned in between, and can not turn again under these locks.
+    v_leaf := pgque._carry_over(v_own);
+  end if;
   v_own := pgque._as_batch_of(v_own, v_dead);
   v_own.pos_attempt := v_dead.pos_attempt + 1;
   v_own.pos_batch := pgque._new_batch_id(v_own);
   v_own.pos_last_batch := v_own.pos_batch;
-  perform pgque._append_position(v_own);
-  if pgque._journal_leaf() = 0 then
+  perform pgque._append_position(v_own, v_leaf);
+  if v_leaf = 0 then
     insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
     select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
   else
     insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
     select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
   end if;
-  perform pgque._append_position(pgque._behind(v_dead, v_dead));
+  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
 end
 $$;
 
@@ -2395,6 +2389,7 @@ declare
   v_batch  pgque.position_0 := pgque._lock_batch(p_batch);
   v_sub    pgque.subscriber;
   v_limit  int;
+  v_leaf   int;
   v_and    text := '';
   v_rows   pgque.event[];
   v_new    bigint[];
@@ -2414,7 +2409,8 @@ begin
   execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
     pgque._batch_sql(v_sub, v_batch, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
 
-  if pgque._carry_over(v_batch) = 0 then
+  v_leaf := pgque._carry_over(v_batch);
+  if v_leaf = 0 then
     with new as (
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
       select p_batch, r.ev_id, v_batch.pos_sub from pg_catalog.unnest(v_rows) r
@@ -2433,6 +2429,8 @@ begin
   end if;
 
   if v_new is not null then
+    -- The batch is another one now: an old snapshot must not use what it shows.
+    perform pgque._append_position(v_batch, v_leaf);
     insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,
       ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
     select pgque.clock() + p_after, v_sub.sub_queue, coalesce(v_sub.sub_main, v_sub.sub_id), coalesce(r.ev_retry, 0) + 1, p_reason,
@@ -3722,8 +3720,8 @@ create or replace function pgque._row_event(
 ) returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue   text := p_args[1];
-  v_opts    text[] := p_args[2:];
+  v_queue   text := p_args[0];   -- trigger arguments count from 0
+  v_opts    text[] := p_args[1:];
   v_ignore  text[];
   v_pkey    text[];
   v_row     jsonb := coalesce(p_new, p_old);
@@ -3775,7 +3773,7 @@ begin
     into v_data from jsonb_each_text(v_row) r;
   else
     select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ' and ')
-    into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey);
+    into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey) or v_pkey = '{}';
     if p_op = 'INSERT' then
       select format('(%s) values (%s)', string_agg(quote_ident(r.key), ','), string_agg(quote_nullable(r.value), ','))
       into v_data from jsonb_each_text(v_row) r;
@@ -3810,7 +3808,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -3822,7 +3820,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -3834,7 +3832,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);

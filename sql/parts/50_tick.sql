@@ -27,10 +27,11 @@ begin
 end
 $$;
 
--- The newest tick of a queue.  Ticks go to the current table, so as soon as
+-- The newest tick of a queue.  (No sequential scans here and below: the planner
+-- thinks little of a table that was vacuumed while empty.)  Ticks go to the current table, so as soon as
 -- that holds one, the newest is there.
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -51,7 +52,7 @@ $$;
 
 -- One tick by its id; all columns null when it is gone.
 create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -64,7 +65,7 @@ $$;
 -- tick covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
 -- no transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;

@@ -61,13 +61,14 @@ $$;
 
 -- Appends a position; the sequence number and the time are set here.  The
 -- primary key stops a transaction whose snapshot does not show the newest row:
--- it gets 40001, never a second truth.
-create or replace function pgque._append_position(p_position pgque.position_0) returns void
+-- it gets 40001, never a second truth.  p_leaf is what _carry_over() said, for
+-- those who use that leaf in other statements too.
+create or replace function pgque._append_position(p_position pgque.position_0, p_leaf int default null) returns void
 language plpgsql as $$
 begin
   p_position.pos_seq := p_position.pos_seq + 1;
   p_position.pos_time := pgque.clock();
-  if pgque._journal_leaf() = 0 then
+  if coalesce(p_leaf, pgque._journal_leaf()) = 0 then
     insert into pgque.position_0 select p_position.* on conflict do nothing;
   else
     insert into pgque.position_1 select p_position.* on conflict do nothing;
@@ -107,15 +108,6 @@ begin
     end if;
   end if;
   return v_leaf;
-end
-$$;
-
--- Keeps the journal in its leaf to the end of the transaction, for those who
--- append a position and what is settled in its batch in two steps.
-create or replace function pgque._hold_journal() returns void
-language plpgsql as $$
-begin
-  perform from pgque.journal j where j.journal_id = 1 for share;
 end
 $$;
 

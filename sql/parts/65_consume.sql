@@ -222,7 +222,7 @@ language sql as $$ select pgque.unsubscribe($1, $2) $$;
 -- If the current table knows the position's own tick or the one after it, it
 -- knows all that follow.
 create or replace function pgque._open_window(p_position pgque.position_0, p_queue_id int, p_max bigint) returns pgque.position_0
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_cur    int := (select q.queue_cur_table from pgque.queue q where q.queue_id = p_queue_id);
   v_first  boolean := true;

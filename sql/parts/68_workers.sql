@@ -132,9 +132,7 @@ declare
   v_position  pgque.position_0;
 begin
   v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
-  perform pgque._hold_journal();
-  perform pgque._carry_over(v_position);
-  perform pgque._append_position(v_position);
+  perform pgque._append_position(v_position, pgque._carry_over(v_position));
   return 1;
 end
 $$;
@@ -148,6 +146,7 @@ declare
   v_own   pgque.position_0;
   v_dead  pgque.position_0;
   v_id    int;
+  v_leaf  int;
 begin
   select p.pos_sub into v_id
   from pgque.subscriber s
@@ -172,22 +171,24 @@ begin
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
-  perform pgque._hold_journal();
-  perform pgque._carry_over(v_dead);
-  perform pgque._carry_over(v_own);
+  v_leaf := pgque._carry_over(v_own);
+  if pgque._carry_over(v_dead) <> v_leaf then
+    -- The journal turned in between, and can not turn again under these locks.
+    v_leaf := pgque._carry_over(v_own);
+  end if;
   v_own := pgque._as_batch_of(v_own, v_dead);
   v_own.pos_attempt := v_dead.pos_attempt + 1;
   v_own.pos_batch := pgque._new_batch_id(v_own);
   v_own.pos_last_batch := v_own.pos_batch;
-  perform pgque._append_position(v_own);
-  if pgque._journal_leaf() = 0 then
+  perform pgque._append_position(v_own, v_leaf);
+  if v_leaf = 0 then
     insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
     select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
   else
     insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
     select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
   end if;
-  perform pgque._append_position(pgque._behind(v_dead, v_dead));
+  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
 end
 $$;
 

@@ -14,6 +14,7 @@ declare
   v_batch  pgque.position_0 := pgque._lock_batch(p_batch);
   v_sub    pgque.subscriber;
   v_limit  int;
+  v_leaf   int;
   v_and    text := '';
   v_rows   pgque.event[];
   v_new    bigint[];
@@ -33,7 +34,8 @@ begin
   execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
     pgque._batch_sql(v_sub, v_batch, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
 
-  if pgque._carry_over(v_batch) = 0 then
+  v_leaf := pgque._carry_over(v_batch);
+  if v_leaf = 0 then
     with new as (
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
       select p_batch, r.ev_id, v_batch.pos_sub from pg_catalog.unnest(v_rows) r
@@ -52,6 +54,8 @@ begin
   end if;
 
   if v_new is not null then
+    -- The batch is another one now: an old snapshot must not use what it shows.
+    perform pgque._append_position(v_batch, v_leaf);
     insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,
       ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
     select pgque.clock() + p_after, v_sub.sub_queue, coalesce(v_sub.sub_main, v_sub.sub_id), coalesce(r.ev_retry, 0) + 1, p_reason,

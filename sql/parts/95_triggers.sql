@@ -19,8 +19,8 @@ create or replace function pgque._row_event(
 ) returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue   text := p_args[1];
-  v_opts    text[] := p_args[2:];
+  v_queue   text := p_args[0];   -- trigger arguments count from 0
+  v_opts    text[] := p_args[1:];
   v_ignore  text[];
   v_pkey    text[];
   v_row     jsonb := coalesce(p_new, p_old);
@@ -72,7 +72,7 @@ begin
     into v_data from jsonb_each_text(v_row) r;
   else
     select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ' and ')
-    into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey);
+    into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey) or v_pkey = '{}';
     if p_op = 'INSERT' then
       select format('(%s) values (%s)', string_agg(quote_ident(r.key), ','), string_agg(quote_nullable(r.value), ','))
       into v_data from jsonb_each_text(v_row) r;
@@ -107,7 +107,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -119,7 +119,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);
@@ -131,7 +131,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
-  if tg_when = 'BEFORE' and lower(tg_argv::text)::text[] @> '{skip}' then
+  if tg_when = 'BEFORE' and lower(tg_argv[1:]::text)::text[] @> '{skip}' then
     return null;
   end if;
   return coalesce(new, old);

@@ -1,6 +1,7 @@
 """Random work against one server, with everything that can go wrong; the recorded history is judged afterwards.
 
-PGQUE_SEED repeats a run's choices (the interleaving is the server's); PGQUE_HISTORY_SECONDS sets the length.
+PGQUE_SEED repeats a run's choices (the interleaving is the server's); PGQUE_HISTORY_SECONDS sets the length,
+PGQUE_HISTORY_SQL names another engine to judge.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -64,6 +66,7 @@ class History:
     acks: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     stats: Counter[str] = field(default_factory=Counter)
+    sessions: list[Session] = field(default_factory=list)
 
     def fault(self, text: str) -> None:
         with self.lock:
@@ -93,6 +96,7 @@ class Session:
     def __init__(self, history: History, name: str) -> None:
         self.history, self.name = history, name
         self._conn: Connection | None = None
+        history.sessions.append(self)
 
     def __call__(self) -> Connection:
         if self._conn is None or self._conn.closed:
@@ -242,16 +246,16 @@ def keep(conn: Connection, consumer: str, batch: Sequence[Row]) -> None:
     )
 
 
-def finish(h: History, conn: Connection, consumer: str, batch: Sequence[Row]) -> None:
+def finish(h: History, conn: Connection, consumer: str, batch_id: int, batch: Sequence[Row]) -> None:
     """In a transaction: work, ack, commit."""
     keep(conn, consumer, batch)
-    if value(conn, "select pgque.ack(%s)", batch[0][1]) != 1:
+    if value(conn, "select pgque.ack(%s)", batch_id) != 1:
         conn.execute("rollback")
         h.count("ack 0")
         return
     conn.execute("commit")
     with h.lock:
-        h.acks[batch[0][1]] += 1
+        h.acks[batch_id] += 1
 
 
 def consume_exactly_once(h: History, consumer: str, session_name: str, rng: random.Random) -> None:
@@ -280,7 +284,7 @@ def consume_exactly_once(h: History, consumer: str, session_name: str, rng: rand
             if rng.random() < 0.05:
                 session.crash()
                 continue
-            finish(h, conn, consumer, batch)
+            finish(h, conn, consumer, batch[0][1], batch)
 
 
 def fails(payload: str, rng: random.Random) -> bool:
@@ -314,14 +318,7 @@ def consume_with_retries(h: History, consumer: str, rng: random.Random) -> None:
                     session.crash()  # what was nacked is settled, the rest comes again
                     continue
                 conn.execute("begin")
-            finish(h, conn, consumer, [row for row in batch if row not in bad] or batch[:0]) if len(
-                bad
-            ) < len(batch) else _only_ack(conn, batch)
-
-
-def _only_ack(conn: Connection, batch: Sequence[Row]) -> None:
-    rows(conn, "select pgque.ack(%s)", batch[0][1])
-    conn.execute("commit")
+            finish(h, conn, consumer, batch[0][1], [row for row in batch if row not in bad])
 
 
 def work(h: History, consumer: str, worker: str, rng: random.Random) -> None:
@@ -335,21 +332,17 @@ def work(h: History, consumer: str, worker: str, rng: random.Random) -> None:
                 time.sleep(0.02)
                 continue
             note(h, worker, batch, False)
-            if rng.random() < 0.1 and len(batch) > 1:
-                bad, batch = batch[:1], batch[1:]
-                rows(
-                    conn,
-                    "select * from pgque.nack(%s, array[%s]::bigint[], '0', 'w')",
-                    bad[0][1],
-                    bad[0][0],
-                )
+            batch_id = batch[0][1]
+            if rng.random() < 0.1:
+                rows(conn, "select pgque.nack(%s, array[%s]::bigint[], '0', 'w')", batch_id, batch[0][0])
+                batch = batch[1:]
             if rng.random() < 0.05:
                 time.sleep(0.6)
             elif rng.random() < 0.05:
                 session.crash()
                 continue
             conn.execute("begin")
-            finish(h, conn, consumer, batch)
+            finish(h, conn, consumer, batch_id, batch)
 
 
 # --- those who maintain and those who disturb -----------------------------------------------------
@@ -455,6 +448,7 @@ def churn(h: History, name: str, rng: random.Random) -> None:
 
 # --- the run and the judge ------------------------------------------------------------------------
 
+PRODUCERS = 4
 PLAIN = ("plain_fast", "plain_slow", "plain_late")
 KEPT = ("once", "retries", "coop")
 
@@ -476,7 +470,7 @@ def run(dsn: str, script: str, seed: int, seconds: float) -> History:
     h.producing.set()
     h.running.set()
     crew: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
-        *[(produce, (f"p{n}",)) for n in range(4)],
+        *[(produce, (f"p{n}",)) for n in range(PRODUCERS)],
         (consume_plain, ("plain_fast", 0.002)),
         (consume_plain, ("plain_slow", 0.06)),
         (consume_exactly_once, ("once", "once_1")),
@@ -517,11 +511,15 @@ def run(dsn: str, script: str, seed: int, seconds: float) -> History:
     with psycopg.connect(dsn, autocommit=True, application_name="judge") as conn:
         # Producers and disturbers end; everything must arrive now.
         deadline = time.monotonic() + max(15, seconds)
-        while time.monotonic() < deadline and (missing(h, conn) or any(t.name == "p" for t in threads)):
+        while time.monotonic() < deadline and (
+            any(thread.is_alive() for thread in threads[:PRODUCERS]) or missing(h, conn)
+        ):
             time.sleep(0.2)
         h.running.clear()
         for thread in threads:
             thread.join(20)
+        for session in h.sessions:
+            session.crash()
         h.faults += [f"hangs: {t}" for t in threads if t.is_alive()]
         judge(h, conn)
     return h
@@ -596,6 +594,10 @@ def judge(h: History, conn: Connection) -> None:
     h.stats["dead letters"] = value(conn, "select count(*) from pgque.dead_letter")
 
 
+def _script() -> str:
+    return Path(os.environ.get("PGQUE_HISTORY_SQL") or SQL_FILE).read_text()
+
+
 def _seed() -> int:
     return int(os.environ.get("PGQUE_SEED") or random.SystemRandom().randrange(10**9))
 
@@ -611,13 +613,13 @@ def _check(h: History) -> None:
 @pytest.mark.timeout(120)
 def test_history(fresh_dsn: str) -> None:
     seconds = float(os.environ.get("PGQUE_HISTORY_SECONDS", "12"))
-    _check(run(fresh_dsn, SQL_FILE.read_text(), _seed(), seconds))
+    _check(run(fresh_dsn, _script(), _seed(), seconds))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_long_history(fresh_dsn: str) -> None:
-    _check(run(fresh_dsn, SQL_FILE.read_text(), _seed(), 300))
+    _check(run(fresh_dsn, _script(), _seed(), 300))
 
 
 MUTANTS = {
@@ -641,7 +643,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_engine_is_caught(fresh_dsn: str, mutant: str) -> None:
     """The judge can say no."""
-    script = SQL_FILE.read_text()
+    script = _script()
     good, bad = MUTANTS[mutant]
     assert script.count(good) == 1, f"the engine changed: adapt the mutant {mutant!r}"
     h = run(fresh_dsn, script.replace(good, bad), _seed(), 4)

@@ -12,6 +12,7 @@ from sql.helpers import (
     ack,
     drain,
     forced_tick,
+    move_clock,
     nack_ids,
     receive,
     receive_coop,
@@ -189,3 +190,25 @@ def test_a_tick_is_refused_in_a_transaction_with_an_old_snapshot(
         assert "READ COMMITTED" in str(error)
         assert error.diag.message_hint
     assert tick(conn, subscribed) is not None
+
+
+@OLD
+def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b"):
+        value(own, "select pgque.register_subconsumer('q', 'c', %s)", worker)
+    sent = send_many(own, "q", 3)
+    tick(own, "q")
+    batch = receive_coop(own, "q", "a")
+    move_clock(own, "2 minutes")
+    stale = transaction(isolation, own_dsn)
+    nack_ids(own, batch[0].batch_id, sent[:1], "1 hour")
+    try:
+        taken = receive_coop(stale, "q", "b", 100, "1 minute")
+        stale.execute("commit")
+    except psycopg.errors.SerializationFailure:
+        stale.execute("rollback")
+        taken = receive_coop(stale, "q", "b", 100, "1 minute")
+    assert [m.msg_id for m in taken] == sent[1:]

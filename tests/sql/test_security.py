@@ -349,22 +349,22 @@ def test_a_trigger_runs_no_code_of_the_table_owner_as_the_owner_of_pgque(
     conn.execute(f"grant all on schema evil to {writer.name}".encode())
     try:
         with psycopg.connect(writer.dsn, autocommit=True) as w:
-            w.execute("create type evil.pair as (x int)")
+            w.execute("create type evil.kind as enum ('a', 'b')")
             w.execute("create table evil.ran (who text)")
             w.execute("grant all on evil.ran to public")
             w.execute(
-                "create function evil.to_json(evil.pair) returns json language plpgsql as"
+                "create function evil.to_json(evil.kind) returns json language plpgsql as"
                 " $$ begin insert into evil.ran values (current_user); return '1'; end $$"
             )
-            w.execute("create cast (evil.pair as json) with function evil.to_json(evil.pair)")
-            w.execute("create table evil.t (id int primary key, p evil.pair)")
+            w.execute("create cast (evil.kind as json) with function evil.to_json(evil.kind)")
+            w.execute("create table evil.t (id int primary key, p evil.kind)")
             try:
                 w.execute(
                     f"create trigger x after insert or update on evil.t for each row execute function"
                     f" pgque.{trigger}('{subscribed}')".encode()
                 )
-                w.execute("insert into evil.t values (1, row(1))")
-                w.execute("update evil.t set p = row(2)")
+                w.execute("insert into evil.t values (1, 'a')")
+                w.execute("update evil.t set p = 'b'")
             except psycopg.Error as error:
                 assert error.sqlstate == "42501"
             assert set(column(w, "select who from evil.ran")) <= {writer.name}
