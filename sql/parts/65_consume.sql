@@ -625,10 +625,11 @@ begin
       select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
       into v_chunk.map_lo, v_chunk.map_hi
       from (
-        select m.map_lo, m.map_hi
+        -- Two consumers may have made the same map.
+        select distinct on (m.map_id_hi) m.map_lo, m.map_hi
         from pgque.window_map m
         where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-          and m.map_valid
+          and m.map_valid and m.map_filenodes = pgque._filenodes(p_sub.sub_queue)
           and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
           and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
         order by m.map_id_hi

@@ -210,5 +210,6 @@ def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
         stale.execute("commit")
     except psycopg.errors.SerializationFailure:
         stale.execute("rollback")
+        move_clock(own, "4 minutes")  # the nack was a sign of life
         taken = receive_coop(stale, "q", "b", 100, "1 minute")
     assert [m.msg_id for m in taken] == sent[1:]

@@ -367,3 +367,51 @@ def test_receive_stops_at_a_dropped_connection_without_losing_its_batch(
     with pytest.raises(psycopg.OperationalError):
         victim.execute("select 1")
     assert drain(conn, subscribed) == sent
+
+
+def test_two_consumers_that_map_one_window_at_once_both_get_all_of_it(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    subscribe(conn, subscribed, "d")
+    sent = send_many(conn, subscribed, 8000)
+    tick(conn, subscribed)
+    got: dict[str, list[int]] = {"c": [], "d": []}
+    open_ones = {name: transaction() for name in got}
+    for name, one in open_ones.items():  # neither sees the other's map
+        batch = receive(one, subscribed, name, 50)
+        got[name] += [m.msg_id for m in batch]
+        ack(one, batch[0].batch_id)
+    for one in open_ones.values():
+        one.execute("commit")
+    for name in got:
+        got[name] += drain(conn, subscribed, name, 50)
+        assert got[name] == sent
+
+
+def test_another_table_of_the_queue_may_be_emptied_in_the_middle_of_a_big_window(
+    conn: Connection, subscribed: str
+) -> None:
+    sent = send_many(conn, subscribed, 8000)
+    tick(conn, subscribed)
+    got: list[int] = []
+    for number, batch in enumerate(slices(conn, subscribed, "c", 50)):
+        got += [m.msg_id for m in batch]
+        if number == 3:
+            conn.execute(f"vacuum full {leaf(conn, subscribed, 2)}".encode())
+    assert got == sent
+
+
+def test_retries_of_another_consumer_in_a_big_window_hide_nothing(conn: Connection, subscribed: str) -> None:
+    subscribe(conn, subscribed, "d")
+    send_many(conn, subscribed, 3000)
+    tick(conn, subscribed)
+    for name in ("c", "d"):
+        batch = receive(conn, subscribed, name, 10000)
+        if name == "d":
+            value(conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id)
+        ack(conn, batch[0].batch_id)
+    value(conn, "select pgque.maint_retry_events()")
+    sent = send_many(conn, subscribed, 6000)
+    tick(conn, subscribed)
+    assert drain(conn, subscribed, "c", 100) == sent
+    assert len(drain(conn, subscribed, "d", 100)) == 9000
