@@ -2188,7 +2188,7 @@ begin
   if v_sub is null then
     raise exception using
       errcode = 'PQ011',
-      message = pg_catalog.format('not subscriber to queue: worker %I of %s', p_worker, pgque._subscriber_name(p_main)),
+      message = pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
       hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().';
   end if;
   return v_sub;
@@ -2622,7 +2622,7 @@ begin
     join pgque.consumer c on c.co_id = d.dl_consumer_id
     where d.dl_queue_id = v_queue.queue_id
     order by d.dl_id desc
-    limit $2;
+    limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
 
@@ -2725,7 +2725,7 @@ begin
           select from pgque.subscriber s
           where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
       order by d.dl_id
-      limit $2
+      limit case when $2 < 0 then 0 else $2 end
       for update of d skip locked
     ) x);
 end

@@ -32,7 +32,7 @@ begin
   if v_sub is null then
     raise exception using
       errcode = 'PQ011',
-      message = pg_catalog.format('not subscriber to queue: worker %I of %s', p_worker, pgque._subscriber_name(p_main)),
+      message = pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
       hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().';
   end if;
   return v_sub;

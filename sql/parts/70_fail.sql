@@ -246,7 +246,7 @@ begin
     join pgque.consumer c on c.co_id = d.dl_consumer_id
     where d.dl_queue_id = v_queue.queue_id
     order by d.dl_id desc
-    limit $2;
+    limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
 
@@ -349,7 +349,7 @@ begin
           select from pgque.subscriber s
           where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
       order by d.dl_id
-      limit $2
+      limit case when $2 < 0 then 0 else $2 end
       for update of d skip locked
     ) x);
 end

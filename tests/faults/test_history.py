@@ -20,6 +20,7 @@ from typing import Any
 
 import psycopg
 import pytest
+
 from support.servers import SQL_FILE
 
 Row = tuple[Any, ...]
