@@ -27,20 +27,20 @@ create table if not exists pgque.queue (
   queue_cur_table          int not null default 0
     constraint queue_cur_table_range check (queue_cur_table between 0 and 2),
   queue_rotation_period    interval not null default '2 hours'
-    constraint queue_rotation_period_positive check (queue_rotation_period > '0'),
+    constraint queue_rotation_period_range check (queue_rotation_period > '0' and queue_rotation_period <= '1 year'),
   queue_switch_time        timestamptz not null default pg_catalog.now(),
   queue_external_ticker    boolean not null default false,
   queue_ticker_paused      boolean not null default false,
   queue_ticker_max_count   int not null default 500
     constraint queue_ticker_max_count_positive check (queue_ticker_max_count > 0),
   queue_ticker_max_lag     interval not null default '0'
-    constraint queue_ticker_max_lag_range check (queue_ticker_max_lag >= '0'),
+    constraint queue_ticker_max_lag_range check (queue_ticker_max_lag >= '0' and queue_ticker_max_lag <= '1 year'),
   queue_ticker_idle_period interval not null default '1 minute'
-    constraint queue_ticker_idle_period_positive check (queue_ticker_idle_period > '0'),
+    constraint queue_ticker_idle_period_range check (queue_ticker_idle_period > '0' and queue_ticker_idle_period <= '1 year'),
   queue_max_retries        int not null default 5
     constraint queue_max_retries_range check (queue_max_retries >= 0),
   queue_retention_period   interval not null default '7 days'
-    constraint queue_retention_period_positive check (queue_retention_period > '0'),
+    constraint queue_retention_period_range check (queue_retention_period > '0' and queue_retention_period <= '100 years'),
   queue_paused             boolean not null default false,
   queue_event_seq          regclass not null,
   queue_tick_seq           regclass not null,

@@ -160,7 +160,7 @@ begin
     errcode = 'PQ005',
     message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
     detail = p_error,
-    hint = 'Counts are integers, periods are intervals such as ''2 hours'', switches are true or false; null restores the default.';
+    hint = 'Counts are integers, periods are intervals such as ''2 hours'' up to a year, switches are true or false; null restores the default.';
 end
 $$;
 

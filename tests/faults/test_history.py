@@ -116,7 +116,7 @@ class Session:
 
 def produce(h: History, name: str, rng: random.Random) -> None:
     session = Session(h, name)
-    number = 0
+    number = bursts = 0
     while h.producing.is_set():
         pending: list[str] = []
         cancelled: list[str] = []
@@ -135,11 +135,15 @@ def produce(h: History, name: str, rng: random.Random) -> None:
             return new
 
         def send(conn: Connection, fresh: Callable[[int], list[str]] = fresh) -> None:
+            nonlocal bursts
             kind = rng.random()
-            if kind < 0.7:
+            if number >= 60 and (bursts == 0 or kind > 0.999):  # a window that needs a map
+                bursts += 1
+                rows(conn, "select pgque.send_batch(%s, 't', %s::text[])", QUEUE, fresh(1500))
+            elif kind < 0.7:
                 rows(conn, "select pgque.send(%s, %s::text)", QUEUE, fresh(1)[0])
             else:
-                size = 1500 if kind > 0.995 else rng.randint(1, 40)
+                size = rng.randint(1, 40)
                 rows(conn, "select pgque.send_batch(%s, 't', %s::text[])", QUEUE, fresh(size))
 
         try:
