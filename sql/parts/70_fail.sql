@@ -117,20 +117,34 @@ $$;
 -- Fails one message of an open batch: it comes again after retry_after, or, if
 -- its retries are used up, it becomes a dead letter.  The rest of the batch is
 -- not touched; ack() finishes it.
-create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default '60 seconds', reason text default null) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+create or replace function pgque._nack(p_batch bigint, p_msg_id bigint, p_after interval, p_reason text) returns int
+language plpgsql as $$
 declare
   v_outcome  record;
 begin
   select f.* into v_outcome
-  from pgque._fail($1, array[($2).msg_id], pgque._retry_after($3, $1), $4, true) f;
+  from pgque._fail(p_batch, array[p_msg_id], pgque._retry_after(p_after, p_batch), p_reason, true) f;
   if v_outcome.reason = 'not in this batch' then
     raise exception using
       errcode = 'PQ007',
-      message = format('message %s is not in batch %s', coalesce(($2).msg_id::text, 'null'), $1),
+      message = pg_catalog.format('message %s is not in batch %s', coalesce(p_msg_id::text, 'null'), p_batch),
       hint = 'Pass a message of this batch, as receive() returned it.';
   end if;
   return 1;
+end
+$$;
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default '60 seconds', reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._nack($1, ($2).msg_id, $3, $4);
+end
+$$;
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default '60 seconds', reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._nack($1, ($2).msg_id, $3, $4);
 end
 $$;
 

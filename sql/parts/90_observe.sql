@@ -122,7 +122,7 @@ $$;
 
 -- The next n messages nobody has finished, without touching anything: what the
 -- slowest consumer, or the one named, has before it, ticked or not.
-create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null) returns setof pgque.message
+create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);

@@ -77,10 +77,12 @@ comment on function pgque.ack(bigint) is
   'before or another worker has taken it over.';
 comment on function pgque.finish_batch(bigint) is
   'PgQ''s name for ack.';
-comment on function pgque.nack(bigint, pgque.message, interval, text) is
+comment on function pgque.nack(bigint, pgque.delivery, interval, text) is
   'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
   'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
   'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
+comment on function pgque.nack(bigint, pgque.message, interval, text) is
+  'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 comment on function pgque.nack(bigint, bigint[], interval, text) is
   'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason (not in this batch, settled already). '
   'PQ005 retry_after is negative, PQ012 the batch is not open.';
@@ -228,24 +230,25 @@ comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
 -- types
-comment on type pgque.message is 'A message as receive() hands it to a consumer.';
-comment on column pgque.message.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
-comment on column pgque.message.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
-comment on column pgque.message.type is 'What the sender called it; default if nothing.';
-comment on column pgque.message.payload is 'The text or JSON that was sent.';
-comment on column pgque.message.retry_count is 'How often it was failed before: 0 at first.';
-comment on column pgque.message.created_at is 'When it was sent.';
-comment on column pgque.message.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
-comment on column pgque.message.extra2 is 'Free text of the sender.';
-comment on column pgque.message.extra3 is 'Free text of the sender.';
-comment on column pgque.message.extra4 is 'Free text of the sender.';
-comment on column pgque.message.headers is 'Metadata of the sender.';
-comment on column pgque.message.key is 'Key of a keyed message.';
-comment on column pgque.message.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
-comment on column pgque.message.receive_count is 'Number of this delivery: 1 at first.';
-comment on column pgque.message.last_error is 'The reason given when it was failed last.';
-comment on column pgque.message.expires_at is 'When it is worth nothing any more; NULL: never.';
-comment on column pgque.message.queue is 'Name of its queue.';
+comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
+comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
+comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
+comment on column pgque.delivery.type is 'What the sender called it; default if nothing.';
+comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
+comment on column pgque.delivery.retry_count is 'How often it was failed before: 0 at first.';
+comment on column pgque.delivery.created_at is 'When it was sent.';
+comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.delivery.extra2 is 'Free text of the sender.';
+comment on column pgque.delivery.extra3 is 'Free text of the sender.';
+comment on column pgque.delivery.extra4 is 'Free text of the sender.';
+comment on column pgque.delivery.headers is 'Metadata of the sender.';
+comment on column pgque.delivery.key is 'Key of a keyed message.';
+comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
+comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
+comment on column pgque.delivery.last_error is 'The reason given when it was failed last.';
+comment on column pgque.delivery.expires_at is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.delivery.queue is 'Name of its queue.';
 comment on type pgque.outcome is 'What became of one message of a call that settles several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call settled it.';

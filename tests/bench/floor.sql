@@ -105,7 +105,7 @@ $$;
 create function bench.nack_one(batch bigint, id bigint) returns double precision
 language plpgsql as $$
 declare
-  m pgque.message;
+  m pgque.delivery;
   t timestamptz;
 begin
   m.msg_id := id;

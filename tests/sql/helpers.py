@@ -114,7 +114,7 @@ def nack(conn: Connection, message: Message, after: str = "0", reason: str | Non
     result: int = value(
         conn,
         "select pgque.nack(%s, row(%s::bigint, null, null, null, null, null, null, null, null, null, null, null, null,"
-        " null, null, null, null)::pgque.message, %s::interval, %s)",
+        " null, null, null, null)::pgque.delivery, %s::interval, %s)",
         message.batch_id,
         message.msg_id,
         after,

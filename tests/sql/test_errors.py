@@ -88,6 +88,7 @@ UNKNOWN_BATCH = [
     "pgque.event_retry({b}, 1, now())",
     "pgque.batch_retry({b}, 1)",
     "pgque.nack({b}, null::pgque.message)",
+    "pgque.nack({b}, null::pgque.delivery)",
     "pgque.nack({b}, array[1::bigint])",
 ]
 

@@ -93,7 +93,7 @@ def test_of_a_nacked_record_only_the_id_is_believed(conn: Connection, subscribed
     (message,) = receive(conn, subscribed)
     forged = (
         "select pgque.nack(%s, row(%s::bigint, 1, 'forged', 'forged', 99, now(), 'f', 'f', 'f', 'f', '{}', 'k', null,"
-        " 9, 'forged', null, 'elsewhere')::pgque.message, '0')"
+        " 9, 'forged', null, 'elsewhere')::pgque.delivery, '0')"
     )
     assert value(conn, forged, message.batch_id, message.msg_id) == 1
     ack(conn, message.batch_id)
