@@ -90,6 +90,30 @@ language sql immutable as $$
     ('_maint_operation', 'pgque_admin')
 $$;
 
+-- An upgrade leaves functions behind whose arguments changed, and a call could
+-- then mean either.  What is ours by name and older than version(), the first
+-- function that this file makes, goes.
+do $$
+declare
+  v_func  record;
+begin
+  for v_func in
+    select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind
+    from pg_proc p
+    where p.pronamespace = 'pgque'::regnamespace
+      and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
+      and (p.proname like '\_%' or p.proname in (select g.func_name from pgque._grants() g))
+  loop
+    begin
+      execute format('drop %s %s', v_func.kind, v_func.sig);
+    exception
+      when dependent_objects_still_exist then
+        raise warning 'pgque: % of an earlier version is in use', v_func.sig;
+    end;
+  end loop;
+end
+$$;
+
 do $$
 declare
   v_func   record;

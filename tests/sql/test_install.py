@@ -52,24 +52,49 @@ def test_an_install_says_nothing_and_a_second_one_neither_and_changes_nothing(fr
     assert schema(fresh_dsn) == first
 
 
-def test_psql_installs_it_in_one_transaction_and_prints_nothing(fresh_dsn: str, server: TestServer) -> None:
-    psql = shutil.which("psql")
+@pytest.fixture
+def psql(server: TestServer) -> str:
+    """The server's own psql, or the one of the path."""
     if server.process is not None and (server.process.bindir / "psql").is_file():
-        psql = str(server.process.bindir / "psql")
-    if psql is None:
+        return str(server.process.bindir / "psql")
+    found = shutil.which("psql")
+    if found is None:
         pytest.skip("no psql")
+    return found
+
+
+def run_psql(psql: str, dsn: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [psql, "-X", "-q", *options, "-v", "ON_ERROR_STOP=1", "-d", dsn, "-f", str(servers.SQL_FILE)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_psql_installs_it_in_one_transaction_and_prints_nothing(psql: str, fresh_dsn: str) -> None:
     for _ in range(2):
-        done = subprocess.run(
-            [psql, "-X", "-q", "-1", "-v", "ON_ERROR_STOP=1", "-d", fresh_dsn, "-f", str(servers.SQL_FILE)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" ()-")]
-        assert (done.returncode, [line for line in said if "set_config" not in line and line != " "]) == (
-            0,
-            [],
-        )
+        done = run_psql(psql, fresh_dsn, "-1")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("options", [["-1"], []])
+def test_an_upgrade_removes_what_an_earlier_version_had_with_other_arguments(
+    psql: str, fresh_dsn: str, options: list[str]
+) -> None:
+    install(fresh_dsn)
+    first = schema(fresh_dsn)
+    old = (
+        "create function pgque.receive(text, text, int) returns int language sql as 'select 1'",
+        "create function pgque._ticks_sql(text) returns int language sql as 'select 1'",
+    )
+    with psycopg.connect(fresh_dsn, autocommit=True) as connection:
+        for function in old:
+            connection.execute(function.encode())
+    done = run_psql(psql, fresh_dsn, *options)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert all("already exists, skipping" in line for line in done.stderr.splitlines())
+    assert schema(fresh_dsn) == first
 
 
 def test_an_install_that_is_rolled_back_leaves_nothing(fresh_dsn: str) -> None:
@@ -77,12 +102,6 @@ def test_an_install_that_is_rolled_back_leaves_nothing(fresh_dsn: str) -> None:
         connection.execute(SOURCE)
         connection.rollback()
         assert value(connection, "select to_regnamespace('pgque')") is None
-
-
-def test_statement_by_statement_it_installs_too(fresh_dsn: str, server: TestServer) -> None:
-    with psycopg.connect(fresh_dsn, autocommit=True) as connection:
-        connection.execute(SOURCE)
-        assert value(connection, "select pgque.version()")
 
 
 def test_an_ordinary_role_that_may_create_in_the_database_installs_it(
