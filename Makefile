@@ -10,7 +10,7 @@ SUPPORT := tests/support
 NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint bench sql schema reference generate format \
+.PHONY: help demo test test-all test-long check lint bench sql schema reference generate format \
         docker matrix cron clean
 
 help: ## List the targets
@@ -38,10 +38,13 @@ demo: $(VENV)/.run ## Run the demo; KEEP=1 leaves the server up, FILE=x.jsonl se
 	@$(BIN)/pgque demo $(if $(KEEP),--keep) $(if $(FILE),--file "$(FILE)") $(if $(SERVER),--server $(SERVER))
 
 test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, ARGS= for pytest)
-	@$(BIN)/python -m pytest $(TESTS) -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest $(TESTS) -m "not slow and not long" $(ARGS)
 
-test-all: $(VENV)/.test ## Run every test, the slow ones too
-	@$(BIN)/python -m pytest $(TESTS) $(ARGS)
+test-all: $(VENV)/.test ## Run the slow tests too
+	@$(BIN)/python -m pytest $(TESTS) -m "not long" $(ARGS)
+
+test-long: $(VENV)/.test ## Five minutes of random work and faults, judged afterwards
+	@$(BIN)/python -m pytest $(TESTS) -m long $(ARGS)
 
 check: $(VENV)/.lint ## Are the generated files current, do the linters find anything?
 	@$(SUPPORT)/check.sh $(BIN)

@@ -623,7 +623,7 @@ def test_history(fresh_dsn: str) -> None:
     _check(run(fresh_dsn, _script(), _seed(), seconds))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_long_history(fresh_dsn: str) -> None:
     _check(run(fresh_dsn, _script(), _seed(), 300))
