@@ -489,7 +489,6 @@ declare
   v_pair   record;
   v_param  text;
   v_type   text;
-  v_ok     boolean;
 begin
   columns := '{}';
   vals := '{}';
