@@ -61,19 +61,28 @@ $$;
 
 -- Appends a position; the sequence number and the time are set here.  The
 -- primary key stops a transaction whose snapshot does not show the newest row:
--- it gets 40001, never a second truth.  p_leaf is what _carry_over() said, for
--- those who use that leaf in other statements too.
+-- it gets 40001, never a second truth.  Such a transaction appends to both
+-- leaves, since the row it does not see may be in either: its writer may have
+-- asked for the leaf just before the journal turned.  p_leaf is what
+-- _carry_over() said, for those who use that leaf in other statements too.
 create or replace function pgque._append_position(p_position pgque.position_0, p_leaf int default null) returns void
 language plpgsql as $$
+declare
+  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
+  v_leaf          int := coalesce(p_leaf, pgque._journal_leaf());
+  v_appended      boolean := true;
 begin
   p_position.pos_seq := p_position.pos_seq + 1;
   p_position.pos_time := pgque.clock();
-  if coalesce(p_leaf, pgque._journal_leaf()) = 0 then
+  if v_leaf = 0 or v_old_snapshot then
     insert into pgque.position_0 select p_position.* on conflict do nothing;
-  else
-    insert into pgque.position_1 select p_position.* on conflict do nothing;
+    v_appended := found;
   end if;
-  if not found then
+  if v_appended and (v_leaf = 1 or v_old_snapshot) then
+    insert into pgque.position_1 select p_position.* on conflict do nothing;
+    v_appended := found;
+  end if;
+  if not v_appended then
     raise exception using
       errcode = 'serialization_failure',
       message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import psycopg
 import pytest
@@ -21,6 +22,7 @@ from sql.helpers import (
     rows,
     send,
     send_many,
+    subscribe,
     tick,
     value,
 )
@@ -213,3 +215,32 @@ def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
         move_clock(own, "4 minutes")  # the nack was a sign of life
         taken = receive_coop(stale, "q", "b", 100, "1 minute")
     assert [m.msg_id for m in taken] == sent[1:]
+
+
+@OLD
+def test_an_old_snapshot_meets_a_position_that_was_written_while_the_journal_turned(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    transaction: Callable[..., Connection],
+    isolation: str,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send_many(own, "q", 3)
+    tick(own, "q")
+    blocker = transaction("read committed", own_dsn)
+    blocker.execute("lock table pgque.position_0 in share mode")
+    # It has asked which leaf is written, and waits to write it ...
+    writer = background(lambda c: receive(c, "q"), connect(own_dsn))
+    wait_for_lock(writer.pid)
+    # ... while the journal turns to the other one.
+    own.execute("update pgque.journal set journal_cur = 1")
+    old = transaction(isolation, own_dsn)
+    blocker.execute("rollback")
+    batch = writer.result()
+    refused("40001", receive, old, "q")
+    assert ack(own, batch[0].batch_id) == 1
+    assert receive(own, "q") == []
