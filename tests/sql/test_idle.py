@@ -115,7 +115,9 @@ def test_a_used_worker_that_finds_nothing_writes_nothing(quiet: str) -> None:
     with used(quiet) as conn:
         while batch := rows(conn, "select batch_id from pgque.receive_coop('b', 'group', 'w')"):
             ack(conn, batch[0][0])
+        call = "select * from pgque.receive_coop('b', 'group', 'w', 100, '1 minute')"
         conn.execute("checkpoint")
+        rows(conn, call)  # reading may prune a page of the catalogs, once
         before = position(conn)
-        assert rows(conn, "select * from pgque.receive_coop('b', 'group', 'w', 100, '1 minute')") == []
+        assert rows(conn, call) == []
         assert position(conn) == before
