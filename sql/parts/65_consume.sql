@@ -606,16 +606,23 @@ create or replace function pgque._batch_sql(
 ) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_xids   text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
-  v_tids   text[];
-  v_chunk  pgque.window_map;
-  v_rows   text;
+  v_xids    text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
+  v_by_map  boolean;
+  v_tids    text[];
+  v_chunk   pgque.window_map;
+  v_rows    text;
 begin
   -- Every chunk but the last holds 1,000 events for everybody, so as many chunks
   -- as p_max needs and one more hold the batch and what comes after it.
-  if p_max is null or p_pos.pos_done_count >= 2 * p_max
-    or p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(20 * p_max, 5000)
-  then
+  if p_max is null then
+    v_by_map := exists (
+      select from pgque.window_map m
+      where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
+  else
+    v_by_map := p_pos.pos_done_count >= 2 * p_max
+      or p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(20 * p_max, 5000);
+  end if;
+  if v_by_map then
     -- From here on no table can be rewritten under its row addresses.
     execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
     if p_max is not null and not pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
