@@ -10,11 +10,11 @@ SUPPORT := tests/support
 NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-long check lint bench sql schema reference generate format \
-        docker matrix cron clean
+.PHONY: help demo pipeline test test-all test-long test-spark test-spark-long check lint bench sql schema reference \
+        generate format docker matrix cron clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^(# )?[a-z-]+:.*## / { sub(/^# /, "", $$1); printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^(# )?[a-z-]+:.*## / { sub(/^# /, "", $$1); printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- PGXS: `make install` puts the extension into the server of PG_CONFIG --------------------------------
 # Only for these goals: everything else must work without PostgreSQL's build files, and PGXS has names of its own.
@@ -26,7 +26,9 @@ $(error make install needs PostgreSQL's build files (Debian: postgresql-server-d
 endif
 EXTENSION  := sql/pgque
 EXTVERSION := $(shell sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
-DATA_built := build/pgque--$(EXTVERSION).sql
+EARLIER    := 0.1.0
+# The file installs over any version, so it is the way from each of them too.
+DATA_built := build/pgque--$(EXTVERSION).sql $(EARLIER:%=build/pgque--%--$(EXTVERSION).sql)
 include $(PGXS)
 
 build/pgque--%.sql: sql/pgque.sql
@@ -37,6 +39,11 @@ else
 demo: $(VENV)/.run ## Run the demo; KEEP=1 leaves the server up, FILE=x.jsonl sends a file, SERVER=docker|local|embedded
 	@$(BIN)/pgque demo $(if $(KEEP),--keep) $(if $(FILE),--file "$(FILE)") $(if $(SERVER),--server $(SERVER))
 
+pipeline: ## Real records through Spark, exactly once; KILL=2 kills the streaming job twice, KEEP=1, SERVER= as above
+	@$(SUPPORT)/spark.sh newest
+	@$(VENV)/spark/bin/python -m pgque.demo.pipeline --plot build/pipeline.svg \
+	  $(if $(KILL),--kill $(KILL)) $(if $(KEEP),--keep) $(if $(SERVER),--server $(SERVER)) $(ARGS)
+
 test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, ARGS= for pytest)
 	@$(BIN)/python -m pytest $(TESTS) -m "not slow and not long" $(ARGS)
 
@@ -45,6 +52,17 @@ test-all: $(VENV)/.test ## Run the slow tests too
 
 test-long: $(VENV)/.test ## Five minutes of random work and faults, judged afterwards
 	@$(BIN)/python -m pytest $(TESTS) -m long $(ARGS)
+
+test-spark: ## Run the Spark tests on the newest PySpark and on 4.0 (needs Java 17; ARGS= for pytest)
+	@$(SUPPORT)/spark.sh newest && $(SUPPORT)/spark.sh 4.0
+	@failed=0; \
+	echo "--- PySpark, newest"; $(VENV)/spark/bin/python -m pytest tests/spark -m "not long" $(ARGS) || failed=1; \
+	echo "--- PySpark 4.0"; $(VENV)/spark-4.0/bin/python -m pytest tests/spark --ignore=tests/spark/test_pipeline.py -m "not long and not slow" $(ARGS) || failed=1; \
+	exit $$failed
+
+test-spark-long: ## The long ones of the Spark tests: more rows, more kills
+	@$(SUPPORT)/spark.sh newest
+	@$(VENV)/spark/bin/python -m pytest tests/spark -m long $(ARGS)
 
 check: $(VENV)/.lint ## Are the generated files current, do the linters find anything?
 	@$(SUPPORT)/check.sh $(BIN)

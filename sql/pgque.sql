@@ -15,10 +15,12 @@
 --   tables     everything that is stored
 --   queues     create, configure, pause, drop
 --   send       append events
+--   sink       INSERT, COPY and Spark send
 --   tick       record snapshots
 --   window     which rows lie between two snapshots
 --   position   where consumers stand
 --   consume    subscribe, receive, ack
+--   read       windows without side effects
 --   workers    several processes share one position
 --   fail       nack, retry, dead letters
 --   maintain   rotation, compaction, retention, restore
@@ -58,7 +60,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.1.0'::text $$;
+language sql immutable as $$ select '0.2.0'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -70,6 +72,13 @@ language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 -- that came back from a dump gets another one.
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
+
+-- The name of this session, which no other one has or had.
+create or replace function pgque._session() returns text
+language sql stable as $$
+  select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from a.backend_start)::text
+  from pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid()) a
+$$;
 
 -- Refuses work that takes a snapshot of its own under a lock, when the
 -- transaction's snapshot is older than that lock.
@@ -221,6 +230,14 @@ create table if not exists pgque.journal (
     constraint journal_cur_range check (journal_cur in (0, 1)),
   journal_flipped_at  timestamptz not null default '-infinity'
 );
+do $$
+begin
+  if not exists (select from pg_attribute a where a.attrelid = 'pgque.journal'::regclass and a.attname = 'journal_epoch_cur') then
+    alter table pgque.journal add column journal_epoch_cur int not null default 0
+      constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
+  end if;
+end
+$$;
 
 create table if not exists pgque.position_0 (
   pos_sub        int not null,
@@ -332,6 +349,60 @@ create table if not exists pgque.idempotency_key (
   idem_ev_id    bigint not null,
   idem_expires  timestamptz not null,
   constraint idempotency_key_pkey primary key (idem_queue, idem_key)
+);
+
+-- What sinks staged and have not committed, in two leaves; which of them takes
+-- new rows a sequence says, which turns without a dead row.  Unlogged: after a crash a sink finds
+-- rows missing and stages again.
+create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
+
+create unlogged table if not exists pgque.sink_attempt_0 (
+  attempt     uuid not null
+    constraint sink_attempt_0_pkey primary key,
+  sink_id     text not null,
+  epoch       bigint,
+  started_at  timestamptz not null
+);
+create unlogged table if not exists pgque.sink_attempt_1 (
+  like pgque.sink_attempt_0,
+  constraint sink_attempt_1_pkey primary key (attempt)
+);
+create unlogged table if not exists pgque.sink_stage_0 (
+  attempt        uuid not null,
+  n              int not null,
+  queue          text not null,
+  type           text,
+  payload        text,
+  headers        jsonb
+    constraint sink_stage_headers check (jsonb_typeof(headers) = 'object'),
+  payload_bytes  bytea,
+  partition_key  text,
+  constraint sink_stage_0_pkey primary key (attempt, n),
+  constraint sink_stage_one_payload check (payload is null or payload_bytes is null)
+);
+create unlogged table if not exists pgque.sink_stage_1 (
+  like pgque.sink_stage_0 including constraints,
+  constraint sink_stage_1_pkey primary key (attempt, n)
+);
+
+-- What sinks committed: whole epochs (part -1), and parts of epochs that were
+-- written row by row, by which transaction of which session.  Only a sink's
+-- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
+-- own, once.
+create table if not exists pgque.sink_epoch_0 (
+  sink_id       text not null,
+  epoch         bigint not null,
+  part          int not null,
+  parts         int,
+  txid          xid8 not null default pg_catalog.pg_current_xact_id(),
+  session       text not null default pgque._session(),
+  once          boolean not null default false,
+  committed_at  timestamptz not null default pgque.clock(),
+  constraint sink_epoch_0_pkey primary key (sink_id, epoch, part)
+);
+create table if not exists pgque.sink_epoch_1 (
+  like pgque.sink_epoch_0 including defaults,
+  constraint sink_epoch_1_pkey primary key (sink_id, epoch, part)
 );
 
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is
@@ -539,6 +610,7 @@ begin
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
+  execute format('grant usage on sequence %s to pgque_writer', v_seq);
   execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
     || ') values ($1, $2, $3, $4, pg_catalog.pg_current_xact_id()'
@@ -713,27 +785,69 @@ $$;
 -- send: append events
 -- ---------------------------------------------------------------------------
 
+-- Headers as they are stored: a JSON object, or PQ005.
+create or replace function pgque._headers(p_queue text, p_headers jsonb) returns jsonb
+language plpgsql strict immutable set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if pg_catalog.jsonb_typeof(p_headers) <> 'object' then
+    perform pgque._bad_headers(p_queue, p_headers::text);
+  end if;
+  return p_headers;
+end
+$$;
+
+create or replace function pgque._headers(p_queue text, p_headers text) returns jsonb
+language plpgsql strict immutable set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._headers(p_queue, p_headers::jsonb);
+exception
+  when data_exception then
+    perform pgque._bad_headers(p_queue, p_headers);
+end
+$$;
+
+create or replace function pgque._bad_headers(p_queue text, p_headers text) returns void
+language plpgsql immutable as $$
+begin
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
+    detail = pg_catalog.left(p_headers, 200),
+    hint = 'For example {"trace": "4bf92f35"}.';
+end
+$$;
+
 -- Appends one event and returns its id.  The transaction's id is taken before
 -- the queue row is read, and one statement reads the row and stores the event
 -- (see sql/README.md, "Writers and rotation").
-create or replace function pgque.insert_event(
-  queue_name text, ev_type text, ev_data text,
-  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
+create or replace function pgque._send(
+  p_queue text, p_type text, p_data text,
+  p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8 := pg_current_xact_id();
   v_id    bigint;
 begin
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4)
-  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid,
-    $2, $3, $4, $5, $6, $7
+  if p_headers is not null then
+    perform pgque._headers(p_queue, p_headers);
+  end if;
+  if p_bytes is not null and p_data is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
+      hint = 'Text goes into payload, bytes into payload_bytes; the other one is null.';
+  end if;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes)
+  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, p_type, p_data,
+    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes
   from pgque.queue q
-  where q.queue_name = $1 and q.queue_open
+  where q.queue_name = p_queue and q.queue_open
   returning event.ev_id into v_id;
   if v_id is null then
-    perform pgque._open_queue($1);
-    return pgque.insert_event($1, $2, $3, $4, $5, $6, $7);
+    perform pgque._open_queue(p_queue);
+    return pgque._send(p_queue, p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
   end if;
   return v_id;
 end
@@ -758,23 +872,39 @@ $$;
 
 -- The wrappers below have neither SET nor SECURITY DEFINER, so that they are
 -- inlined into the calling statement and cost nothing.
+create or replace function pgque.insert_event(
+  queue_name text, ev_type text, ev_data text,
+  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
+) returns bigint
+language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
+
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, payload text) returns bigint
-language sql as $$ select pgque.insert_event($1, 'default', $2, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
-language sql as $$ select pgque.insert_event($1, 'default', $2::pg_catalog.text, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, type_name text, payload text) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, type_name text, payload jsonb) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3::pg_catalog.text, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3, $4, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
+
+-- With headers, a JSON object that travels with the message; and bytes.
+create or replace function pgque.send(queue_name text, type_name text, payload text, headers jsonb) returns bigint
+language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, $4, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload jsonb, headers jsonb) returns bigint
+language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, $4, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload bytea, headers jsonb default null) returns bigint
+language sql as $$ select pgque._send($1, $2, null, null, null, null, null, $4, $3) $$;
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
@@ -883,6 +1013,407 @@ language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4
 create or replace function pgque.current_event_table(queue_name text) returns text
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
+$$;
+-- ---------------------------------------------------------------------------
+-- sink: INSERT, COPY and Spark send
+-- ---------------------------------------------------------------------------
+
+-- Two views that turn rows into messages.  Views, because a table in their
+-- place is dropped and made anew by a writer that overwrites.  Their columns
+-- are text where a driver has strings.  sink knows all that send() knows, by a
+-- trigger; sink_bulk takes plain messages, by a rule, which is faster.
+create or replace view pgque.sink as
+  select null::text as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
+    null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts
+  where false;
+
+create or replace view pgque.sink_bulk as
+  select null::text as queue, null::text as type, null::text as payload, null::text as headers
+  where false;
+
+-- The table that a message of this queue goes to, for a statement whose own
+-- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
+-- opens a queue that came out of a dump.  For such a statement a queue that was
+-- made since is not there yet.
+create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if not p_seen then
+    perform pgque._no_queue(p_queue);
+  end if;
+  perform pgque._open_queue(p_queue);
+  return (select q.queue_id * 3 + q.queue_cur_table from pgque.queue q where q.queue_name = p_queue);
+end
+$$;
+
+-- The rule has no condition: with one, the server would run the source of the
+-- rows twice.  Each of a row's columns is named once, since an expression in
+-- VALUES takes its place and would be run as often as it is named.  The look-up
+-- is lateral, so that rows keep their order; what it does not find open is left
+-- to _open_slot(), since the row would be lost silently otherwise.  The
+-- functions run with the rights of whoever inserts.
+create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers)
+  select coalesce(q.slot, pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
+    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers)
+  from (select new.queue, new.type, new.payload, new.headers offset 0) n
+  left join lateral (
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    from pgque.queue q
+    where q.queue_name = n.queue
+    offset 0
+  ) q on true;
+
+-- COPY takes no rules, only triggers.
+create or replace function pgque._sink_bulk_row() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, null, null, null, null, pgque._headers(new.queue, new.headers), null);
+  return new;
+end
+$$;
+
+-- One row of sink: a message, unless it belongs to a part of an epoch that
+-- another transaction wrote.  What _send() would refuse, or open the queue for,
+-- is left to it; the rest is stored here, which is a third faster.
+create or replace function pgque._sink_row() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_txid  xid8 := pg_current_xact_id();
+begin
+  if new.sink_id is not null and not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
+    return null;
+  end if;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
+    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes
+  from pgque.queue q
+  where q.queue_name = new.queue and q.queue_open and (new.payload is null or new.payload_bytes is null);
+  if found then
+    return new;
+  end if;
+  perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, new.partition_key, null, null, null,
+    pgque._headers(new.queue, new.headers), new.payload_bytes);
+  return new;
+end
+$$;
+
+create or replace trigger sink_row instead of insert on pgque.sink
+  for each row execute function pgque._sink_row();
+create or replace trigger sink_bulk_row instead of insert on pgque.sink_bulk
+  for each row execute function pgque._sink_bulk_row();
+
+-- Refuses an epoch with PQ016.
+create or replace function pgque._refuse_epoch(p_sink text, p_epoch bigint, p_why text, p_hint text) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ016',
+    message = pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
+    hint = p_hint;
+end
+$$;
+
+-- Checks the name of an epoch and refuses one that is older than the sink's
+-- newest: it is no replay, whose rows may be left out.
+create or replace function pgque._check_epoch(p_sink text, p_epoch bigint) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_newest  bigint;
+begin
+  if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
+      hint = 'A sink_id has 1 to 200 printable characters; epochs count from 0.';
+  end if;
+  v_newest := greatest(
+    (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = p_sink),
+    (select max(e.epoch) from pgque.sink_epoch_1 e where e.sink_id = p_sink));
+  if v_newest > p_epoch then
+    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('it is older than the newest epoch %s', v_newest),
+      'Epochs start over when a checkpoint is deleted: give the new query another sink_id.');
+  end if;
+end
+$$;
+
+-- Remembers a part of an epoch, part -1 for the whole, if nobody did yet, and
+-- returns what is remembered.  Two who try at once follow each other.  A
+-- snapshot that is older than what somebody wrote gets 40001 for it, in
+-- whichever leaf it is.
+create or replace function pgque._claim_epoch(
+  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, out claim pgque.sink_epoch_0, out is_new boolean
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
+  v_leaf          int;
+  v_other         text;
+begin
+  if not p_once then
+    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.sink'),
+      pg_catalog.hashtext(pg_catalog.concat_ws(' ', p_epoch, p_part, p_sink)));
+  end if;
+  -- Takes the share lock of an old snapshot: 40001 if the leaves turned since, and
+  -- older epochs may have been forgotten.
+  perform pgque._journal_leaf();
+  perform pgque._check_epoch(p_sink, p_epoch);
+  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s', e.parts, p_parts) end
+  into v_other
+  from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+  where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts <> p_parts or (e.part = -1) <> (p_part = -1))
+  limit 1;
+  if found then
+    perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
+      'A replay must have the partitions of the first run: repartition() before the write, or use format("pgque"), which does not care.');
+  end if;
+  select e.* into claim
+  from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+  where e.sink_id = p_sink and e.epoch = p_epoch and e.part = p_part;
+  is_new := not found;
+  if not is_new then
+    return;
+  end if;
+  v_leaf := (select j.journal_epoch_cur from pgque.journal j);
+  if v_leaf = 0 or v_old_snapshot then
+    insert into pgque.sink_epoch_0 as e (sink_id, epoch, part, parts, once)
+    values (p_sink, p_epoch, p_part, p_parts, p_once)
+    on conflict do nothing
+    returning e.* into claim;
+  end if;
+  if v_leaf = 1 or v_old_snapshot then
+    insert into pgque.sink_epoch_1 as e (sink_id, epoch, part, parts, once)
+    values (p_sink, p_epoch, p_part, p_parts, p_once)
+    on conflict do nothing
+    returning e.* into claim;
+  end if;
+end
+$$;
+
+-- Whether this transaction writes this part of an epoch: the first that claims
+-- it does, all of it, and the others leave all of it out.  The parts that a
+-- session touched are kept in a setting, one line each and the newest first:
+-- the part, the transaction's id, whether it writes.  A session that comes to a
+-- part again in another transaction commits after every statement; the part
+-- could be torn then, so it is refused.
+create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
+language plpgsql as $$
+declare
+  v_part     text := pg_catalog.concat(e'\n', p_epoch, ' ', p_part, ' ', p_sink, e'\t');
+  v_line     text := v_part || pg_catalog.pg_current_xact_id()::text;
+  v_touched  text := coalesce(pg_catalog.current_setting('pgque.sink_parts', true), '');
+  v_claim    pgque.sink_epoch_0;
+  v_writes   boolean;
+begin
+  if pg_catalog.starts_with(v_touched, v_line || '+') then
+    return true;
+  elsif pg_catalog.starts_with(v_touched, v_line || '-') then
+    return false;
+  elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
+        coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
+      hint = 'Epochs and parts count from 0; parts, if given, is how many there are.';
+  end if;
+  v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
+  v_writes := v_claim.txid is not distinct from pg_catalog.pg_current_xact_id();
+  if not v_writes and v_claim.session = pgque._session()
+    or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
+  then
+    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('part %s comes in more than one transaction', p_part),
+      'Write each part in one transaction: with JDBC, any isolationLevel but NONE.');
+  end if;
+  perform pg_catalog.set_config('pgque.sink_parts',
+    v_line || case when v_writes then '+' else '-' end || pg_catalog.left(v_touched, 10000), false);
+  return v_writes;
+end
+$$;
+
+-- Which leaf takes what is staged.
+create or replace function pgque._sink_leaf() returns int
+language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
+
+-- Begins an attempt of a task to write its share of an epoch: COPY goes to the
+-- table `stage` with this attempt, rows numbered by n.  Nothing is sent until
+-- sink_commit() names the attempt.  epoch null: a write that is not replayed.
+create or replace function pgque.sink_begin(sink_id text, epoch bigint, out attempt uuid, out stage text)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_leaf  int := pgque._sink_leaf();
+begin
+  perform pgque._check_epoch($1, $2);
+  attempt := gen_random_uuid();
+  stage := 'pgque.sink_stage_' || v_leaf;
+  if v_leaf = 0 then
+    insert into pgque.sink_attempt_0 (attempt, sink_id, epoch, started_at) select attempt, $1, $2, pgque.clock();
+  else
+    insert into pgque.sink_attempt_1 (attempt, sink_id, epoch, started_at) select attempt, $1, $2, pgque.clock();
+  end if;
+end
+$$;
+
+-- The attempts of both leaves.
+create or replace function pgque._attempts() returns setof pgque.sink_attempt_0
+language sql stable as $$
+  select * from pgque.sink_attempt_0 union select * from pgque.sink_attempt_1
+$$;
+
+-- Sends what these attempts staged, and remembers the epoch, in one
+-- transaction: all of it lands in one tick.  The replay of an epoch that was
+-- committed is a duplicate and sends nothing, however it was partitioned.
+create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+declare
+  v_txid   xid8 := pg_current_xact_id();
+  v_new    bigint;
+  v_all    bigint := 1;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('sink_commit');
+  perform pgque._check_epoch($1, $2);
+  if $2 is not null then
+    v_new := (pgque._claim_epoch($1, $2, -1, null, false)).is_new::int;
+  else
+    -- Each attempt counts once.
+    perform pg_advisory_xact_lock(hashtext('pgque.sink'), hashtext($1));
+    select count(*), count(*) filter (where c.is_new) into v_all, v_new
+    from (select distinct unnest($3) as id order by 1) a
+    cross join lateral pgque._claim_epoch(a.id::text, 0, -1, null, true) c;
+  end if;
+  if v_new = 0 and v_all > 0 then
+    return 'duplicate';
+  end if;
+  -- Compaction moves rows from leaf to leaf.
+  lock table pgque.sink_attempt_0, pgque.sink_attempt_1, pgque.sink_stage_0, pgque.sink_stage_1 in access share mode;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
+    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes
+  from (
+    select u.attempt
+    from unnest($3) with ordinality u (attempt, n)
+    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = $1 and a.epoch is not distinct from $2)
+    group by u.attempt
+    order by min(u.n)
+    offset 0
+  ) a
+  cross join lateral (
+    select * from pgque.sink_stage_0 s where s.attempt = a.attempt
+    union all
+    select * from pgque.sink_stage_1 s where s.attempt = a.attempt
+    order by n
+  ) s
+  left join lateral (
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    from pgque.queue q
+    where q.queue_name = s.queue
+    offset 0
+  ) q on true
+  where v_new = v_all;
+  get diagnostics v_count = row_count;
+  if v_count is distinct from $4 then
+    perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
+      'What is staged does not survive a crash of the server, nor a day. Write the epoch again; nothing was sent.');
+  end if;
+  return 'applied';
+end
+$$;
+
+-- The attempts that may still be committed.
+create or replace function pgque._live_attempts() returns setof pgque.sink_attempt_0
+language sql stable as $$
+  select a.*
+  from pgque._attempts() a
+  where a.started_at > pgque.clock() - interval '1 day'
+    and not exists (
+      select
+      from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+      where e.part = -1 and e.epoch >= coalesce(a.epoch, 0)
+        and e.sink_id = case when a.epoch is null then a.attempt::text else a.sink_id end)
+$$;
+
+-- Reclaims what was staged.  The leaf that is not written is emptied under its
+-- lock, if that is free, after what may still be committed was copied to the
+-- other one.  The leaves change when this one is large, or a minute old with
+-- nothing that counts.
+create or replace function pgque._compact_stage() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_cur   int := pgque._sink_leaf();
+  v_live  bigint;
+  v_all   bigint;
+  v_last  timestamptz;
+begin
+  if pg_relation_size('pgque.sink_stage_' || (1 - v_cur)) + pg_relation_size('pgque.sink_attempt_' || (1 - v_cur)) > 0 then
+    execute format('lock table pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s in access exclusive mode nowait', 1 - v_cur);
+    execute format('insert into pgque.sink_attempt_%s select a.* from pgque._live_attempts() a on conflict do nothing', v_cur);
+    execute format('insert into pgque.sink_stage_%s select s.* from pgque.sink_stage_%s s join pgque._live_attempts() a on a.attempt = s.attempt', v_cur, 1 - v_cur);
+    execute format('truncate pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s', 1 - v_cur);
+    return 1;
+  end if;
+  execute format('select count(*), count(l.attempt), max(a.started_at) from pgque.sink_attempt_%s a left join pgque._live_attempts() l using (attempt)', v_cur)
+  into v_all, v_live, v_last;
+  if (v_live = 0 and v_last < pgque.clock() - interval '1 minute')
+    or (v_all >= 2 * v_live and pg_relation_size('pgque.sink_stage_' || v_cur) > case when v_all > 0 then 67108864 else 0 end)
+  then
+    perform setval('pgque.sink_leaf', 1 - v_cur);
+    return 1;
+  end if;
+  return 0;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+
+-- How long a committed epoch is remembered.
+create or replace function pgque._epoch_life(p_once boolean) returns interval
+language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
+
+-- The same for committed epochs, of which each sink's newest is kept.
+create or replace function pgque._compact_epochs() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
+  v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
+begin
+  if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
+    -- Worth it if half can go.
+    execute format(
+      'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
+      ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
+    into v_due;
+  end if;
+  if not v_due then
+    return 0;
+  end if;
+  perform from pgque.journal j where j.journal_epoch_cur = v_cur for no key update skip locked;
+  if not found then
+    return 0;
+  elsif pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 then
+    v_cur := 1 - v_cur;
+  else
+    execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
+    execute format(
+      $q$
+      insert into pgque.sink_epoch_%1$s
+      select o.*
+      from pgque.sink_epoch_%2$s o
+      where o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
+        and o.epoch >= greatest(
+          (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = o.sink_id),
+          (select max(e.epoch) from pgque.sink_epoch_1 e where e.sink_id = o.sink_id))
+      on conflict do nothing
+      $q$, v_cur, 1 - v_cur);
+    execute format('truncate pgque.sink_epoch_%s', 1 - v_cur);
+  end if;
+  -- After either step an old snapshot could miss an epoch: it meets this row.
+  update pgque.journal j set journal_epoch_cur = v_cur;
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
+end
 $$;
 -- ---------------------------------------------------------------------------
 -- tick: record snapshots
@@ -1496,7 +2027,7 @@ begin
   elsif p_start_at ~ '^\d{1,18}$' then
     v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
-    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)) limit 1', v_ticks)
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
     into v_tick using p_start_at::timestamptz;
   end if;
   if v_tick.tick_id is not null then
@@ -1507,7 +2038,7 @@ begin
     message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
     hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
 exception
-  when datetime_field_overflow or invalid_datetime_format then
+  when data_exception then
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
@@ -2185,6 +2716,288 @@ language sql stable as $$
   select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer
 $$;
 -- ---------------------------------------------------------------------------
+-- read: windows without side effects, for Spark and others that keep offsets
+-- ---------------------------------------------------------------------------
+
+-- A tick that is still there, or PQ015.
+create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigint) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
+begin
+  if v_tick.tick_id is null then
+    raise exception using
+      errcode = 'PQ015',
+      message = pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
+        (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
+      hint = 'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.';
+  end if;
+  return v_tick;
+end
+$$;
+
+-- The id of a tick: 'earliest', 'latest', an id (PQ015 if it is gone), or a time:
+-- the last tick before it.
+create or replace function pgque.tick_for(queue_name text, start_at text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  if $2 ~ '^\d{1,18}$' then
+    return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
+  end if;
+  return (pgque._find_tick(v_queue, $2)).tick_id;
+end
+$$;
+
+-- The end of the next piece of work behind a tick: as many ticks as hold
+-- max_events and as max_ticks allow, at least one, and none beyond upto.  Null
+-- if there is no further tick.
+create or replace function pgque.next_tick(
+  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_after  pgque.tick;
+  v_tick   pgque.tick;
+  v_last   bigint;
+  v_next   bigint;
+begin
+  if least($3, $4) < 1 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
+      hint = 'Leave them out, or null, for no limit.';
+  end if;
+  v_after := pgque._need_tick(v_queue, $2);
+  v_last := (pgque._last_tick(v_queue)).tick_id;
+  if v_last <= $2 then
+    return null;
+  elsif coalesce($3, $4, $5) is null then
+    return v_last;
+  end if;
+  for v_tick in
+    execute format('select t.* from (%s) t where t.tick_id > $1 and t.tick_id <= $2 order by t.tick_id limit $3', pgque._ticks_sql(v_queue.queue_id))
+    using $2, least(v_last, $5), $4
+  loop
+    exit when v_tick.tick_event_seq - v_after.tick_event_seq > $3 and v_next is not null;
+    v_next := v_tick.tick_id;
+  end loop;
+  return v_next;
+end
+$$;
+
+-- Cuts a window into at most `parts` pieces of about as many events: runs of
+-- whole ticks, and a run with one heavy tick into residues of the event ids.
+-- A row is arguments of read_window().  The same window is cut the same way as
+-- long as its ticks are there.
+create or replace function pgque.split_window(
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, out part int
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_from   pgque.tick;
+  v_to     pgque.tick;
+  v_share  bigint;
+begin
+  if ($2 <= $3 and $4 >= 1) is not true then
+    perform pgque._bad_window(v_queue.queue_name, $2, $3);
+  end if;
+  v_from := pgque._need_tick(v_queue, $2);
+  v_to := pgque._need_tick(v_queue, $3);
+  -- The share of one piece.  A run is the ticks that begin within one share, and
+  -- makes as many pieces as shares pass until the next run.
+  v_share := greatest((v_to.tick_event_seq - v_from.tick_event_seq + $4 - 1) / $4, 1);
+  return query execute format(
+    $q$
+    select r.from_tick, r.to_tick, p.parts, g.part
+    from (
+      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
+        coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
+      from (
+        -- What begins at the very end belongs to the last share.
+        select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
+        from (%s) t
+        where t.tick_id > $1 and t.tick_id <= $2
+        window w as (order by t.tick_id)
+      ) t
+      group by t.share
+    ) r
+    cross join lateral (select greatest(r.shares, 1)::int as parts) p
+    cross join lateral generate_series(0, p.parts - 1) g (part)
+    order by r.from_tick, g.part
+    $q$, pgque._ticks_sql(v_queue.queue_id))
+  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
+end
+$$;
+
+-- Refuses a window, or a part of one, with PQ005.
+create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
+    hint = 'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.';
+end
+$$;
+
+-- The query for what became visible between two ticks: what everybody gets
+-- and, with a consumer, its retries.  It says the same whenever it is run, so a
+-- message's lifetime is held against the window's end, not the clock.
+create or replace function pgque._window_sql(
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
+) returns text
+language plpgsql as $$
+declare
+  v_queue  pgque.queue := pgque._queue(p_queue);
+  v_from   pgque.tick;
+  v_to     pgque.tick;
+  v_cond   text;
+begin
+  if (p_from <= p_to and p_parts >= 1 and p_part between 0 and p_parts - 1) is not true then
+    perform pgque._bad_window(p_queue, p_from, p_to);
+  end if;
+  v_from := pgque._need_tick(v_queue, p_from);
+  v_to := pgque._need_tick(v_queue, p_to);
+  v_cond := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot)
+    || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
+    || case when p_consumer is null then 'e.ev_owner is null'
+      else pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', p_types) end
+    || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
+  return pg_catalog.format('select %s from (%s) e order by e.ev_id',
+    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, coalesce(v_cond, 'false')));
+end
+$$;
+
+-- What became visible between two ticks.  It has no side effects, and while a
+-- consumer stands at from_tick or before, it returns the same rows for ever.
+create or replace function pgque.read_window(
+  queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
+  parts int default 1, part int default 0,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+begin
+  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7);
+end
+$$;
+
+-- The same as a cursor to fetch from: nothing is stored on the way.
+create or replace function pgque.read_window_cursor(
+  cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
+  parts int default 1, part int default 0
+) returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
+declare
+  v_cursor  refcursor := $1;
+begin
+  if coalesce($1, '') = '' then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
+      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+  end if;
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8);
+end
+$$;
+
+-- Moves a consumer forward to a tick, or with force back too; its open batch is
+-- dropped.  Returns the tick where it stands then: a tick that it has passed
+-- changes nothing.
+create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_queue     pgque.queue;
+  v_position  pgque.position_0;
+begin
+  if v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers($1, $2);
+  end if;
+  -- The lock keeps rotation from emptying the tick that is about to be used.
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
+  v_position := pgque._lock_position(v_sub.sub_id);
+  if $3 is null or ($4 is not true and $3 > v_position.pos_tick) or ($4 and $3 <> v_position.pos_tick) then
+    v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
+    v_position := pgque._at_tick(v_position, pgque._need_tick(v_queue, $3));
+    perform pgque._append_position(v_position);
+  end if;
+  return v_position.pos_tick;
+end
+$$;
+
+-- Begins to read as a consumer whose offsets are kept elsewhere: subscribes it
+-- at start_at if it is new, keeps every other session from doing the same until
+-- this one ends (PQ006), and returns the tick where it stands.
+create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest') returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub     pgque.subscriber;
+  v_class   int := hashtext('pgque.stream');
+  v_key     int;
+  v_holder  record;
+begin
+  perform pgque._subscribe($1, $2, 'normal', $3);
+  v_sub := pgque._subscriber($1, $2);
+  if v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers($1, $2);
+  end if;
+  v_key := hashtext(v_sub.sub_queue || ' ' || v_sub.sub_consumer);
+  if not pg_try_advisory_lock(v_class, v_key) then
+    select a.pid, a.application_name into v_holder
+    from pg_locks l
+    join pg_stat_activity a on a.pid = l.pid
+    where l.locktype = 'advisory' and l.granted and l.objsubid = 2
+      and l.database = (select d.oid from pg_database d where d.datname = current_database())
+      and l.classid::bigint = (v_class::bigint & 4294967295) and l.objid::bigint = (v_key::bigint & 4294967295);
+    raise exception using
+      errcode = 'PQ006',
+      message = format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
+      hint = 'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.';
+  end if;
+  return (pgque._position(v_sub.sub_id)).pos_tick;
+end
+$$;
+
+-- Puts messages that lie behind a consumer's position among its dead letters,
+-- once each, with a reason each.  For readers that have no batch.
+create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[]) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_position  pgque.position_0 := pgque._position(v_sub.sub_id);
+  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1))).tick_snapshot);
+  v_rows      pgque.event[];
+begin
+  if cardinality($3) is distinct from cardinality($4) or $3 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
+      hint = 'Pass two arrays: the ids, and a reason for each.';
+  end if;
+  execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
+    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', $3), v_sub.sub_id, null, null)))
+  into v_rows;
+  return query
+    select i.id, b.ok is true,
+      case
+        when b.ok then null
+        when b.ok is null then 'not found behind the position'
+        else 'dead already'
+      end
+    from unnest($3, $4) with ordinality i (id, reason, n)
+    left join unnest(v_rows) r on r.ev_id = i.id
+    left join lateral (select pgque._add_dead_letter(v_sub.sub_queue, v_sub.sub_consumer, i.reason, r) as ok where r.ev_id is not null offset 0) b on true
+    order by i.n;
+end
+$$;
+-- ---------------------------------------------------------------------------
 -- workers: several processes share one position
 -- ---------------------------------------------------------------------------
 
@@ -2471,7 +3284,7 @@ begin
     on conflict do nothing;
 
     if v_limit is not null then
-      perform pgque._bury(v_sub.sub_queue, v_sub.sub_consumer, coalesce(p_reason, 'retries used up'), r)
+      perform pgque._add_dead_letter(v_sub.sub_queue, v_sub.sub_consumer, coalesce(p_reason, 'retries used up'), r)
       from pg_catalog.unnest(v_rows) r
       where r.ev_id = any (v_new) and coalesce(r.ev_retry, 0) >= v_limit;
     end if;
@@ -2492,8 +3305,8 @@ begin
 end
 $$;
 
--- Puts one event among the dead letters of a consumer, once.
-create or replace function pgque._bury(p_queue_id int, p_consumer int, p_reason text, p_event pgque.event) returns void
+-- Puts one event among the dead letters of a consumer; false if it is there.
+create or replace function pgque._add_dead_letter(p_queue_id int, p_consumer int, p_reason text, p_event pgque.event) returns boolean
 language plpgsql as $$
 begin
   insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, ev_error,
@@ -2503,6 +3316,7 @@ begin
     p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
     p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires)
   on conflict on constraint dead_letter_once do nothing;
+  return found;
 end
 $$;
 
@@ -2695,9 +3509,9 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id);
 begin
-  return pgque.insert_event(
-    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id),
-    v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4);
+  return pgque._send(
+    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
+    v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
 end
 $$;
 
@@ -3114,7 +3928,7 @@ begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  return pgque._compact_journal() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
+  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
 end
 $$;
 
@@ -3901,6 +4715,13 @@ comment on function pgque.send(text, text, jsonb) is
   'Same as send(queue_name, type_name, payload text) for JSON.';
 comment on function pgque.send(text, text, text, text) is
   'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
+comment on function pgque.send(text, text, text, jsonb) is
+  'Same as send(queue_name, type_name, payload), with headers: a JSON object that travels with the message through retry and dead letter. '
+  'PQ005 headers is not an object.';
+comment on function pgque.send(text, text, jsonb, jsonb) is
+  'Same as send(queue_name, type_name, payload text, headers) for JSON.';
+comment on function pgque.send(text, text, bytea, jsonb) is
+  'Same as send(queue_name, type_name, payload text, headers) for bytes, any of them; consumers find them in payload_bytes.';
 comment on function pgque.send_batch(text, text, text[]) is
   'Appends one message for each element of the array in one statement and returns their ids in the order of the input: all or '
   'none. A NULL element is a message with a NULL payload; an empty array sends nothing and returns {}. '
@@ -3934,6 +4755,22 @@ comment on function pgque.logutriga() is
   'Same as jsontriga(), with the row as URL-encoded pairs.';
 comment on function pgque.sqltriga() is
   'Same as jsontriga(), with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, D or R.';
+
+comment on view pgque.sink is
+  'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
+  'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
+  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ016 see sink_commit().';
+comment on view pgque.sink_bulk is
+  'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
+comment on function pgque.sink_begin(text, bigint) is
+  'Begins an attempt to write a share of an epoch. COPY the messages into the table named by stage, with this attempt and n = 0, 1, 2, ... in the order '
+  'they are to have; nothing is sent before sink_commit(). epoch NULL: a write that is never replayed. '
+  'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
+comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
+  'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
+  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day and not '
+  'through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
+  '25000 not READ COMMITTED.';
 
 -- consume
 comment on function pgque.subscribe(text, text, text) is
@@ -4104,6 +4941,29 @@ comment on function pgque.get_queue_info(text) is
 comment on function pgque.get_consumer_info(text, text) is
   'All consumers and workers, or those of a queue, or one: lag (age of what it has finished), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
+comment on function pgque.tick_for(text, text) is
+  'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
+comment on function pgque.next_tick(text, bigint, bigint, int, bigint) is
+  'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
+  'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
+comment on function pgque.split_window(text, bigint, bigint, int) is
+  'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
+  'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int) is
+  'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
+  'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
+  'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int) is
+  'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
+comment on function pgque.seek(text, text, bigint, boolean) is
+  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
+  'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
+comment on function pgque.open_stream(text, text, text) is
+  'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
+  'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
+comment on function pgque.dead(text, text, bigint[], text[]) is
+  'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
+  'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
 comment on function pgque.peek(text, int, text) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
@@ -4239,6 +5099,12 @@ comment on table pgque.settled_0 is 'Messages of open batches that were failed a
 comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
 comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
 comment on table pgque.idempotency_key is 'Keys of send_idem() until their ttl ends. Internal.';
+comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
+comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
+comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
+comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
+comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
+comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';
 -- ---------------------------------------------------------------------------
 -- grants
 -- ---------------------------------------------------------------------------
@@ -4261,6 +5127,12 @@ language sql immutable as $$
     ('jsontriga', 'pgque_writer'),
     ('logutriga', 'pgque_writer'),
     ('sqltriga', 'pgque_writer'),
+    ('sink_begin', 'pgque_writer'),
+    ('sink_commit', 'pgque_writer'),
+    ('_send', 'pgque_writer'),
+    ('_headers', 'pgque_writer'),
+    ('_bad_headers', 'pgque_writer'),
+    ('_open_slot', 'pgque_writer'),
     ('_row_event', 'pgque_writer'),
     ('_url_encode', 'pgque_writer'),
     -- consume
@@ -4287,6 +5159,14 @@ language sql immutable as $$
     ('touch_subconsumer', 'pgque_reader'),
     ('receive_coop', 'pgque_reader'),
     ('peek', 'pgque_reader'),
+    ('tick_for', 'pgque_reader'),
+    ('next_tick', 'pgque_reader'),
+    ('split_window', 'pgque_reader'),
+    ('read_window', 'pgque_reader'),
+    ('read_window_cursor', 'pgque_reader'),
+    ('seek', 'pgque_reader'),
+    ('open_stream', 'pgque_reader'),
+    ('dead', 'pgque_reader'),
     ('get_queue_info', 'pgque_reader'),
     ('get_consumer_info', 'pgque_reader'),
     ('queue_config', 'pgque_reader'),
@@ -4389,10 +5269,18 @@ begin
       execute format('grant select on pgque.%I to pgque_admin', v_table);
     end if;
   end loop;
+  if not has_table_privilege('pgque_writer', 'pgque.sink', 'insert') then
+    grant select, insert on pgque.sink, pgque.sink_bulk to pgque_writer;
+    grant insert on pgque.sink_stage_0, pgque.sink_stage_1 to pgque_writer;
+  end if;
+  for v_table in select q.queue_event_seq::text from pgque.queue q where not has_sequence_privilege('pgque_writer', q.queue_event_seq, 'usage') loop
+    execute format('grant usage on sequence %s to pgque_writer', v_table);
+  end loop;
 end
 $$;
 
--- As an extension, all that these tables hold belongs into a dump.
+-- As an extension, all that these tables hold belongs into a dump.  The queues'
+-- own tables and sequences are no members, and are dumped anyway.
 do $$
 declare
   v_table  text;
@@ -4400,7 +5288,9 @@ begin
   for v_table in
     select c.oid::regclass::text
     from pg_class c
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S') and not c.relispartition and c.relname <> 'window_map'
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S') and not c.relispartition
+      and c.relname <> 'window_map' and c.relpersistence = 'p'
+      and exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid and d.deptype = 'e')
   loop
     perform pg_extension_config_dump(v_table::regclass, '');
   end loop;

@@ -15,10 +15,12 @@
 --   tables     everything that is stored
 --   queues     create, configure, pause, drop
 --   send       append events
+--   sink       INSERT, COPY and Spark send
 --   tick       record snapshots
 --   window     which rows lie between two snapshots
 --   position   where consumers stand
 --   consume    subscribe, receive, ack
+--   read       windows without side effects
 --   workers    several processes share one position
 --   fail       nack, retry, dead letters
 --   maintain   rotation, compaction, retention, restore

@@ -22,7 +22,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.1.0'::text $$;
+language sql immutable as $$ select '0.2.0'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -34,6 +34,13 @@ language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 -- that came back from a dump gets another one.
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
+
+-- The name of this session, which no other one has or had.
+create or replace function pgque._session() returns text
+language sql stable as $$
+  select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from a.backend_start)::text
+  from pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid()) a
+$$;
 
 -- Refuses work that takes a snapshot of its own under a lock, when the
 -- transaction's snapshot is older than that lock.

@@ -135,6 +135,14 @@ create table if not exists pgque.journal (
     constraint journal_cur_range check (journal_cur in (0, 1)),
   journal_flipped_at  timestamptz not null default '-infinity'
 );
+do $$
+begin
+  if not exists (select from pg_attribute a where a.attrelid = 'pgque.journal'::regclass and a.attname = 'journal_epoch_cur') then
+    alter table pgque.journal add column journal_epoch_cur int not null default 0
+      constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
+  end if;
+end
+$$;
 
 create table if not exists pgque.position_0 (
   pos_sub        int not null,
@@ -246,6 +254,60 @@ create table if not exists pgque.idempotency_key (
   idem_ev_id    bigint not null,
   idem_expires  timestamptz not null,
   constraint idempotency_key_pkey primary key (idem_queue, idem_key)
+);
+
+-- What sinks staged and have not committed, in two leaves; which of them takes
+-- new rows a sequence says, which turns without a dead row.  Unlogged: after a crash a sink finds
+-- rows missing and stages again.
+create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
+
+create unlogged table if not exists pgque.sink_attempt_0 (
+  attempt     uuid not null
+    constraint sink_attempt_0_pkey primary key,
+  sink_id     text not null,
+  epoch       bigint,
+  started_at  timestamptz not null
+);
+create unlogged table if not exists pgque.sink_attempt_1 (
+  like pgque.sink_attempt_0,
+  constraint sink_attempt_1_pkey primary key (attempt)
+);
+create unlogged table if not exists pgque.sink_stage_0 (
+  attempt        uuid not null,
+  n              int not null,
+  queue          text not null,
+  type           text,
+  payload        text,
+  headers        jsonb
+    constraint sink_stage_headers check (jsonb_typeof(headers) = 'object'),
+  payload_bytes  bytea,
+  partition_key  text,
+  constraint sink_stage_0_pkey primary key (attempt, n),
+  constraint sink_stage_one_payload check (payload is null or payload_bytes is null)
+);
+create unlogged table if not exists pgque.sink_stage_1 (
+  like pgque.sink_stage_0 including constraints,
+  constraint sink_stage_1_pkey primary key (attempt, n)
+);
+
+-- What sinks committed: whole epochs (part -1), and parts of epochs that were
+-- written row by row, by which transaction of which session.  Only a sink's
+-- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
+-- own, once.
+create table if not exists pgque.sink_epoch_0 (
+  sink_id       text not null,
+  epoch         bigint not null,
+  part          int not null,
+  parts         int,
+  txid          xid8 not null default pg_catalog.pg_current_xact_id(),
+  session       text not null default pgque._session(),
+  once          boolean not null default false,
+  committed_at  timestamptz not null default pgque.clock(),
+  constraint sink_epoch_0_pkey primary key (sink_id, epoch, part)
+);
+create table if not exists pgque.sink_epoch_1 (
+  like pgque.sink_epoch_0 including defaults,
+  constraint sink_epoch_1_pkey primary key (sink_id, epoch, part)
 );
 
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is

@@ -129,6 +129,7 @@ begin
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
+  execute format('grant usage on sequence %s to pgque_writer', v_seq);
   execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
     || ') values ($1, $2, $3, $4, pg_catalog.pg_current_xact_id()'

@@ -2,27 +2,69 @@
 -- send: append events
 -- ---------------------------------------------------------------------------
 
+-- Headers as they are stored: a JSON object, or PQ005.
+create or replace function pgque._headers(p_queue text, p_headers jsonb) returns jsonb
+language plpgsql strict immutable set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if pg_catalog.jsonb_typeof(p_headers) <> 'object' then
+    perform pgque._bad_headers(p_queue, p_headers::text);
+  end if;
+  return p_headers;
+end
+$$;
+
+create or replace function pgque._headers(p_queue text, p_headers text) returns jsonb
+language plpgsql strict immutable set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._headers(p_queue, p_headers::jsonb);
+exception
+  when data_exception then
+    perform pgque._bad_headers(p_queue, p_headers);
+end
+$$;
+
+create or replace function pgque._bad_headers(p_queue text, p_headers text) returns void
+language plpgsql immutable as $$
+begin
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
+    detail = pg_catalog.left(p_headers, 200),
+    hint = 'For example {"trace": "4bf92f35"}.';
+end
+$$;
+
 -- Appends one event and returns its id.  The transaction's id is taken before
 -- the queue row is read, and one statement reads the row and stores the event
 -- (see sql/README.md, "Writers and rotation").
-create or replace function pgque.insert_event(
-  queue_name text, ev_type text, ev_data text,
-  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
+create or replace function pgque._send(
+  p_queue text, p_type text, p_data text,
+  p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8 := pg_current_xact_id();
   v_id    bigint;
 begin
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4)
-  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid,
-    $2, $3, $4, $5, $6, $7
+  if p_headers is not null then
+    perform pgque._headers(p_queue, p_headers);
+  end if;
+  if p_bytes is not null and p_data is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
+      hint = 'Text goes into payload, bytes into payload_bytes; the other one is null.';
+  end if;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes)
+  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, p_type, p_data,
+    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes
   from pgque.queue q
-  where q.queue_name = $1 and q.queue_open
+  where q.queue_name = p_queue and q.queue_open
   returning event.ev_id into v_id;
   if v_id is null then
-    perform pgque._open_queue($1);
-    return pgque.insert_event($1, $2, $3, $4, $5, $6, $7);
+    perform pgque._open_queue(p_queue);
+    return pgque._send(p_queue, p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
   end if;
   return v_id;
 end
@@ -47,23 +89,39 @@ $$;
 
 -- The wrappers below have neither SET nor SECURITY DEFINER, so that they are
 -- inlined into the calling statement and cost nothing.
+create or replace function pgque.insert_event(
+  queue_name text, ev_type text, ev_data text,
+  ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
+) returns bigint
+language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
+
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, payload text) returns bigint
-language sql as $$ select pgque.insert_event($1, 'default', $2, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
-language sql as $$ select pgque.insert_event($1, 'default', $2::pg_catalog.text, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, type_name text, payload text) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(queue_name text, type_name text, payload jsonb) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3::pg_catalog.text, null, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, null, null) $$;
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
-language sql as $$ select pgque.insert_event($1, $2, $3, $4, null, null, null) $$;
+language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
+
+-- With headers, a JSON object that travels with the message; and bytes.
+create or replace function pgque.send(queue_name text, type_name text, payload text, headers jsonb) returns bigint
+language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, $4, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload jsonb, headers jsonb) returns bigint
+language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, $4, null) $$;
+
+create or replace function pgque.send(queue_name text, type_name text, payload bytea, headers jsonb default null) returns bigint
+language sql as $$ select pgque._send($1, $2, null, null, null, null, null, $4, $3) $$;
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.

@@ -58,7 +58,7 @@ begin
   elsif p_start_at ~ '^\d{1,18}$' then
     v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
-    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)) limit 1', v_ticks)
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
     into v_tick using p_start_at::timestamptz;
   end if;
   if v_tick.tick_id is not null then
@@ -69,7 +69,7 @@ begin
     message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
     hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
 exception
-  when datetime_field_overflow or invalid_datetime_format then
+  when data_exception then
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),

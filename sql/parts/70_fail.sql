@@ -65,7 +65,7 @@ begin
     on conflict do nothing;
 
     if v_limit is not null then
-      perform pgque._bury(v_sub.sub_queue, v_sub.sub_consumer, coalesce(p_reason, 'retries used up'), r)
+      perform pgque._add_dead_letter(v_sub.sub_queue, v_sub.sub_consumer, coalesce(p_reason, 'retries used up'), r)
       from pg_catalog.unnest(v_rows) r
       where r.ev_id = any (v_new) and coalesce(r.ev_retry, 0) >= v_limit;
     end if;
@@ -86,8 +86,8 @@ begin
 end
 $$;
 
--- Puts one event among the dead letters of a consumer, once.
-create or replace function pgque._bury(p_queue_id int, p_consumer int, p_reason text, p_event pgque.event) returns void
+-- Puts one event among the dead letters of a consumer; false if it is there.
+create or replace function pgque._add_dead_letter(p_queue_id int, p_consumer int, p_reason text, p_event pgque.event) returns boolean
 language plpgsql as $$
 begin
   insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, ev_error,
@@ -97,6 +97,7 @@ begin
     p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
     p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires)
   on conflict on constraint dead_letter_once do nothing;
+  return found;
 end
 $$;
 
@@ -289,9 +290,9 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id);
 begin
-  return pgque.insert_event(
-    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id),
-    v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4);
+  return pgque._send(
+    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
+    v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
 end
 $$;
 

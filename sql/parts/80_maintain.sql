@@ -324,7 +324,7 @@ begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  return pgque._compact_journal() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
+  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
 end
 $$;
 

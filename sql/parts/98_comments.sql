@@ -16,6 +16,13 @@ comment on function pgque.send(text, text, jsonb) is
   'Same as send(queue_name, type_name, payload text) for JSON.';
 comment on function pgque.send(text, text, text, text) is
   'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
+comment on function pgque.send(text, text, text, jsonb) is
+  'Same as send(queue_name, type_name, payload), with headers: a JSON object that travels with the message through retry and dead letter. '
+  'PQ005 headers is not an object.';
+comment on function pgque.send(text, text, jsonb, jsonb) is
+  'Same as send(queue_name, type_name, payload text, headers) for JSON.';
+comment on function pgque.send(text, text, bytea, jsonb) is
+  'Same as send(queue_name, type_name, payload text, headers) for bytes, any of them; consumers find them in payload_bytes.';
 comment on function pgque.send_batch(text, text, text[]) is
   'Appends one message for each element of the array in one statement and returns their ids in the order of the input: all or '
   'none. A NULL element is a message with a NULL payload; an empty array sends nothing and returns {}. '
@@ -49,6 +56,22 @@ comment on function pgque.logutriga() is
   'Same as jsontriga(), with the row as URL-encoded pairs.';
 comment on function pgque.sqltriga() is
   'Same as jsontriga(), with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, D or R.';
+
+comment on view pgque.sink is
+  'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
+  'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
+  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ016 see sink_commit().';
+comment on view pgque.sink_bulk is
+  'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
+comment on function pgque.sink_begin(text, bigint) is
+  'Begins an attempt to write a share of an epoch. COPY the messages into the table named by stage, with this attempt and n = 0, 1, 2, ... in the order '
+  'they are to have; nothing is sent before sink_commit(). epoch NULL: a write that is never replayed. '
+  'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
+comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
+  'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
+  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day and not '
+  'through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
+  '25000 not READ COMMITTED.';
 
 -- consume
 comment on function pgque.subscribe(text, text, text) is
@@ -219,6 +242,29 @@ comment on function pgque.get_queue_info(text) is
 comment on function pgque.get_consumer_info(text, text) is
   'All consumers and workers, or those of a queue, or one: lag (age of what it has finished), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
+comment on function pgque.tick_for(text, text) is
+  'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
+comment on function pgque.next_tick(text, bigint, bigint, int, bigint) is
+  'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
+  'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
+comment on function pgque.split_window(text, bigint, bigint, int) is
+  'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
+  'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int) is
+  'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
+  'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
+  'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int) is
+  'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
+comment on function pgque.seek(text, text, bigint, boolean) is
+  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
+  'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
+comment on function pgque.open_stream(text, text, text) is
+  'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
+  'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
+comment on function pgque.dead(text, text, bigint[], text[]) is
+  'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
+  'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
 comment on function pgque.peek(text, int, text) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
@@ -354,3 +400,9 @@ comment on table pgque.settled_0 is 'Messages of open batches that were failed a
 comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
 comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
 comment on table pgque.idempotency_key is 'Keys of send_idem() until their ttl ends. Internal.';
+comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
+comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
+comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
+comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
+comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
+comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';

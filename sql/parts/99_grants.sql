@@ -20,6 +20,12 @@ language sql immutable as $$
     ('jsontriga', 'pgque_writer'),
     ('logutriga', 'pgque_writer'),
     ('sqltriga', 'pgque_writer'),
+    ('sink_begin', 'pgque_writer'),
+    ('sink_commit', 'pgque_writer'),
+    ('_send', 'pgque_writer'),
+    ('_headers', 'pgque_writer'),
+    ('_bad_headers', 'pgque_writer'),
+    ('_open_slot', 'pgque_writer'),
     ('_row_event', 'pgque_writer'),
     ('_url_encode', 'pgque_writer'),
     -- consume
@@ -46,6 +52,14 @@ language sql immutable as $$
     ('touch_subconsumer', 'pgque_reader'),
     ('receive_coop', 'pgque_reader'),
     ('peek', 'pgque_reader'),
+    ('tick_for', 'pgque_reader'),
+    ('next_tick', 'pgque_reader'),
+    ('split_window', 'pgque_reader'),
+    ('read_window', 'pgque_reader'),
+    ('read_window_cursor', 'pgque_reader'),
+    ('seek', 'pgque_reader'),
+    ('open_stream', 'pgque_reader'),
+    ('dead', 'pgque_reader'),
     ('get_queue_info', 'pgque_reader'),
     ('get_consumer_info', 'pgque_reader'),
     ('queue_config', 'pgque_reader'),
@@ -148,10 +162,18 @@ begin
       execute format('grant select on pgque.%I to pgque_admin', v_table);
     end if;
   end loop;
+  if not has_table_privilege('pgque_writer', 'pgque.sink', 'insert') then
+    grant select, insert on pgque.sink, pgque.sink_bulk to pgque_writer;
+    grant insert on pgque.sink_stage_0, pgque.sink_stage_1 to pgque_writer;
+  end if;
+  for v_table in select q.queue_event_seq::text from pgque.queue q where not has_sequence_privilege('pgque_writer', q.queue_event_seq, 'usage') loop
+    execute format('grant usage on sequence %s to pgque_writer', v_table);
+  end loop;
 end
 $$;
 
--- As an extension, all that these tables hold belongs into a dump.
+-- As an extension, all that these tables hold belongs into a dump.  The queues'
+-- own tables and sequences are no members, and are dumped anyway.
 do $$
 declare
   v_table  text;
@@ -159,7 +181,9 @@ begin
   for v_table in
     select c.oid::regclass::text
     from pg_class c
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S') and not c.relispartition and c.relname <> 'window_map'
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S') and not c.relispartition
+      and c.relname <> 'window_map' and c.relpersistence = 'p'
+      and exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid and d.deptype = 'e')
   loop
     perform pg_extension_config_dump(v_table::regclass, '');
   end loop;

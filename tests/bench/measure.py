@@ -42,11 +42,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A database with pgque and the floor in it. ``quick`` asks for fewer rounds."""
+    """A database with pgque and the floor in it. ``quick`` asks for fewer rounds, ``tcp`` is the way in
+    for who cannot use a socket."""
 
     dsn: str
     quick: bool
     has_cron: bool
+    tcp: str = ""
 
     def connect(self, *, autocommit: bool = True) -> Connection:
         """Open a session."""

@@ -23,10 +23,12 @@ from psycopg.conninfo import make_conninfo
 from rich.console import Console
 from rich.table import Table
 
-from bench.measure import FLOOR_SQL, SUBJECTS, Bench, Row
+from bench import measure, spark
+from bench.measure import FLOOR_SQL, Bench, Row
 from pgque import embedded
 
 DATABASE = "pgque_bench"
+SUBJECTS = {**measure.SUBJECTS, "spark": spark.spark}
 SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
 SETTINGS = (
     "fsync",
@@ -42,8 +44,11 @@ SETTINGS = (
 
 
 @contextmanager
-def database(dsn: str | None, sql_file: Path) -> Iterator[tuple[str, bool]]:
-    """Make a database with pgque and the floor in it, on the server given or one of our own."""
+def database(dsn: str | None, sql_file: Path) -> Iterator[tuple[str, str, bool]]:
+    """Make a database with pgque and the floor in it, on the server given or one of our own.
+
+    Gives its connection string, one that does not use a socket, and whether it has pg_cron.
+    """
     server: embedded.Server | None = None
     if dsn is None:
         bindir = os.environ.get("PGQUE_TEST_BINDIR")
@@ -56,6 +61,7 @@ def database(dsn: str | None, sql_file: Path) -> Iterator[tuple[str, bool]]:
         )
         dsn = server.dsn
     target = make_conninfo(dsn, dbname=DATABASE)
+    tcp = target if server is None else make_conninfo(server.tcp_dsn, dbname=DATABASE)
     try:
         with psycopg.connect(dsn, autocommit=True) as admin:
             admin.execute(f"drop database if exists {DATABASE} with (force)")
@@ -64,7 +70,7 @@ def database(dsn: str | None, sql_file: Path) -> Iterator[tuple[str, bool]]:
             conn.execute(sql_file.read_bytes())
             conn.execute(FLOOR_SQL.read_bytes())
         has_cron = _create_cron(target)
-        yield target, has_cron
+        yield target, tcp, has_cron
     finally:
         if server is not None:
             server.stop()
@@ -158,12 +164,14 @@ def main() -> int:
     progress = Console(stderr=True)
     rows: list[Row] = []
     began = time.monotonic()
-    with database(arguments.dsn, arguments.sql) as (target, has_cron):
+    with database(arguments.dsn, arguments.sql) as (target, tcp, has_cron):
         machine = describe(target)
-        bench = Bench(target, arguments.quick, has_cron)
+        bench = Bench(target, arguments.quick, has_cron, tcp)
         for name in names:
             with progress.status(f"{name} …"):
                 rows += SUBJECTS[name](bench)
+    if "spark" in names:
+        machine["spark"] = spark.missing() or spark.versions()
     machine["took"] = f"{time.monotonic() - began:.0f} s"
     console.print(table(rows))
     console.print()

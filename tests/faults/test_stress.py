@@ -47,7 +47,7 @@ def stress(
     (source,) = rows(
         own,
         "select pg_get_functiondef(p.oid) from pg_proc as p"
-        " where p.pronamespace = 'pgque'::regnamespace and p.prosrc ~ '4194304' and p.prokind = 'f'",
+        " where p.pronamespace = 'pgque'::regnamespace and p.prosrc ~ '4194304.*1 minute'",
     )[0]
     own.execute(source.replace("4194304", "65536").replace("interval '1 minute'", "interval '0'").encode())
     for name in ("c", "d"):

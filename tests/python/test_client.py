@@ -76,12 +76,40 @@ def test_an_event_brings_its_own_type(
     assert (message.type, message.json()) == ("order.created", {"id": 1})
 
 
-@pytest.mark.parametrize("payload", [b"raw", bytearray(b"raw"), memoryview(b"raw")])
-def test_bytes_are_refused_with_a_type_error(client: pgque.PgqueClient, queue: str, payload: Any) -> None:
+@pytest.mark.parametrize("payload", [bytes(range(256)), bytearray(b"raw"), memoryview(b"raw"), b""])
+def test_bytes_arrive_as_bytes(
+    client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick, payload: Any
+) -> None:
+    client.send(queue, payload)
+    tick(queue)
+    [message] = client.receive(queue, consumer)
+    assert (message.payload, message.payload_bytes) == (None, bytes(payload))
+
+
+def test_bytes_in_a_batch_are_refused_with_a_type_error(client: pgque.PgqueClient, queue: str) -> None:
     with pytest.raises(TypeError, match="bytes"):
-        client.send(queue, payload)
-    with pytest.raises(TypeError, match="bytes"):
-        client.send_batch(queue, "t", [payload])
+        client.send_batch(queue, "t", [b"raw"])
+
+
+@pytest.mark.parametrize("payload", ["text", {"a": 1}, b"raw"])
+def test_headers_travel_with_the_message_and_its_retry(
+    client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick, payload: Any
+) -> None:
+    headers = {"trace": "4bf9", "n": 1, "nested": {"a": [True, None]}}
+    client.send(queue, payload, headers=headers)
+    tick(queue)
+    [message] = client.receive(queue, consumer)
+    assert message.headers == headers
+    client.nack(message.batch_id, message, retry_after=0)
+    client.ack(message.batch_id)
+    client.maint()
+    tick(queue)
+    [again] = client.receive(queue, consumer)
+    assert (again.msg_id, again.headers, again.payload_bytes) == (
+        message.msg_id,
+        headers,
+        message.payload_bytes,
+    )
 
 
 def test_a_number_that_json_lacks_is_refused_before_it_is_sent(client: pgque.PgqueClient, queue: str) -> None:

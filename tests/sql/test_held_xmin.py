@@ -112,7 +112,7 @@ def low_threshold(conn: Connection) -> None:
     (name, source) = rows(
         conn,
         "select p.oid::regprocedure::text, pg_get_functiondef(p.oid) from pg_proc as p"
-        " where p.pronamespace = 'pgque'::regnamespace and p.prosrc ~ '4194304' and p.prokind = 'f'",
+        " where p.pronamespace = 'pgque'::regnamespace and p.prosrc ~ '4194304.*1 minute'",
     )[0]
     assert "interval '1 minute'" in source, name
     conn.execute(source.replace("4194304", "65536").replace("interval '1 minute'", "interval '0'").encode())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -29,6 +31,7 @@ from support import catalog, servers
 from support.servers import TestServer
 
 SOURCE = servers.SQL_FILE.read_bytes()
+EARLIER = ["0.1.0"]
 
 
 def install(dsn: str) -> list[str]:
@@ -126,9 +129,42 @@ def test_an_ordinary_role_that_may_create_in_the_database_installs_it(
         assert value(connection, "select to_regnamespace('pgque')") is None
 
 
-def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
-    own: Connection, own_dsn: str
+def install_earlier(dsn: str, version: str) -> None:
+    """Install a released version, kept beside the tests."""
+    file = Path(__file__).parent / "previous" / f"pgque-{version}.sql.xz"
+    with psycopg.connect(dsn) as connection:
+        connection.execute(lzma.decompress(file.read_bytes()))
+        assert value(connection, "select pgque.version()") == version
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_an_upgraded_schema_is_the_one_of_a_fresh_install(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    install(fresh_dsn)
+    own.execute("set role pgque_writer")
+    own.execute("insert into pgque.sink_bulk (queue, payload) values ('q', 'x')")
+    own.execute("reset role")
+    value(own, "select pgque.drop_queue('q')")
+    upgraded = schema(fresh_dsn)
+    value(own, "select pgque.uninstall()")
+    install(fresh_dsn)
+    assert upgraded == schema(fresh_dsn)
+
+
+@pytest.mark.parametrize("version", [None, *EARLIER])
+def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
+    version: str | None, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    own_dsn = fresh_dsn
+    if version is None:
+        install(own_dsn)
+    else:
+        install_earlier(own_dsn, version)
+    own = connect(own_dsn)
     value(own, "select pgque.create_queue('q', '{\"max_retries\": 1}'::jsonb)")
     for name in ("c", "d"):
         subscribe(own, "q", name)

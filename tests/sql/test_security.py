@@ -13,6 +13,7 @@ from sql.helpers import (
     ack,
     column,
     drain,
+    forced_tick,
     receive,
     refused,
     rows,
@@ -304,6 +305,82 @@ def test_a_hostile_search_path_and_shadowing_objects_change_nothing(
     )
 
 
+@pytest.mark.parametrize("who", ["reader and writer", "superuser"])
+def test_a_hostile_search_path_changes_nothing_for_sinks_and_windows(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str, roles: Any, who: str
+) -> None:
+    role = roles("reader", "writer") if who != "superuser" else None
+    hostile = connect(role.dsn) if role else connect()
+    hostile.execute(HOSTILE)
+    queue = "%s::pg_catalog.text"
+    (start,) = column(hostile, f"select pgque.tick_for({queue}, 'latest')", subscribed)
+    for view in ("sink", "sink_bulk"):
+        rows(
+            hostile,
+            f"insert into pgque.{view} (queue, payload, headers) values (%s, 'x', '{{}}')",
+            subscribed,
+        )
+        with hostile.cursor().copy(f"copy pgque.{view} (queue, payload) from stdin".encode()) as stream:
+            stream.write_row((subscribed, "x"))
+    rows(
+        hostile,
+        "insert into pgque.sink (queue, payload, sink_id, epoch, part, parts) values (%s, 'x', %s, 0, 0, 1)",
+        subscribed,
+        subscribed,
+    )
+    ((attempt, stage),) = rows(hostile, f"select * from pgque.sink_begin({queue}, 1)", subscribed)
+    rows(hostile, f"insert into {stage} (attempt, n, queue) values (%s, 0, %s)", attempt, subscribed)
+    commit = f"select pgque.sink_commit({queue}, 1, array[%s::pg_catalog.uuid], 1)"
+    assert value(hostile, commit, subscribed, attempt) == "applied"
+    assert value(hostile, commit, subscribed, attempt) == "duplicate"
+    end = forced_tick(conn, subscribed)
+    assert value(hostile, f"select pgque.next_tick({queue}, %s, 1)", subscribed, start) == end
+    assert rows(hostile, f"select * from pgque.split_window({queue}, %s, %s, 2)", subscribed, start, end)
+    found = column(hostile, f"select ev_id from pgque.read_window({queue}, %s, %s)", subscribed, start, end)
+    assert len(found) == 6
+    with hostile.transaction():
+        rows(hostile, f"select pgque.read_window_cursor('c', {queue}, %s, %s, 'c')", subscribed, start, end)
+        assert column(hostile, "fetch all from c") == found
+    assert value(hostile, f"select pgque.open_stream({queue}, 'c')", subscribed) == start
+    rows(
+        hostile,
+        f"select * from pgque.dead({queue}, 'c', array[%s::bigint], array['x'])",
+        subscribed,
+        found[0],
+    )
+    assert value(hostile, f"select pgque.seek({queue}, 'c', %s)", subscribed, end) == end
+
+
+def test_a_writer_can_store_nothing_that_is_no_message(
+    conn: Connection, subscribed: str, writer: Any
+) -> None:
+    conn.execute("create schema evil")
+    conn.execute(f"grant all on schema evil to {writer.name}".encode())
+    try:
+        with psycopg.connect(writer.dsn, autocommit=True) as w:
+            w.execute(
+                "create function evil.no(text, text) returns boolean immutable language sql as 'select false'"
+            )
+            for name in ("=", "<>"):
+                w.execute(
+                    f"create operator evil.{name} (function = evil.no, leftarg = text, rightarg = text)".encode()
+                )
+            w.execute("set search_path = evil, pg_catalog")
+            for statement in (
+                "insert into pgque.sink_bulk (queue, payload, headers) values (%s, 'x', '[1]')",
+                "insert into pgque.sink (queue, payload, headers) values (%s, 'x', '[1]')",
+                "select pgque.send(%s, 't', 'x', '[1]'::jsonb)",
+                "select pgque._send(%s, 't', 'x', null, null, null, null, '[1]'::jsonb, null)",
+                "select pgque._send(%s, 't', 'x', null, null, null, null, null, 'bytes')",
+            ):
+                with pytest.raises(psycopg.Error):
+                    rows(w, statement, subscribed)
+        forced_tick(conn, subscribed)
+        assert receive(conn, subscribed) == []
+    finally:
+        conn.execute("drop schema evil cascade")
+
+
 def test_an_admin_can_not_run_sql_of_his_own_as_the_owner(
     conn: Connection, subscribed: str, admin: Any
 ) -> None:
@@ -385,6 +462,8 @@ def test_nobody_but_the_owner_may_create_in_the_schema(conn: Connection) -> None
 
 def test_a_new_queue_gives_rights_to_nobody(conn: Connection, subscribed: str) -> None:
     for name, kind in rows(conn, RELATIONS):
+        if name.startswith("pgque.sink_stage"):  # writers append to them, and no more
+            continue
         if kind in "rp" and ("_0" in name or "_1" in name or "_2" in name or "event" in name):
             for role in ("pgque_reader", "pgque_writer"):
                 for right in ("select", "insert", "update", "delete", "truncate"):

@@ -33,6 +33,7 @@ generated() { # KIND FILE: what make KIND would write
 }
 parses()  { "$bin/python" -c 'import pathlib, pglast; print(len(pglast.parse_sql(pathlib.Path("sql/pgque.sql").read_text())))'; }
 sync()    { "$bin/python" python/tools/make_sync.py --check; }
+options() { "$bin/python" python/tools/spark_options.py --check; }
 plpgsql() { "$bin/python" -m support.lint_plpgsql; }
 pgspot()  { # told first that the schema is ours: the file creates it inside a DO block, which pgspot does not see
   { echo 'create schema pgque;'; cat sql/pgque.sql; } \
@@ -56,6 +57,7 @@ step "pgspot" pgspot
 step "sql/schema.txt is current (make schema)" generated schema sql/schema.txt
 step "sql/REFERENCE.md is current (make reference)" generated reference sql/REFERENCE.md
 step "sync Python is generated from async" sync
+step "python/SPARK.md has the options" options
 step "ruff check" "$bin/ruff" check --quiet python tests
 step "ruff format" "$bin/ruff" format --check --quiet --exclude '*.md' --exclude client.py --exclude consumer.py python tests
 step "mypy --strict, package" "$bin/mypy" --config-file python/pyproject.toml --no-error-summary python/src

@@ -27,6 +27,8 @@ from .errors import (
     PgqueQueueFull,
     PgqueQueueInUse,
     PgqueQueueNotFound,
+    PgqueSinkEpochError,
+    PgqueTickNotFound,
     PgqueVersionError,
 )
 from .types import (
@@ -76,6 +78,8 @@ __all__ = [
     "PgqueQueueFull",
     "PgqueQueueInUse",
     "PgqueQueueNotFound",
+    "PgqueSinkEpochError",
+    "PgqueTickNotFound",
     "PgqueVersionError",
     "QueueInfo",
     "ReplayResult",

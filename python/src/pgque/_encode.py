@@ -15,19 +15,35 @@ from .types import Message, Payload, Seconds, Setting
 
 MessageOrId: TypeAlias = Message | int
 
-_NO_BYTES = "bytes cannot be sent yet: decode them, or encode them as text (for example base64)"
+
+def is_bytes(payload: object) -> TypeGuard[bytes | bytearray | memoryview]:
+    """Say whether a payload travels as bytes."""
+    return isinstance(payload, (bytes, bytearray, memoryview))
 
 
 def is_text(payload: Payload) -> TypeGuard[str | None]:
     """Say whether a payload travels as text and not as JSON. Raises TypeError for bytes."""
-    if isinstance(payload, (bytes, bytearray, memoryview)):
-        raise TypeError(_NO_BYTES)
+    if is_bytes(payload):
+        raise TypeError("bytes are sent one message at a time, with send(), and without an idempotency key")
     return payload is None or isinstance(payload, str)
 
 
 def as_json(value: object) -> str:
     """Return the JSON text of a value. Raises ValueError for NaN and infinity, which JSON lacks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def send_arguments(payload: Payload, headers: Mapping[str, object] | None) -> tuple[dict[str, object], str]:
+    """Return the payload and headers of `pgque.send` as parameters, and the SQL that names them."""
+    if is_bytes(payload):
+        value: object = bytes(payload)
+        cast = "bytea"
+    else:
+        value, cast = payload_and_cast(payload)
+    sql = f"%(payload)s::{cast}"
+    if headers is None:
+        return {"payload": value}, sql
+    return {"payload": value, "headers": as_json(headers)}, f"{sql}, %(headers)s::jsonb"
 
 
 def payload_and_cast(payload: Payload) -> tuple[str | None, str]:

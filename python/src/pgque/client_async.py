@@ -129,20 +129,28 @@ class AsyncPgqueClient:
 
     # -- produce -----------------------------------------------------------------------------------
 
-    async def send(self, queue: str, payload: Payload | Event, *, type: str = "default") -> int:
+    async def send(
+        self,
+        queue: str,
+        payload: Payload | Event,
+        *,
+        type: str = "default",
+        headers: Mapping[str, object] | None = None,
+    ) -> int:
         """Send one message and return its id. Calls `pgque.send`.
 
-        str goes as text, byte for byte; dict, list, numbers and booleans as JSON; None as NULL. An `Event`
-        brings its own type. Raises PgqueQueueNotFound, TypeError for bytes.
+        str goes as text, byte for byte; bytes as bytes, which arrive in `payload_bytes`; dict, list, numbers
+        and booleans as JSON; None as NULL. `headers` travel with the message as a JSON object. An `Event`
+        brings its own type. Raises PgqueQueueNotFound.
         """
         if isinstance(payload, Event):
             type = payload.type
             payload = payload.payload
-        value, cast = _encode.payload_and_cast(payload)
+        arguments, sql = _encode.send_arguments(payload, headers)
         return await self._value(
             int,
-            f"select pgque.send(%(queue)s::text, %(type)s::text, %(payload)s::{cast})",
-            {"queue": queue, "type": type, "payload": value},
+            f"select pgque.send(%(queue)s::text, %(type)s::text, {sql})",
+            {"queue": queue, "type": type, **arguments},
         )
 
     async def send_batch(self, queue: str, type: str, payloads: Iterable[Payload]) -> list[int]:

@@ -97,6 +97,14 @@ class PgqueNoScheduler(PgqueError):
     (PQ014)."""
 
 
+class PgqueTickNotFound(PgqueError):
+    """Say that the queue has no such tick, or no longer (PQ015)."""
+
+
+class PgqueSinkEpochError(PgqueError):
+    """Say that an epoch of a sink is refused: too old, incomplete, or cut into other parts (PQ016)."""
+
+
 BY_SQLSTATE: dict[str, type[PgqueError]] = {
     "PQ001": PgqueQueueNotFound,
     "PQ002": PgqueQueueExists,
@@ -112,6 +120,8 @@ BY_SQLSTATE: dict[str, type[PgqueError]] = {
     "PQ012": PgqueBatchNotFound,
     "PQ013": PgqueQueueDisabled,
     "PQ014": PgqueNoScheduler,
+    "PQ015": PgqueTickNotFound,
+    "PQ016": PgqueSinkEpochError,
 }
 
 # Lost or refused connections: class 08, a server that is going down or starting, too many connections.

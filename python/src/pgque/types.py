@@ -8,8 +8,10 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
-# str travels as text, byte for byte; dict, list, numbers and booleans as JSON; None as SQL NULL.
-Payload: TypeAlias = str | Mapping[str, object] | Sequence[object] | int | float | bool | None
+# str travels as text, byte for byte; bytes as bytes; dict, list, numbers and booleans as JSON; None as NULL.
+Payload: TypeAlias = (
+    str | bytes | bytearray | memoryview | Mapping[str, object] | Sequence[object] | int | float | bool | None
+)
 
 # Lengths of time: a timedelta, or a number of seconds.
 Seconds: TypeAlias = int | float | timedelta

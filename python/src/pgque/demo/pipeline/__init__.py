@@ -1,0 +1,265 @@
+"""The data pipeline: real records through Spark and two queues, exactly once.
+
+load.py writes records with Spark's JDBC into queue `packages`; job.py, which may be killed, reads them as a
+stream, adds them up, and sends on what tally.py, a plain consumer, receives. At the end what came out is
+compared with what went in.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+from psycopg import sql
+from rich.console import Console
+from rich.markup import escape
+
+from ...client import PgqueClient, connect
+from ...embedded import EmbeddedServerError
+from ...errors import PgqueError
+from ...install import install
+from ..report import tuples
+from ..servers import Driver, Place, find_place
+from .plot import save_plot
+from .processes import Program, environment, micro_batches, missing, unfinished
+from .records import Records, find_records
+from .report import Run, report
+
+ROLE = "pgque_pipeline"
+STALLED = 180.0  # seconds without any progress until the pipeline gives up
+
+TABLES = """
+create table pipeline.total (
+  section       text not null,
+  maintainer    text not null,
+  packages      bigint not null,
+  installed_kb  bigint not null,
+  primary key (section, maintainer)
+);
+create table pipeline.epoch (
+  query  text primary key,
+  epoch  bigint not null
+);
+create table pipeline.received (
+  package       text not null,
+  version       text not null,
+  architecture  text not null,
+  section       text not null,
+  size_class    text not null,
+  dependencies  int not null
+);
+"""
+
+
+def run_pipeline(
+    *,
+    server: str = "auto",
+    kills: int = 0,
+    keep: bool = False,
+    limit: int | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Run the pipeline and return its exit code: 0 when each record came out exactly once.
+
+    `kills` is how many times the streaming job is killed on its way; `limit` takes the first records only;
+    `plot` is where the SVG goes, by default the folder for temporary files.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    lacks = missing()
+    if lacks is not None:
+        console.print(f"pgque pipeline: {escape(lacks)}", style="red")
+        return 1
+    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    try:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pgque-pipeline-")))
+            records = find_records(limit)
+            console.print(f"{len(records.stanzas):,} records: {records.source}")
+            if records.damaged:
+                console.print(
+                    f"none of them is bad, so {records.damaged} were added that are damaged on purpose"
+                )
+            place = stack.enter_context(find_place("", server, keep, console))
+            version = install(place.dsn)
+            driver = stack.enter_context(Driver(place.dsn, keep, console))
+            python = platform.python_version()
+            console.print(f"{place.title}; pgque {version}; driven by {driver.title}; Python {python}")
+            connection = _prepare(place)
+            run = Run(time.time())
+            _Pipeline(place, records, environment(connection, folder), folder, console).run(run, kills)
+            run.batches = micro_batches(folder)
+            with connect(place.dsn, autocommit=True) as client:
+                good = report(client, records, run, console)
+            path = plot or Path(tempfile.gettempdir(), "pgque-pipeline.svg")
+            save_plot(
+                path, f"{len(records.stanzas):,} records through Spark", run.batches, run.began, run.kills
+            )
+            console.print(f"Throughput per micro-batch: {escape(str(path))}", soft_wrap=True)
+            _farewell(place, driver, keep, console)
+            return 0 if good else 1
+    except (PgqueError, psycopg.Error, EmbeddedServerError) as error:
+        console.print(f"pgque pipeline: {escape(str(error))}", style="red")
+        return 1
+    except KeyboardInterrupt:
+        console.print("stopped")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _prepare(place: Place) -> dict[str, str]:
+    """Make queues, tables and a role that may use them and no more; return libpq's variables for it."""
+    password = secrets.token_hex(16)
+    with connect(place.dsn, autocommit=True) as client:
+        client.create_queue("packages")
+        client.create_queue("changes")
+        client.subscribe("changes", "tally")
+        for consumer in ("changes", "totals"):  # before the first record is sent, so that they miss none
+            client.subscribe("packages", consumer)
+        conn = client.conn
+        role = sql.Identifier(ROLE)
+        conn.execute(sql.SQL("create role {} login password {}").format(role, password))
+        conn.execute(sql.SQL("grant pgque_reader, pgque_writer to {}").format(role))
+        conn.execute(sql.SQL("create schema pipeline authorization {}").format(role))
+        with conn.transaction():
+            conn.execute(sql.SQL("set local role {}").format(role))
+            conn.execute(TABLES)
+        host = conn.info.host
+        return {
+            "PGHOST": "127.0.0.1" if not host or host.startswith("/") else host,  # JDBC has no Unix sockets
+            "PGPORT": str(conn.info.port),
+            "PGDATABASE": conn.info.dbname,
+            "PGUSER": ROLE,
+            "PGPASSWORD": password,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    added: int = 0
+    dead: int = 0
+    received: int = 0
+
+
+class _Pipeline:
+    def __init__(
+        self, place: Place, records: Records, env: dict[str, str], folder: Path, console: Console
+    ) -> None:
+        self._place = place
+        self._total = len(records.stanzas)
+        self._env = env
+        self._folder = folder
+        self._console = console
+        self._programs: list[Program] = []
+        self._input = folder / "records.txt"
+        self._input.write_text("\n\n".join(records.stanzas))
+
+    def _start(self, name: str, *arguments: str) -> Program:
+        program = Program(name, list(arguments), self._env, self._folder)
+        self._programs.append(program)
+        return program
+
+    def _job(self) -> Program:
+        return self._start("job", str(self._folder / "checkpoints"), str(max(self._total // 13, 100)))
+
+    def run(self, run: Run, kills: int) -> None:
+        """Run everything until all records came through, or nothing moves any more."""
+        try:
+            with connect(self._place.dsn, autocommit=True) as client:
+                self._console.print("starting Spark twice: to write the records, and to stream them")
+                load = self._start("load", str(self._input), str(min(max(self._total // 1500, 4), 40)))
+                job, tally = self._job(), self._start("tally")
+                self._watch(client, load, job, tally, run, kills)
+                run.seconds = time.time() - run.began
+        finally:
+            for program in self._programs:
+                program.kill()
+
+    def _watch(
+        self, client: PgqueClient, load: Program, job: Program, tally: Program, run: Run, kills: int
+    ) -> None:
+        checkpoints = self._folder / "checkpoints"
+        plan = [(n + random.uniform(-0.3, 0.3)) / (kills + 1) for n in range(1, kills + 1)]  # noqa: S311
+        counts, moved, next_line = _Counts(), time.monotonic(), 0.0
+        while True:
+            time.sleep(0.1)
+            before, counts = counts, _counts(client)
+            done, now = counts.added + counts.dead, time.monotonic()
+            if counts != before:
+                moved = now
+                if now >= next_line:
+                    next_line = now + 2
+                    self._show(counts)
+            for program in (job, tally, load):
+                if program.code is not None and (program is not load or program.code != 0):
+                    raise PgqueError(f"{program.name} ended with {program.code}:\n{program.output()[-3000:]}")
+            if plan and (done + counts.received) / 2 >= plan[0] * self._total:
+                plan.pop(0)
+                time.sleep(random.uniform(0, 0.5))  # noqa: S311
+                job.kill()
+                run.kills.append(time.time())
+                run.in_flight.append(unfinished(checkpoints))
+                self._console.print("kill -9 of the streaming job; starting it again")
+                self._programs.remove(job)
+                job = self._job()
+                moved = time.monotonic()
+            elif done >= self._total and counts.received >= counts.added and not unfinished(checkpoints):
+                break
+            elif now - moved > STALLED:
+                self._console.print(f"nothing moved for {STALLED:.0f} seconds; the job wrote:", style="red")
+                self._console.print(job.output()[-3000:], markup=False)
+                break
+        self._show(counts)
+        job.kill()
+        _drain(client)
+        words = load.output().rpartition("SENT ")[2].split()
+        run.sending = float(words[1]) if len(words) > 1 else 0.0
+
+    def _show(self, counts: _Counts) -> None:
+        self._console.print(
+            f"added up {counts.added:,}, dead letters {counts.dead:,}, of {self._total:,};"
+            f" changes received {counts.received:,}"
+        )
+
+
+def _counts(client: PgqueClient) -> _Counts:
+    row = tuples(
+        client,
+        "select (select coalesce(sum(t.packages), 0)::bigint from pipeline.total t),"
+        " (select count(*) from pipeline.received)",
+    )[0]
+    return _Counts(row[0], len(client.dlq_inspect("packages", 1_000_000)), row[1])
+
+
+def _drain(client: PgqueClient) -> None:
+    """Wait until the plain consumer has received all that was sent."""
+    client.force_next_tick("changes")
+    client.ticker("changes")
+    last = client.queue_info("changes")[0].last_tick_id or 0
+    deadline = time.monotonic() + STALLED
+    while (client.consumer_info("changes", "tally")[0].last_tick or 0) < last and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None:
+    if not keep:
+        console.print(
+            "make pipeline KILL=2 kills the streaming job twice; KEEP=1 leaves the server up to look around."
+        )
+        return
+    stop = "; ".join(hint for hint in (driver.stop_hint, place.stop_hint) if hint)
+    for line in (
+        "The server stays up, with the tables in schema pipeline:",
+        f'  {place.psql} "{place.dsn}"',
+        *([f"Stop it with: {stop}"] if stop else []),
+    ):
+        console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,105 @@
+"""A Structured Streaming job over one queue: two queries, both exactly once, which may be killed at any time.
+
+    python job.py /path/to/checkpoints [messages per micro-batch]
+
+PGHOST, PGDATABASE, PGUSER and so on say where the queues are. Query `changes` sends a message on for each
+good package; query `totals` adds them up in a table, and puts bad ones among its consumer's dead letters.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import psycopg
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from pgque.spark import dead
+
+VERSION = r"^([0-9]+:)?[0-9][A-Za-z0-9.+~-]*$"
+WEB_PAGE = r"^https?://[^/ ]+\.[^/ ]+"
+REQUIRED = {"Package": "package", "Version": "version", "Section": "section", "Maintainer": "maintainer"}
+
+# Says no to a micro-batch that was added up before, in the transaction that adds it up.
+ONCE = """
+    insert into pipeline.epoch as e (query, epoch) values (%s, %s)
+    on conflict (query) do update set epoch = excluded.epoch where e.epoch < excluded.epoch
+"""
+ADD = """
+    insert into pipeline.total as t (section, maintainer, packages, installed_kb) values (%s, %s, %s, %s)
+    on conflict (section, maintainer) do update
+    set packages = t.packages + excluded.packages, installed_kb = t.installed_kb + excluded.installed_kb
+"""
+
+
+def field(name: str) -> Column:
+    """Return a field of the stanza in column payload, '' where it has none."""
+    return f.trim(f.regexp_extract("payload", rf"(?md)^{name}:(.*)$", 1))
+
+
+def parse(stanzas: DataFrame) -> DataFrame:
+    """Turn stanzas into columns; column reason says what is wrong with one, '' if nothing is."""
+    rows = stanzas.select(
+        "msg_id",
+        *[field(name).alias(column) for name, column in REQUIRED.items()],
+        field("Architecture").alias("architecture"),
+        field("Homepage").alias("homepage"),
+        field("Depends").alias("depends"),
+        field("Installed-Size").try_cast("bigint").alias("kb"),
+    )
+    problems = [f.when(f.col(c) == "", f"{name} is missing") for name, c in REQUIRED.items()] + [
+        f.when((f.col("version") != "") & ~f.col("version").rlike(VERSION), "Version cannot be parsed"),
+        f.when(f.coalesce("kb", f.lit(0)) <= 0, "Installed-Size is not a positive number"),
+        f.when((f.col("homepage") != "") & ~f.col("homepage").rlike(WEB_PAGE), "Homepage is not a web page"),
+    ]
+    return rows.withColumns(
+        {
+            "reason": f.concat_ws("; ", *problems),
+            "section": f.regexp_replace("section", "^.*/", ""),
+            "size_class": f.when(f.col("kb") < 1024, "small")
+            .when(f.col("kb") < 102_400, "medium")
+            .otherwise("large"),
+            "dependencies": f.when(f.col("depends") == "", 0).otherwise(f.size(f.split("depends", ","))),
+        }
+    )
+
+
+def add_up(batch: DataFrame, epoch: int) -> None:
+    """Put the bad rows of a micro-batch among the dead letters, and add the good ones up, once."""
+    query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
+    rows = parse(batch).persist()
+    for outcome in dead(rows.where("reason != ''"), "packages", "totals"):
+        if not outcome.ok and outcome.reason != "dead already":
+            raise RuntimeError(f"message {outcome.msg_id}: {outcome.reason}")
+    groups = (
+        rows.where("reason = ''").groupBy("section", "maintainer").agg(f.count("*"), f.sum("kb")).collect()
+    )
+    rows.unpersist()
+    with psycopg.connect() as conn:  # one transaction
+        if conn.execute(ONCE, [query, epoch]).rowcount:
+            conn.cursor().executemany(ADD, groups)
+
+
+def main(checkpoints: str, at_once: str = "5000") -> None:
+    """Run both queries until one fails."""
+    spark = SparkSession.builder.appName("packages").getOrCreate()
+
+    def packages(consumer: str) -> DataFrame:
+        source = spark.readStream.format("pgque").option("queue", "packages").option("consumer", consumer)
+        source = source.option("startingAt", "earliest").option("maxEventsPerTrigger", at_once)
+        return source.option("numPartitions", 2).load()
+
+    good = parse(packages("changes")).where("reason = ''")
+    message = ["package", "version", "architecture", "section", "maintainer", "size_class", "dependencies"]
+    changes = good.select(f.to_json(f.struct(*message)).alias("payload"), f.col("size_class").alias("type"))
+    to_queue = changes.writeStream.format("pgque").option("queue", "changes")
+    to_queue.queryName("changes").option("checkpointLocation", f"{checkpoints}/changes").start()
+
+    to_table = packages("totals").writeStream.foreachBatch(add_up)
+    to_table.queryName("totals").option("checkpointLocation", f"{checkpoints}/totals").start()
+
+    spark.streams.awaitAnyTermination()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,173 @@
+"""What the pipeline prints at its end, and whether what came out is what went in."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ...client import PgqueClient
+from ..report import tuples
+from . import records
+from .processes import MicroBatch
+from .records import Records
+
+
+@dataclass(slots=True)
+class Run:
+    """Hold what is known of a run besides what is in the database; times in seconds since 1970."""
+
+    began: float
+    seconds: float = 0.0
+    sending: float = 0.0
+    kills: list[float] = field(default_factory=list)
+    in_flight: list[dict[str, int]] = field(default_factory=list)
+    batches: list[MicroBatch] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Hold one comparison of what came out with what went in."""
+
+    name: str
+    expected: int
+    found: int
+    good: bool
+
+
+def checks(client: PgqueClient, sent: Records) -> list[Check]:
+    """Compare the dead letters, the totals and the changes with the input, as multisets."""
+    put_in = Counter(sent.stanzas)
+    dead = Counter(letter.ev_data or "" for letter in client.dlq_inspect("packages", 1_000_000))
+    good = put_in - dead
+    names: Counter[tuple[str, ...]] = Counter()
+    packages: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for stanza, number in good.items():
+        names[tuple(records.field(stanza, name) for name in ("Package", "Version", "Architecture"))] += number
+        group = records.field(stanza, "Section").rpartition("/")[2], records.field(stanza, "Maintainer")
+        size = records.field(stanza, "Installed-Size")
+        packages[group] += number
+        sizes[group] += number * (int(size) if size.isdecimal() else 0)
+    totals = client.conn.execute(
+        "select section, maintainer, packages, installed_kb::bigint from pipeline.total"
+    ).fetchall()
+    received = client.conn.execute("select package, version, architecture from pipeline.received").fetchall()
+    expected = {group: (number, sizes[group]) for group, number in packages.items()}
+    found = {(row[0], row[1]): (row[2], row[3]) for row in totals}  # type: ignore[index]
+    out = sum(number for number, _ in found.values()) + dead.total()
+    return [
+        Check(
+            "records sent = added up + dead letters",
+            put_in.total(),
+            out,
+            out == put_in.total() and dead <= put_in,
+        ),
+        Check("totals per section and maintainer", len(expected), len(found), found == expected),
+        Check(
+            "changes received, package by package", names.total(), len(received), names == Counter(received)
+        ),
+    ]
+
+
+def report(client: PgqueClient, sent: Records, run: Run, console: Console) -> bool:
+    """Print the tables; return whether all checks held."""
+    results = checks(client, sent)
+    _dead_letters(client, console)
+    _sections(client, console)
+
+    table = Table(title="What came of it", title_justify="left", show_header=False)
+    total = len(sent.stanzas)
+    rows = [
+        ("records", f"{total:,}" + (f", {sent.damaged} of them damaged on purpose" if sent.damaged else "")),
+        (
+            "Spark JDBC into queue packages",
+            f"{run.sending:.1f} s, {total / max(run.sending, 0.001):,.0f} records/s",
+        ),
+        *((f"micro-batches of query {query}", _pace(run.batches, query)) for query in ("changes", "totals")),
+    ]
+    for kill, caught in zip(run.kills, run.in_flight, strict=True):
+        where = " and ".join(f"{n} of {query}" for query, n in caught.items())
+        rows.append(
+            (
+                f"kill -9 after {kill - run.began:.0f} s",
+                f"in micro-batch {where}" if where else "between micro-batches",
+            )
+        )
+    starts = f"{len(run.kills) + 1} starts" if run.kills else "the start"
+    rows.append(("all in all", f"{run.seconds:.0f} s, with {starts} of Spark's streaming job"))
+    for name, text in rows:
+        table.add_row(name, text)
+    console.print(table)
+
+    table = Table(title="Exactly once?", title_justify="left")
+    for heading in ("", "expected", "found", ""):
+        table.add_column(heading, justify="right" if heading else "left")
+    for check in results:
+        table.add_row(
+            check.name, f"{check.expected:,}", f"{check.found:,}", "yes" if check.good else "[red]NO[/red]"
+        )
+    console.print(table)
+    return all(check.good for check in results)
+
+
+def _dead_letters(client: PgqueClient, console: Console) -> None:
+    groups: dict[str, list[str]] = {}
+    for letter in client.dlq_inspect("packages", 1_000_000):
+        name = records.field(letter.ev_data or "", "Package") or "without a name"
+        groups.setdefault(letter.dl_reason or "", []).append(name)
+    table = Table(title="Dead letters of consumer totals", title_justify="left")
+    table.add_column("reason")
+    table.add_column("messages", justify="right")
+    table.add_column("such as", overflow="fold")
+    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        table.add_row(escape(reason), f"{len(names):,}", escape(", ".join(sorted(names)[:2])))
+    console.print(table)
+
+
+def _sections(client: PgqueClient, console: Console) -> None:
+    table = Table(title="Largest sections", title_justify="left")
+    for heading in ("section", "packages", "maintainers", "MB installed", "received: large", "dependencies"):
+        table.add_column(heading, justify="left" if heading == "section" else "right")
+    for section, packages, maintainers, size, large, depends in tuples(client, _SECTIONS):
+        table.add_row(
+            escape(str(section)),
+            f"{packages:,}",
+            f"{maintainers:,}",
+            f"{size / 1024:,.0f}",
+            f"{large:,}",
+            f"{depends:,}",
+        )
+    console.print(table)
+
+
+_SECTIONS = """
+select t.*, r.large, r.dependencies
+from (
+  select section, sum(packages)::bigint as packages, count(*) as maintainers,
+    sum(installed_kb)::bigint as size
+  from pipeline.total
+  group by section
+) t
+left join (
+  select section, count(*) filter (where size_class = 'large') as large,
+    sum(dependencies)::bigint as dependencies
+  from pipeline.received
+  group by section
+) r using (section)
+order by t.packages desc, t.section
+limit 5
+"""
+
+
+def _pace(batches: Sequence[MicroBatch], query: str) -> str:
+    own = [batch for batch in batches if batch.query == query and batch.seconds]
+    if not own:
+        return "none"
+    rates = [batch.rows / batch.seconds for batch in own]
+    return f"{len(own)}; messages/s: median {statistics.median(rates):,.0f}, best {max(rates):,.0f}"

@@ -1,0 +1,185 @@
+"""Read, transform and write queues with PySpark.
+
+    spark.readStream.format("pgque").option("queue", "orders").option("consumer", "spark").load()
+
+PySpark finds the format by itself where `pgque[spark]` is installed. The functions here are for the rest:
+`write_jdbc` and `foreach_batch` need Spark's JDBC and PostgreSQL's driver, and work with Spark 3 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import PgqueBadArgument
+from ..types import Outcome
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+__all__ = ["dead", "foreach_batch", "register", "write_jdbc"]
+
+_CHUNK = 1000
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("pgque")` known to a session that does not find it by itself."""
+    from pyspark.errors import AnalysisException
+
+    from .source import PgqueDataSource
+
+    try:
+        spark.dataSource.register(PgqueDataSource)
+    except AnalysisException as error:
+        # 4.0 refuses what it found by itself.
+        if "DATA_SOURCE_ALREADY_EXISTS" not in str(error):
+            raise
+
+
+def write_jdbc(
+    df: DataFrame,
+    queue: str | None = None,
+    *,
+    batch_size: int = 1000,
+    num_partitions: int | None = None,
+    **connection: str,
+) -> None:
+    """Send the rows of a frame through Spark's JDBC, at least once: each partition is one transaction.
+
+    Columns are those of the sink: payload, and type, headers, key, queue. Plain messages go into
+    `pgque.sink_bulk`, those with a key or bytes into `pgque.sink`. `num_partitions` bounds the connections;
+    `connection` is url, host, port, dbname, user, password and so on, as for `format("pgque")`. The password
+    travels as a property, never in the url.
+
+    Raises PgqueBadArgument before anything is sent when a column does not fit.
+    """
+    rows, table = _rows(df, queue)
+    _jdbc(rows, table, queue, batch_size, num_partitions, connection)
+
+
+def foreach_batch(
+    queue: str | None = None,
+    *,
+    sink_id: str | None = None,
+    batch_size: int = 1000,
+    num_partitions: int | None = None,
+    **connection: str,
+) -> Callable[[DataFrame, int], None]:
+    """Return a function for `writeStream.foreachBatch` that sends micro-batches through JDBC.
+
+    Each partition of a micro-batch is sent once, also when Spark replays it: `pgque.sink` remembers
+    (sink_id, epoch, partition). A replay must have the partitions of the first run: another number of them
+    is refused, the same number cut elsewhere is not noticed. `num_partitions=1` is safe whatever the cluster
+    looks like. `sink_id` is the query's id and the queue if not given; two sends of one micro-batch to one
+    queue need one each.
+    """
+    given = dict(connection)
+
+    def send(df: DataFrame, epoch: int) -> None:
+        from pyspark.sql import functions as f
+
+        query = df.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
+        if not (sink_id or query):
+            raise PgqueBadArgument("foreach_batch cannot see the query's id: say sink_id")
+        sink = sink_id or f"{query}/{queue or ''}"
+        if num_partitions is not None:
+            df = df.coalesce(num_partitions)
+        rows, _ = _rows(df, queue)
+        rows = (
+            rows.withColumn("sink_id", f.lit(sink))
+            .withColumn("epoch", f.lit(epoch).cast("bigint"))
+            .withColumn("part", f.spark_partition_id())
+            .withColumn("parts", f.lit(df.rdd.getNumPartitions()))
+        )
+        _jdbc(rows, "pgque.sink", queue, batch_size, None, given)
+
+    return send
+
+
+def dead(
+    df: DataFrame, queue: str, consumer: str, reason: str | Column = "reason", **connection: str
+) -> list[Outcome]:
+    """Put messages that a stream has read among the dead letters of its consumer. Calls `pgque.dead`.
+
+    `df` has a column msg_id; `reason` is the name of a column, or an expression. Meant for foreachBatch,
+    where the messages of the micro-batch are still there; a replay changes nothing. The ids and reasons are
+    collected by the driver.
+
+    Returns what became of each id; `ok` is False for one that is dead already or not to be found.
+    """
+    from pyspark.sql import functions as f
+
+    from . import _connect
+    from .options import connection_options
+
+    given = connection_options(connection)
+    column = f.col(reason) if isinstance(reason, str) else reason
+    rows = df.select(f.col("msg_id").cast("bigint"), column.cast("string")).collect()
+    found: list[Outcome] = []
+    if not rows:
+        return found
+    with _connect.errors(queue), _connect.connect(given, f"pgque-spark/{queue}/{consumer}/dead") as conn:
+        for start in range(0, len(rows), _CHUNK):
+            chunk = rows[start : start + _CHUNK]
+            result = conn.execute(
+                "select d.msg_id, d.ok, d.reason from pgque.dead(%s, %s, %s::bigint[], %s::text[]) as d",
+                [queue, consumer, [row[0] for row in chunk], [row[1] for row in chunk]],
+            )
+            found += [Outcome(*row) for row in result]
+    return found
+
+
+def _rows(df: DataFrame, queue: str | None) -> tuple[DataFrame, str]:
+    """Return the frame with the columns of the views, and the view that takes them."""
+    from pyspark.sql import functions as f
+    from pyspark.sql.types import BinaryType, MapType
+
+    from ._schema import NULL_PAYLOAD, NULL_QUEUE, check_schema
+
+    names = check_schema(df.schema, queue)
+    columns: list[Column] = []
+    table = "pgque.sink_bulk"
+    queues = [f.col(f"`{names['queue']}`")] if "queue" in names else []
+    queues.append(f.raise_error(NULL_QUEUE).cast("string") if queue is None else f.lit(queue))
+    columns.append(f.coalesce(*queues).alias("queue"))
+    for name, theirs in names.items():
+        column = f.col(f"`{theirs}`")
+        kind = df.schema[theirs].dataType
+        view_name = name
+        if name == "queue":
+            continue
+        if name == "payload":
+            column = f.coalesce(column, f.raise_error(NULL_PAYLOAD).cast(kind))
+            if isinstance(kind, BinaryType):
+                table, view_name = "pgque.sink", "payload_bytes"
+        elif name == "key":
+            table, view_name = "pgque.sink", "partition_key"
+        elif name == "headers" and isinstance(kind, MapType):
+            column = f.to_json(column)
+        columns.append(column.alias(view_name))
+    return df.select(*columns), table
+
+
+def _jdbc(
+    rows: DataFrame,
+    table: str,
+    queue: str | None,
+    batch_size: int,
+    num_partitions: int | None,
+    connection: Mapping[str, str],
+) -> None:
+    from . import _connect
+    from .options import connection_options
+
+    url, properties = _connect.jdbc(connection_options(connection), f"pgque-spark/{queue or 'queues'}/jdbc")
+    writer = (
+        rows.write.format("jdbc")
+        .option("url", url)
+        .option("driver", "org.postgresql.Driver")
+        .option("dbtable", table)
+        .option("batchsize", batch_size)
+        .options(**properties)
+    )
+    if num_partitions is not None:
+        writer = writer.option("numPartitions", num_partitions)
+    writer.mode("append").save()

@@ -1,0 +1,167 @@
+"""Connections for Spark's processes, by psycopg and by JDBC, and errors without secrets and payloads.
+
+psycopg puts the failing row of a COPY into its errors, and Spark prints the whole chain of an exception: so
+what is raised here has no cause and no context.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+from urllib.parse import parse_qsl, quote, urlsplit
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from .._encode import watchful
+from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError, from_psycopg
+
+Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
+
+# What goes through to the JDBC driver under the same name.
+_JDBC_PROPERTIES = ("user", "password", "sslmode", "sslrootcert", "sslcert", "sslkey")
+_ENVIRONMENT = {
+    "host": "PGHOST",
+    "port": "PGPORT",
+    "dbname": "PGDATABASE",
+    "user": "PGUSER",
+    "password": "PGPASSWORD",
+    "sslmode": "PGSSLMODE",
+}
+
+
+def parameters(connection: Mapping[str, str]) -> dict[str, str]:
+    """Return connection options as libpq's parameters; what stands beside the url goes before it.
+
+    Raises PgqueBadArgument, whose message never holds the url.
+    """
+    url = connection.get("url", "")
+    if url.lower().startswith("jdbc:"):
+        found = _from_jdbc(url)
+    else:
+        try:
+            found = {k: str(v) for k, v in conninfo_to_dict(url).items() if v is not None}
+        except psycopg.ProgrammingError:
+            raise PgqueBadArgument(
+                "option url is not a connection string; it is not shown here, since it may hold a password"
+            ) from None
+    return {**found, **{name: value for name, value in connection.items() if name != "url"}}
+
+
+def _from_jdbc(url: str) -> dict[str, str]:
+    bad = PgqueBadArgument(
+        "option url is not of the form jdbc:postgresql://host:port/database; it is not shown here, as it may"
+        " hold a password"
+    )
+    if not url.lower().startswith("jdbc:postgresql://"):
+        raise bad
+    try:
+        parts = urlsplit(url[len("jdbc:") :])
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        found = conninfo_to_dict(f"postgresql://{parts.netloc}{parts.path}")
+    except (ValueError, psycopg.ProgrammingError):
+        raise bad from None
+    if given.get("ssl", "false").lower() != "false" and "sslmode" not in given:
+        raise PgqueBadArgument("say sslmode=… in place of ssl=true in option url")
+    return {
+        **{name: str(value) for name, value in found.items() if value is not None},
+        **{name: given[name] for name in _JDBC_PROPERTIES if given.get(name)},
+    }
+
+
+def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = False) -> Connection:
+    """Open a connection that appears under `name` in pg_stat_activity."""
+    with errors():
+        dsn = make_conninfo("", **parameters(connection))
+        return psycopg.connect(
+            watchful(dsn, name),
+            autocommit=autocommit,
+            application_name=name[:63],
+            client_encoding="utf8",
+            prepare_threshold=None,
+        )
+
+
+@contextmanager
+def errors(queue: str | None = None) -> Iterator[None]:
+    """Turn psycopg's errors into ours, without the connection string, the rows and the cause."""
+    try:
+        yield
+    except psycopg.Error as error:
+        found = explained(error, queue)
+    else:
+        return
+    raise found
+
+
+def explained(error: psycopg.Error, queue: str | None = None) -> PgqueError:
+    """Return our error for one of psycopg's, with what to do in its message."""
+    known = from_psycopg(error, queue)
+    text = str(known)
+    hint = known.hint
+    if error.sqlstate == "22021":
+        text = "a string holds a NUL character or is not UTF-8, which PostgreSQL's text cannot hold"
+        hint = "Replace it, for example with translate(payload, '\\u0000', ''), or send the column as binary."
+    elif error.diag.constraint_name == "sink_stage_headers" or (error.sqlstate == "22P02" and "json" in text):
+        text = "column headers has a row that is no JSON object"
+        hint = "Give a map<string,string>, or a string such as to_json(struct(…))."
+    if hint and hint not in text:
+        text = f"{text}. {hint}"
+    new = type(known)(text, sqlstate=known.sqlstate, hint=hint, queue=queue)
+    new.__suppress_context__ = True
+    return new
+
+
+def one(cursor: psycopg.Cursor[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return the only row of a call."""
+    row = cursor.fetchone()
+    if row is None:
+        raise PgqueError("the server returned no row")
+    return row
+
+
+def is_lost(error: BaseException) -> bool:
+    """Say whether the connection was lost, so that another one may do."""
+    if isinstance(error, psycopg.Error):
+        error = from_psycopg(error)
+    return isinstance(error, PgqueConnectionError)
+
+
+def jdbc(connection: Mapping[str, str], name: str) -> tuple[str, dict[str, str]]:
+    """Return a JDBC url without secrets and the properties that go with it.
+
+    The server's detail of an error is left out, because it holds the failing rows. Raises PgqueBadArgument
+    for what JDBC cannot do: a Unix socket, a service file.
+    """
+    found = parameters(connection)
+    if "service" in found:
+        raise PgqueBadArgument("JDBC knows no service file: give host, dbname and user")
+    for parameter, variable in _ENVIRONMENT.items():
+        if os.environ.get(variable):
+            found.setdefault(parameter, os.environ[variable])
+    host = found.get("host") or found.get("hostaddr") or "localhost"
+    if host.startswith(("/", "@")):
+        raise PgqueBadArgument("JDBC knows no Unix sockets: give option host with a name or an address")
+    hosts = host.split(",")
+    ports = found.get("port", "5432").split(",")
+    if len(ports) == 1:
+        ports *= len(hosts)
+    if len(ports) != len(hosts):
+        raise PgqueBadArgument(
+            f"{len(hosts)} hosts and {len(ports)} ports: give one port, or one for each host"
+        )
+    where = ",".join(
+        f"{f'[{h}]' if ':' in h and not h.startswith('[') else h}:{p or 5432}"
+        for h, p in zip(hosts, ports, strict=True)
+    )
+    dbname = found.get("dbname") or found.get("user", "postgres")
+    extras = {
+        "reWriteBatchedInserts": "true",
+        "logServerErrorDetail": "false",
+        "ApplicationName": name[:63],
+    }
+    query = "&".join(f"{key}={quote(value, safe='')}" for key, value in extras.items())
+    url = f"jdbc:postgresql://{where}/{quote(dbname, safe='')}?{query}"
+    return url, {key: found[key] for key in _JDBC_PROPERTIES if found.get(key)}

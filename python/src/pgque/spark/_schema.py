@@ -1,0 +1,63 @@
+"""What a frame must look like to be sent. Works with Spark 3 too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import PgqueBadArgument
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType, StructType
+
+_CONTENTS = "payload (string or binary), type, headers (map<string,string> or string), key, queue"
+NULL_PAYLOAD = (
+    "column payload has a null. Filter such rows, or send something in their place: coalesce(payload, '')"
+)
+NULL_QUEUE = "column queue has a null. Fill it, or say option queue for the rows that have none"
+
+
+def check_schema(schema: StructType, queue: str | None) -> dict[str, str]:
+    """Return the frame's names of the columns by ours, after checking that they are what a sink takes.
+
+    Raises PgqueBadArgument that names the column.
+    """
+    found: dict[str, str] = {}
+    for column in schema.fields:
+        name = column.name.lower()
+        if name in found:
+            raise PgqueBadArgument(f"column {column.name} comes twice")
+        _check_column(name, column.dataType)
+        found[name] = column.name
+    if "payload" not in found:
+        raise PgqueBadArgument(
+            "column payload is missing. Make one, for example selectExpr('to_json(struct(*)) as payload')"
+        )
+    if "queue" not in found and queue is None:
+        raise PgqueBadArgument("say which queue: option queue, or a column queue")
+    return found
+
+
+def _check_column(name: str, kind: DataType) -> None:
+    from pyspark.sql.types import BinaryType, MapType, StringType
+
+    text = isinstance(kind, StringType)
+    if name == "payload":
+        good, cure = text or isinstance(kind, BinaryType), "to_json(payload) or cast(payload as string)"
+    elif name == "headers":
+        good = text or (
+            isinstance(kind, MapType)
+            and isinstance(kind.keyType, StringType)
+            and isinstance(kind.valueType, StringType)
+        )
+        cure = "to_json(headers) or map(…)"
+    elif name in {"type", "key", "queue"}:
+        good, cure = text, f"cast({name} as string)"
+    else:
+        raise PgqueBadArgument(
+            f"unknown column {name}; a sink takes {_CONTENTS}. Put the rest into payload or drop it, for"
+            f" example drop('{name}')"
+        )
+    if not good:
+        raise PgqueBadArgument(
+            f"column {name} has type {kind.simpleString()}, and must be as in {_CONTENTS}: {cure}"
+        )

@@ -1,0 +1,238 @@
+"""The options of the data source `pgque`: one table to check them by, and to print the documentation from.
+
+python -m pgque.spark.options     print the table in Markdown
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import PgqueBadArgument
+
+BATCH_READ = "batch read"
+STREAM_READ = "stream read"
+BATCH_WRITE = "batch write"
+STREAM_WRITE = "stream write"
+_READ = frozenset({BATCH_READ, STREAM_READ})
+_WRITE = frozenset({BATCH_WRITE, STREAM_WRITE})
+_ALL = _READ | _WRITE
+
+EXACTLY_ONCE = "exactly-once"
+AT_LEAST_ONCE = "at-least-once"
+
+# Spark's own, which it passes along.
+_SPARKS_OWN = frozenset({"checkpointlocation", "queryname"})
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Describe one option: `parse` turns its text into a value, and raises ValueError with what is
+    allowed."""
+
+    name: str
+    default: str
+    modes: frozenset[str]
+    meaning: str
+    parse: Callable[[str], object]
+
+
+def _text(value: str) -> str:
+    if not value:
+        raise ValueError("a value that is not empty")
+    return value
+
+
+def _count(value: str) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError("a whole number of at least 1")
+    return number
+
+
+def _not_negative(value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError("a whole number, 0 or more")
+    return int(value)
+
+
+def _truth(value: str) -> bool:
+    if value.lower() not in {"true", "false"}:
+        raise ValueError("true or false")
+    return value.lower() == "true"
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value.lower() not in allowed:
+            raise ValueError(" or ".join(allowed))
+        return value.lower()
+
+    return parse
+
+
+def _words(value: str) -> tuple[str, ...]:
+    wanted = "names with commas between them, or a JSON array of strings"
+    if value.lstrip().startswith("["):
+        try:
+            words = json.loads(value)
+        except ValueError:
+            words = None
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(wanted)
+    else:
+        words = [word.strip() for word in value.split(",")]
+    if not words or not all(words):
+        raise ValueError(wanted)
+    return tuple(words)
+
+
+_CONNECTION = (
+    Option("url", "libpq's", _ALL, "connection string: postgresql://…, jdbc:postgresql://… or host=… dbname=…", _text),
+    Option("host", "PGHOST", _ALL, "server; these here go before what the url says", _text),
+    Option("port", "PGPORT", _ALL, "port", _text),
+    Option("dbname", "PGDATABASE", _ALL, "database", _text),
+    Option("user", "PGUSER", _ALL, "role", _text),
+    Option("password", "PGPASSWORD", _ALL, "password; Spark masks an option of this name", _text),
+    Option("passfile", "~/.pgpass", _ALL, "file with passwords, on every node", _text),
+    Option("service", "PGSERVICE", _ALL, "name in the service file, on every node", _text),
+    Option("sslmode", "prefer", _ALL, "as libpq has it", _text),
+    Option("sslrootcert", "", _ALL, "as libpq has it, on every node", _text),
+    Option("sslcert", "", _ALL, "as libpq has it, on every node", _text),
+    Option("sslkey", "", _ALL, "as libpq has it, on every node", _text),
+)  # fmt: skip
+
+OPTIONS: tuple[Option, ...] = (
+    *_CONNECTION,
+    Option("queue", "required", _ALL, "queue; for writes where the frame has no column `queue`, or a null there", _text),
+    Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps what is still to be read; one query each", _text),
+    Option("consumer", "none", frozenset({BATCH_READ}), "whose retries to read too", _text),
+    Option("startingAt", "committed", frozenset({STREAM_READ}), "where a consumer that is new begins: committed and latest are what comes from now on, earliest, a tick id, a time; one that is there begins at its position", _text),
+    Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
+    Option("endingAt", "latest", frozenset({BATCH_READ}), "the same; looked up anew by each action", _text),
+    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages per micro-batch, by whole ticks and at least one", _count),
+    Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks per micro-batch", _count),
+    Option("numPartitions", "4", _READ, "upper bound of tasks, each with a connection; 1 keeps the order", _count),
+    Option("fetchSize", "10000", _READ, "rows per fetch", _count),
+    Option("types", "all", _READ, "message types to read, with commas between them", _words),
+    Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
+    Option("payloadFormat", "text", _READ, "text: payload is a string, and null for a message of bytes; binary: bytes of either", _one_of("text", "binary")),
+    Option("failOnDataLoss", "true", _READ, "false: where ticks are gone, warn and go on with the earliest there is", _truth),
+    Option("pollIntervalMs", "200", frozenset({STREAM_READ}), "how long the newest tick is taken for granted", _not_negative),
+    Option("delivery", EXACTLY_ONCE, _WRITE, "exactly-once: all or nothing, and a replayed micro-batch is left out; at-least-once: each task by itself", _one_of(EXACTLY_ONCE, AT_LEAST_ONCE)),
+    Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name that micro-batches are remembered by; a fixed one outlives the checkpoint, whose numbers begin at 0 again", _text),
+    Option("sinkId", "none", frozenset({BATCH_WRITE}), "with epoch: name that epochs are remembered by", _text),
+    Option("epoch", "none", frozenset({BATCH_WRITE}), "with sinkId: number of this write, such as foreachBatch's; written once", _not_negative),
+    Option("batchSize", "10000", _WRITE, "rows per piece of COPY", _count),
+)  # fmt: skip
+
+_CONNECTION_NAMES = frozenset(option.name for option in _CONNECTION)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold the parsed options; `connection` may hold a password and is never shown."""
+
+    connection: Mapping[str, str] = field(repr=False, default_factory=dict)
+    queue: str | None = None
+    consumer: str | None = None
+    startingAt: str | None = None
+    endingAt: str = "latest"
+    maxEventsPerTrigger: int | None = None
+    maxTicksPerTrigger: int | None = None
+    numPartitions: int = 4
+    fetchSize: int = 10_000
+    types: tuple[str, ...] | None = None
+    includeHeaders: bool = False
+    payloadFormat: str = "text"
+    failOnDataLoss: bool = True
+    pollIntervalMs: int = 200
+    delivery: str = EXACTLY_ONCE
+    sinkId: str | None = None
+    epoch: int | None = None
+    batchSize: int = 10_000
+
+
+def parse(given: Mapping[str, str], *modes: str) -> Options:
+    """Check the options for what is to be done; `modes` has more than one where that is not known yet.
+
+    Names are taken in any case. Raises PgqueBadArgument for an option that is unknown, out of place, out of
+    range or missing; values of connection options are never part of the message.
+    """
+    table = {option.name.lower(): option for option in OPTIONS if option.modes & set(modes)}
+    connection: dict[str, str] = {}
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        option = table.get(name.lower())
+        if option is None:
+            if name.lower() not in _SPARKS_OWN:
+                raise PgqueBadArgument(_unknown(name, modes, table))
+        elif option.name in _CONNECTION_NAMES:
+            if value:
+                connection[option.name] = value
+        else:
+            values[option.name] = _value(option, value)
+    options = Options(connection=connection, **values)  # type: ignore[arg-type]
+    _check_together(options, modes)
+    return options
+
+
+def connection_options(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the connection options among `given`, and refuse any other. Raises PgqueBadArgument."""
+    table = {option.name.lower(): option for option in _CONNECTION}
+    for name in given:
+        if name.lower() not in table:
+            raise PgqueBadArgument(
+                f"unknown connection option {name}; known: {', '.join(o.name for o in _CONNECTION)}"
+            )
+    return {table[name.lower()].name: str(value) for name, value in given.items() if value}
+
+
+def _value(option: Option, value: str) -> object:
+    try:
+        return option.parse(value)
+    except ValueError as wanted:
+        raise PgqueBadArgument(f"option {option.name} must be {wanted}, not {value!r}") from None
+
+
+def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> str:
+    elsewhere = sorted({mode for o in OPTIONS if o.name.lower() == name.lower() for mode in o.modes})
+    if elsewhere:
+        return f"option {name} is for {' and '.join(elsewhere)}, not for {' and '.join(sorted(modes))}"
+    if name.lower() == "path":
+        return "pgque has no path: say option('queue', …) and call load(), save() or start() without one"
+    return f"unknown option {name}; known here: {', '.join(sorted({o.name for o in table.values()}))}"
+
+
+def _check_together(options: Options, modes: tuple[str, ...]) -> None:
+    if set(modes) <= _READ and options.queue is None:
+        raise PgqueBadArgument("option queue is missing: the queue to read")
+    if modes == (STREAM_READ,) and options.consumer is None:
+        raise PgqueBadArgument(
+            "option consumer is missing: a stream needs a consumer of its own, which keeps what it has still"
+            " to read"
+        )
+    if modes == (BATCH_READ,) and "committed" in (options.startingAt, options.endingAt):
+        raise PgqueBadArgument("startingAt and endingAt of a batch read cannot be committed")
+    if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
+        raise PgqueBadArgument("options sinkId and epoch of a batch write need each other")
+    if options.sinkId is not None and options.delivery == AT_LEAST_ONCE:
+        raise PgqueBadArgument("option sinkId needs delivery exactly-once")
+
+
+def markdown() -> str:
+    """Return the table of options for the documentation."""
+    lines = ["| option | default | for | meaning |", "|---|---|---|---|"]
+    names = {_ALL: "all", _READ: "read", _WRITE: "write"}
+    for option in OPTIONS:
+        modes = names.get(option.modes) or ", ".join(sorted(option.modes))
+        lines.append(f"| `{option.name}` | {option.default or 'none'} | {modes} | {option.meaning} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())

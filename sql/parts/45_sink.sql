@@ -1,0 +1,401 @@
+-- ---------------------------------------------------------------------------
+-- sink: INSERT, COPY and Spark send
+-- ---------------------------------------------------------------------------
+
+-- Two views that turn rows into messages.  Views, because a table in their
+-- place is dropped and made anew by a writer that overwrites.  Their columns
+-- are text where a driver has strings.  sink knows all that send() knows, by a
+-- trigger; sink_bulk takes plain messages, by a rule, which is faster.
+create or replace view pgque.sink as
+  select null::text as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
+    null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts
+  where false;
+
+create or replace view pgque.sink_bulk as
+  select null::text as queue, null::text as type, null::text as payload, null::text as headers
+  where false;
+
+-- The table that a message of this queue goes to, for a statement whose own
+-- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
+-- opens a queue that came out of a dump.  For such a statement a queue that was
+-- made since is not there yet.
+create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if not p_seen then
+    perform pgque._no_queue(p_queue);
+  end if;
+  perform pgque._open_queue(p_queue);
+  return (select q.queue_id * 3 + q.queue_cur_table from pgque.queue q where q.queue_name = p_queue);
+end
+$$;
+
+-- The rule has no condition: with one, the server would run the source of the
+-- rows twice.  Each of a row's columns is named once, since an expression in
+-- VALUES takes its place and would be run as often as it is named.  The look-up
+-- is lateral, so that rows keep their order; what it does not find open is left
+-- to _open_slot(), since the row would be lost silently otherwise.  The
+-- functions run with the rights of whoever inserts.
+create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers)
+  select coalesce(q.slot, pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
+    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers)
+  from (select new.queue, new.type, new.payload, new.headers offset 0) n
+  left join lateral (
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    from pgque.queue q
+    where q.queue_name = n.queue
+    offset 0
+  ) q on true;
+
+-- COPY takes no rules, only triggers.
+create or replace function pgque._sink_bulk_row() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, null, null, null, null, pgque._headers(new.queue, new.headers), null);
+  return new;
+end
+$$;
+
+-- One row of sink: a message, unless it belongs to a part of an epoch that
+-- another transaction wrote.  What _send() would refuse, or open the queue for,
+-- is left to it; the rest is stored here, which is a third faster.
+create or replace function pgque._sink_row() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_txid  xid8 := pg_current_xact_id();
+begin
+  if new.sink_id is not null and not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
+    return null;
+  end if;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
+    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes
+  from pgque.queue q
+  where q.queue_name = new.queue and q.queue_open and (new.payload is null or new.payload_bytes is null);
+  if found then
+    return new;
+  end if;
+  perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, new.partition_key, null, null, null,
+    pgque._headers(new.queue, new.headers), new.payload_bytes);
+  return new;
+end
+$$;
+
+create or replace trigger sink_row instead of insert on pgque.sink
+  for each row execute function pgque._sink_row();
+create or replace trigger sink_bulk_row instead of insert on pgque.sink_bulk
+  for each row execute function pgque._sink_bulk_row();
+
+-- Refuses an epoch with PQ016.
+create or replace function pgque._refuse_epoch(p_sink text, p_epoch bigint, p_why text, p_hint text) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ016',
+    message = pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
+    hint = p_hint;
+end
+$$;
+
+-- Checks the name of an epoch and refuses one that is older than the sink's
+-- newest: it is no replay, whose rows may be left out.
+create or replace function pgque._check_epoch(p_sink text, p_epoch bigint) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_newest  bigint;
+begin
+  if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
+      hint = 'A sink_id has 1 to 200 printable characters; epochs count from 0.';
+  end if;
+  v_newest := greatest(
+    (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = p_sink),
+    (select max(e.epoch) from pgque.sink_epoch_1 e where e.sink_id = p_sink));
+  if v_newest > p_epoch then
+    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('it is older than the newest epoch %s', v_newest),
+      'Epochs start over when a checkpoint is deleted: give the new query another sink_id.');
+  end if;
+end
+$$;
+
+-- Remembers a part of an epoch, part -1 for the whole, if nobody did yet, and
+-- returns what is remembered.  Two who try at once follow each other.  A
+-- snapshot that is older than what somebody wrote gets 40001 for it, in
+-- whichever leaf it is.
+create or replace function pgque._claim_epoch(
+  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, out claim pgque.sink_epoch_0, out is_new boolean
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
+  v_leaf          int;
+  v_other         text;
+begin
+  if not p_once then
+    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.sink'),
+      pg_catalog.hashtext(pg_catalog.concat_ws(' ', p_epoch, p_part, p_sink)));
+  end if;
+  -- Takes the share lock of an old snapshot: 40001 if the leaves turned since, and
+  -- older epochs may have been forgotten.
+  perform pgque._journal_leaf();
+  perform pgque._check_epoch(p_sink, p_epoch);
+  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s', e.parts, p_parts) end
+  into v_other
+  from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+  where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts <> p_parts or (e.part = -1) <> (p_part = -1))
+  limit 1;
+  if found then
+    perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
+      'A replay must have the partitions of the first run: repartition() before the write, or use format("pgque"), which does not care.');
+  end if;
+  select e.* into claim
+  from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+  where e.sink_id = p_sink and e.epoch = p_epoch and e.part = p_part;
+  is_new := not found;
+  if not is_new then
+    return;
+  end if;
+  v_leaf := (select j.journal_epoch_cur from pgque.journal j);
+  if v_leaf = 0 or v_old_snapshot then
+    insert into pgque.sink_epoch_0 as e (sink_id, epoch, part, parts, once)
+    values (p_sink, p_epoch, p_part, p_parts, p_once)
+    on conflict do nothing
+    returning e.* into claim;
+  end if;
+  if v_leaf = 1 or v_old_snapshot then
+    insert into pgque.sink_epoch_1 as e (sink_id, epoch, part, parts, once)
+    values (p_sink, p_epoch, p_part, p_parts, p_once)
+    on conflict do nothing
+    returning e.* into claim;
+  end if;
+end
+$$;
+
+-- Whether this transaction writes this part of an epoch: the first that claims
+-- it does, all of it, and the others leave all of it out.  The parts that a
+-- session touched are kept in a setting, one line each and the newest first:
+-- the part, the transaction's id, whether it writes.  A session that comes to a
+-- part again in another transaction commits after every statement; the part
+-- could be torn then, so it is refused.
+create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
+language plpgsql as $$
+declare
+  v_part     text := pg_catalog.concat(e'\n', p_epoch, ' ', p_part, ' ', p_sink, e'\t');
+  v_line     text := v_part || pg_catalog.pg_current_xact_id()::text;
+  v_touched  text := coalesce(pg_catalog.current_setting('pgque.sink_parts', true), '');
+  v_claim    pgque.sink_epoch_0;
+  v_writes   boolean;
+begin
+  if pg_catalog.starts_with(v_touched, v_line || '+') then
+    return true;
+  elsif pg_catalog.starts_with(v_touched, v_line || '-') then
+    return false;
+  elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
+        coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
+      hint = 'Epochs and parts count from 0; parts, if given, is how many there are.';
+  end if;
+  v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
+  v_writes := v_claim.txid is not distinct from pg_catalog.pg_current_xact_id();
+  if not v_writes and v_claim.session = pgque._session()
+    or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
+  then
+    perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('part %s comes in more than one transaction', p_part),
+      'Write each part in one transaction: with JDBC, any isolationLevel but NONE.');
+  end if;
+  perform pg_catalog.set_config('pgque.sink_parts',
+    v_line || case when v_writes then '+' else '-' end || pg_catalog.left(v_touched, 10000), false);
+  return v_writes;
+end
+$$;
+
+-- Which leaf takes what is staged.
+create or replace function pgque._sink_leaf() returns int
+language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
+
+-- Begins an attempt of a task to write its share of an epoch: COPY goes to the
+-- table `stage` with this attempt, rows numbered by n.  Nothing is sent until
+-- sink_commit() names the attempt.  epoch null: a write that is not replayed.
+create or replace function pgque.sink_begin(sink_id text, epoch bigint, out attempt uuid, out stage text)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_leaf  int := pgque._sink_leaf();
+begin
+  perform pgque._check_epoch($1, $2);
+  attempt := gen_random_uuid();
+  stage := 'pgque.sink_stage_' || v_leaf;
+  if v_leaf = 0 then
+    insert into pgque.sink_attempt_0 (attempt, sink_id, epoch, started_at) select attempt, $1, $2, pgque.clock();
+  else
+    insert into pgque.sink_attempt_1 (attempt, sink_id, epoch, started_at) select attempt, $1, $2, pgque.clock();
+  end if;
+end
+$$;
+
+-- The attempts of both leaves.
+create or replace function pgque._attempts() returns setof pgque.sink_attempt_0
+language sql stable as $$
+  select * from pgque.sink_attempt_0 union select * from pgque.sink_attempt_1
+$$;
+
+-- Sends what these attempts staged, and remembers the epoch, in one
+-- transaction: all of it lands in one tick.  The replay of an epoch that was
+-- committed is a duplicate and sends nothing, however it was partitioned.
+create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+declare
+  v_txid   xid8 := pg_current_xact_id();
+  v_new    bigint;
+  v_all    bigint := 1;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('sink_commit');
+  perform pgque._check_epoch($1, $2);
+  if $2 is not null then
+    v_new := (pgque._claim_epoch($1, $2, -1, null, false)).is_new::int;
+  else
+    -- Each attempt counts once.
+    perform pg_advisory_xact_lock(hashtext('pgque.sink'), hashtext($1));
+    select count(*), count(*) filter (where c.is_new) into v_all, v_new
+    from (select distinct unnest($3) as id order by 1) a
+    cross join lateral pgque._claim_epoch(a.id::text, 0, -1, null, true) c;
+  end if;
+  if v_new = 0 and v_all > 0 then
+    return 'duplicate';
+  end if;
+  -- Compaction moves rows from leaf to leaf.
+  lock table pgque.sink_attempt_0, pgque.sink_attempt_1, pgque.sink_stage_0, pgque.sink_stage_1 in access share mode;
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
+    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes
+  from (
+    select u.attempt
+    from unnest($3) with ordinality u (attempt, n)
+    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = $1 and a.epoch is not distinct from $2)
+    group by u.attempt
+    order by min(u.n)
+    offset 0
+  ) a
+  cross join lateral (
+    select * from pgque.sink_stage_0 s where s.attempt = a.attempt
+    union all
+    select * from pgque.sink_stage_1 s where s.attempt = a.attempt
+    order by n
+  ) s
+  left join lateral (
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    from pgque.queue q
+    where q.queue_name = s.queue
+    offset 0
+  ) q on true
+  where v_new = v_all;
+  get diagnostics v_count = row_count;
+  if v_count is distinct from $4 then
+    perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
+      'What is staged does not survive a crash of the server, nor a day. Write the epoch again; nothing was sent.');
+  end if;
+  return 'applied';
+end
+$$;
+
+-- The attempts that may still be committed.
+create or replace function pgque._live_attempts() returns setof pgque.sink_attempt_0
+language sql stable as $$
+  select a.*
+  from pgque._attempts() a
+  where a.started_at > pgque.clock() - interval '1 day'
+    and not exists (
+      select
+      from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+      where e.part = -1 and e.epoch >= coalesce(a.epoch, 0)
+        and e.sink_id = case when a.epoch is null then a.attempt::text else a.sink_id end)
+$$;
+
+-- Reclaims what was staged.  The leaf that is not written is emptied under its
+-- lock, if that is free, after what may still be committed was copied to the
+-- other one.  The leaves change when this one is large, or a minute old with
+-- nothing that counts.
+create or replace function pgque._compact_stage() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_cur   int := pgque._sink_leaf();
+  v_live  bigint;
+  v_all   bigint;
+  v_last  timestamptz;
+begin
+  if pg_relation_size('pgque.sink_stage_' || (1 - v_cur)) + pg_relation_size('pgque.sink_attempt_' || (1 - v_cur)) > 0 then
+    execute format('lock table pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s in access exclusive mode nowait', 1 - v_cur);
+    execute format('insert into pgque.sink_attempt_%s select a.* from pgque._live_attempts() a on conflict do nothing', v_cur);
+    execute format('insert into pgque.sink_stage_%s select s.* from pgque.sink_stage_%s s join pgque._live_attempts() a on a.attempt = s.attempt', v_cur, 1 - v_cur);
+    execute format('truncate pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s', 1 - v_cur);
+    return 1;
+  end if;
+  execute format('select count(*), count(l.attempt), max(a.started_at) from pgque.sink_attempt_%s a left join pgque._live_attempts() l using (attempt)', v_cur)
+  into v_all, v_live, v_last;
+  if (v_live = 0 and v_last < pgque.clock() - interval '1 minute')
+    or (v_all >= 2 * v_live and pg_relation_size('pgque.sink_stage_' || v_cur) > case when v_all > 0 then 67108864 else 0 end)
+  then
+    perform setval('pgque.sink_leaf', 1 - v_cur);
+    return 1;
+  end if;
+  return 0;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+
+-- How long a committed epoch is remembered.
+create or replace function pgque._epoch_life(p_once boolean) returns interval
+language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
+
+-- The same for committed epochs, of which each sink's newest is kept.
+create or replace function pgque._compact_epochs() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
+  v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
+begin
+  if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
+    -- Worth it if half can go.
+    execute format(
+      'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
+      ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
+    into v_due;
+  end if;
+  if not v_due then
+    return 0;
+  end if;
+  perform from pgque.journal j where j.journal_epoch_cur = v_cur for no key update skip locked;
+  if not found then
+    return 0;
+  elsif pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) = 0 then
+    v_cur := 1 - v_cur;
+  else
+    execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
+    execute format(
+      $q$
+      insert into pgque.sink_epoch_%1$s
+      select o.*
+      from pgque.sink_epoch_%2$s o
+      where o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
+        and o.epoch >= greatest(
+          (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = o.sink_id),
+          (select max(e.epoch) from pgque.sink_epoch_1 e where e.sink_id = o.sink_id))
+      on conflict do nothing
+      $q$, v_cur, 1 - v_cur);
+    execute format('truncate pgque.sink_epoch_%s', 1 - v_cur);
+  end if;
+  -- After either step an old snapshot could miss an epoch: it meets this row.
+  update pgque.journal j set journal_epoch_cur = v_cur;
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;

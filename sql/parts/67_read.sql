@@ -1,0 +1,282 @@
+-- ---------------------------------------------------------------------------
+-- read: windows without side effects, for Spark and others that keep offsets
+-- ---------------------------------------------------------------------------
+
+-- A tick that is still there, or PQ015.
+create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigint) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
+begin
+  if v_tick.tick_id is null then
+    raise exception using
+      errcode = 'PQ015',
+      message = pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
+        (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
+      hint = 'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.';
+  end if;
+  return v_tick;
+end
+$$;
+
+-- The id of a tick: 'earliest', 'latest', an id (PQ015 if it is gone), or a time:
+-- the last tick before it.
+create or replace function pgque.tick_for(queue_name text, start_at text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  if $2 ~ '^\d{1,18}$' then
+    return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
+  end if;
+  return (pgque._find_tick(v_queue, $2)).tick_id;
+end
+$$;
+
+-- The end of the next piece of work behind a tick: as many ticks as hold
+-- max_events and as max_ticks allow, at least one, and none beyond upto.  Null
+-- if there is no further tick.
+create or replace function pgque.next_tick(
+  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_after  pgque.tick;
+  v_tick   pgque.tick;
+  v_last   bigint;
+  v_next   bigint;
+begin
+  if least($3, $4) < 1 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
+      hint = 'Leave them out, or null, for no limit.';
+  end if;
+  v_after := pgque._need_tick(v_queue, $2);
+  v_last := (pgque._last_tick(v_queue)).tick_id;
+  if v_last <= $2 then
+    return null;
+  elsif coalesce($3, $4, $5) is null then
+    return v_last;
+  end if;
+  for v_tick in
+    execute format('select t.* from (%s) t where t.tick_id > $1 and t.tick_id <= $2 order by t.tick_id limit $3', pgque._ticks_sql(v_queue.queue_id))
+    using $2, least(v_last, $5), $4
+  loop
+    exit when v_tick.tick_event_seq - v_after.tick_event_seq > $3 and v_next is not null;
+    v_next := v_tick.tick_id;
+  end loop;
+  return v_next;
+end
+$$;
+
+-- Cuts a window into at most `parts` pieces of about as many events: runs of
+-- whole ticks, and a run with one heavy tick into residues of the event ids.
+-- A row is arguments of read_window().  The same window is cut the same way as
+-- long as its ticks are there.
+create or replace function pgque.split_window(
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, out part int
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_from   pgque.tick;
+  v_to     pgque.tick;
+  v_share  bigint;
+begin
+  if ($2 <= $3 and $4 >= 1) is not true then
+    perform pgque._bad_window(v_queue.queue_name, $2, $3);
+  end if;
+  v_from := pgque._need_tick(v_queue, $2);
+  v_to := pgque._need_tick(v_queue, $3);
+  -- The share of one piece.  A run is the ticks that begin within one share, and
+  -- makes as many pieces as shares pass until the next run.
+  v_share := greatest((v_to.tick_event_seq - v_from.tick_event_seq + $4 - 1) / $4, 1);
+  return query execute format(
+    $q$
+    select r.from_tick, r.to_tick, p.parts, g.part
+    from (
+      select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
+        coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
+      from (
+        -- What begins at the very end belongs to the last share.
+        select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
+        from (%s) t
+        where t.tick_id > $1 and t.tick_id <= $2
+        window w as (order by t.tick_id)
+      ) t
+      group by t.share
+    ) r
+    cross join lateral (select greatest(r.shares, 1)::int as parts) p
+    cross join lateral generate_series(0, p.parts - 1) g (part)
+    order by r.from_tick, g.part
+    $q$, pgque._ticks_sql(v_queue.queue_id))
+  using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
+end
+$$;
+
+-- Refuses a window, or a part of one, with PQ005.
+create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ005',
+    message = pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
+    hint = 'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.';
+end
+$$;
+
+-- The query for what became visible between two ticks: what everybody gets
+-- and, with a consumer, its retries.  It says the same whenever it is run, so a
+-- message's lifetime is held against the window's end, not the clock.
+create or replace function pgque._window_sql(
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
+) returns text
+language plpgsql as $$
+declare
+  v_queue  pgque.queue := pgque._queue(p_queue);
+  v_from   pgque.tick;
+  v_to     pgque.tick;
+  v_cond   text;
+begin
+  if (p_from <= p_to and p_parts >= 1 and p_part between 0 and p_parts - 1) is not true then
+    perform pgque._bad_window(p_queue, p_from, p_to);
+  end if;
+  v_from := pgque._need_tick(v_queue, p_from);
+  v_to := pgque._need_tick(v_queue, p_to);
+  v_cond := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot)
+    || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
+    || case when p_consumer is null then 'e.ev_owner is null'
+      else pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', p_types) end
+    || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
+  return pg_catalog.format('select %s from (%s) e order by e.ev_id',
+    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, coalesce(v_cond, 'false')));
+end
+$$;
+
+-- What became visible between two ticks.  It has no side effects, and while a
+-- consumer stands at from_tick or before, it returns the same rows for ever.
+create or replace function pgque.read_window(
+  queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
+  parts int default 1, part int default 0,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+begin
+  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7);
+end
+$$;
+
+-- The same as a cursor to fetch from: nothing is stored on the way.
+create or replace function pgque.read_window_cursor(
+  cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
+  parts int default 1, part int default 0
+) returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
+declare
+  v_cursor  refcursor := $1;
+begin
+  if coalesce($1, '') = '' then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
+      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+  end if;
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8);
+end
+$$;
+
+-- Moves a consumer forward to a tick, or with force back too; its open batch is
+-- dropped.  Returns the tick where it stands then: a tick that it has passed
+-- changes nothing.
+create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_queue     pgque.queue;
+  v_position  pgque.position_0;
+begin
+  if v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers($1, $2);
+  end if;
+  -- The lock keeps rotation from emptying the tick that is about to be used.
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
+  v_position := pgque._lock_position(v_sub.sub_id);
+  if $3 is null or ($4 is not true and $3 > v_position.pos_tick) or ($4 and $3 <> v_position.pos_tick) then
+    v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
+    v_position := pgque._at_tick(v_position, pgque._need_tick(v_queue, $3));
+    perform pgque._append_position(v_position);
+  end if;
+  return v_position.pos_tick;
+end
+$$;
+
+-- Begins to read as a consumer whose offsets are kept elsewhere: subscribes it
+-- at start_at if it is new, keeps every other session from doing the same until
+-- this one ends (PQ006), and returns the tick where it stands.
+create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest') returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub     pgque.subscriber;
+  v_class   int := hashtext('pgque.stream');
+  v_key     int;
+  v_holder  record;
+begin
+  perform pgque._subscribe($1, $2, 'normal', $3);
+  v_sub := pgque._subscriber($1, $2);
+  if v_sub.sub_role = 'coop_main' then
+    perform pgque._has_workers($1, $2);
+  end if;
+  v_key := hashtext(v_sub.sub_queue || ' ' || v_sub.sub_consumer);
+  if not pg_try_advisory_lock(v_class, v_key) then
+    select a.pid, a.application_name into v_holder
+    from pg_locks l
+    join pg_stat_activity a on a.pid = l.pid
+    where l.locktype = 'advisory' and l.granted and l.objsubid = 2
+      and l.database = (select d.oid from pg_database d where d.datname = current_database())
+      and l.classid::bigint = (v_class::bigint & 4294967295) and l.objid::bigint = (v_key::bigint & 4294967295);
+    raise exception using
+      errcode = 'PQ006',
+      message = format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
+      hint = 'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.';
+  end if;
+  return (pgque._position(v_sub.sub_id)).pos_tick;
+end
+$$;
+
+-- Puts messages that lie behind a consumer's position among its dead letters,
+-- once each, with a reason each.  For readers that have no batch.
+create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[]) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_position  pgque.position_0 := pgque._position(v_sub.sub_id);
+  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1))).tick_snapshot);
+  v_rows      pgque.event[];
+begin
+  if cardinality($3) is distinct from cardinality($4) or $3 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
+      hint = 'Pass two arrays: the ids, and a reason for each.';
+  end if;
+  execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
+    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', $3), v_sub.sub_id, null, null)))
+  into v_rows;
+  return query
+    select i.id, b.ok is true,
+      case
+        when b.ok then null
+        when b.ok is null then 'not found behind the position'
+        else 'dead already'
+      end
+    from unnest($3, $4) with ordinality i (id, reason, n)
+    left join unnest(v_rows) r on r.ev_id = i.id
+    left join lateral (select pgque._add_dead_letter(v_sub.sub_queue, v_sub.sub_consumer, i.reason, r) as ok where r.ev_id is not null offset 0) b on true
+    order by i.n;
+end
+$$;

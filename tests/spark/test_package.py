@@ -1,0 +1,124 @@
+"""How PySpark finds the data source, and what must be importable without the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import pgque.spark
+from conftest import Role
+from sql.helpers import Connection, forced_tick, send
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Makes modules look as if they were not installed.
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names!r}:
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def python(code: str, hidden: tuple[str, ...] = ()) -> str:
+    """Run code in a process of its own, without some modules; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", HIDE.format(names=set(hidden)) + code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+NOTHING_BUT_PYSPARK = ("psycopg", "psycopg_pool", "pyarrow", "pandas", "numpy", "tenacity", "click", "rich")
+
+
+def test_the_module_that_pyspark_looks_into_imports_with_nothing_but_pyspark() -> None:
+    code = """
+import pyspark_pgque
+from pyspark.sql.datasource import DataSource
+assert issubclass(pyspark_pgque.DefaultSource, DataSource)
+print(pyspark_pgque.DefaultSource.name())
+try:
+    pyspark_pgque.DefaultSource({})
+except ImportError as error:
+    print(error)
+"""
+    name, told = python(code, NOTHING_BUT_PYSPARK).splitlines()
+    assert name == "pgque"
+    assert "pip install 'pgque[spark]'" in told
+    assert "psycopg" in told
+
+
+def test_a_psycopg_without_its_library_is_told() -> None:
+    code = """
+import sys, types
+broken = types.ModuleType("psycopg")
+def missing(name): raise ImportError("no pq wrapper available")
+broken.__getattr__ = missing
+sys.modules["psycopg"] = broken
+import pyspark_pgque
+try:
+    pyspark_pgque.DefaultSource({})
+except ImportError as error:
+    print(error)
+"""
+    assert "pgque[spark]" in python(code)
+
+
+def test_the_module_needs_neither_pyarrow_nor_a_connection_to_be_imported() -> None:
+    code = "import pyspark_pgque; print(pyspark_pgque.DefaultSource.__module__)"
+    assert python(code, ("pyarrow", "pandas", "numpy")) == "pgque.spark.source\n"
+
+
+def test_the_helpers_import_without_pyspark_and_pyarrow() -> None:
+    code = "import pgque.spark, sys; print(sorted({'pyspark', 'pyarrow', 'pandas'} & set(sys.modules)))"
+    assert python(code, ("pyspark", "pyarrow", "pandas", "numpy")) == "[]\n"
+
+
+def test_every_public_name_is_there() -> None:
+    assert sorted(pgque.spark.__all__) == ["dead", "foreach_batch", "register", "write_jdbc"]
+    for name in pgque.spark.__all__:
+        assert callable(getattr(pgque.spark, name))
+
+
+def test_pyspark_finds_the_format_and_it_can_be_registered_too(
+    spark: SparkSession, reader: Role, conn: Connection, queue: str
+) -> None:
+    send(conn, queue, "x")
+    forced_tick(conn, queue)
+    for _ in range(2):
+        frame = spark.read.format("pgque").options(url=reader.dsn, queue=queue).load()
+        assert [row.payload for row in frame.collect()] == ["x"]
+        pgque.spark.register(spark)
+
+
+@pytest.mark.slow
+def test_a_built_wheel_holds_the_module_that_pyspark_looks_for(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(tmp_path),
+        str(ROOT / "python"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"pyspark_pgque/__init__.py", "pgque/spark/source.py", "pgque/spark/sink.py"} <= set(names)

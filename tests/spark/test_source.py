@@ -1,0 +1,744 @@
+"""Reading queues with Spark: batches, streams, what a restart reads, what a query costs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from conftest import Role
+from sql.helpers import (
+    Connection,
+    column,
+    configure,
+    forced_tick,
+    rotate,
+    rows,
+    send,
+    send_many,
+    subscribe,
+    value,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+SPARK_CONF = {"spark.master": "local[2,2]"}  # a failed task is run once more
+
+Batches = list[tuple[int, list[Any]]]
+
+
+class Source:
+    """Frames that read one queue as a reader, and queries that collect what they read."""
+
+    def __init__(self, spark: SparkSession, role: Role, queue: str, folder: Path) -> None:
+        self.spark = spark
+        self.role = role
+        self.queue = queue
+        self.checkpoint = str(folder / secrets.token_hex(4))
+
+    def options(self, given: dict[str, object]) -> dict[str, str]:
+        return {
+            "url": self.role.dsn,
+            "queue": self.queue,
+            **{k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in given.items()},
+        }
+
+    def batch(self, **given: object) -> DataFrame:
+        """Return a frame over what is there."""
+        return self.spark.read.format("pgque").options(**self.options(given)).load()
+
+    def stream(self, **given: object) -> DataFrame:
+        """Return a streaming frame of consumer c, which sees every tick at once."""
+        options = self.options({"consumer": "c", "pollIntervalMs": 0, **given})
+        return self.spark.readStream.format("pgque").options(**options).load()
+
+    def start(
+        self,
+        frame: DataFrame,
+        box: Batches,
+        fail: int | None = None,
+        checkpoint: str | None = None,
+        **how: Any,
+    ) -> StreamingQuery:
+        """Start a query that puts (batch id, payloads) into the box, and fails in batch `fail`."""
+
+        def each(batch: DataFrame, number: int) -> None:
+            box.append((number, [row.payload for row in batch.collect()]))
+            if number == fail:
+                raise RuntimeError("failed on purpose")
+
+        writer = frame.writeStream.foreachBatch(each).option(
+            "checkpointLocation", checkpoint or self.checkpoint
+        )
+        return writer.trigger(**how).start() if how else writer.start()
+
+    def run(self, frame: DataFrame, fail: int | None = None, checkpoint: str | None = None) -> Batches:
+        """Run to what is there now; return the batches."""
+        box: Batches = []
+        query = self.start(frame, box, fail, checkpoint, availableNow=True)
+        try:
+            assert query.awaitTermination(60)
+        except Exception as error:
+            if fail is None:
+                raise
+            assert "failed on purpose" in str(error)
+        return box
+
+
+@pytest.fixture
+def source(spark: SparkSession, reader: Role, queue: str, scratch: Path) -> Source:
+    return Source(spark, reader, queue, scratch)
+
+
+@pytest.fixture(autouse=True)
+def _no_query_is_left(spark: SparkSession) -> Iterator[None]:
+    yield
+    for query in spark.streams.active:
+        query.stop()
+
+
+def payloads(batches: Batches) -> list[Any]:
+    return [payload for _, found in batches for payload in found]
+
+
+def failure(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Expect the call to fail; return all that Spark tells."""
+    with pytest.raises(Exception) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+def newest_spark() -> bool:
+    import pyspark
+
+    return tuple(int(part) for part in pyspark.__version__.split(".")[:2]) >= (4, 2)
+
+
+# --- Batches ------------------------------------------------------------------------------------------
+
+
+def test_every_column_of_a_message_is_read(source: Source, conn: Connection) -> None:
+    headers = '{"trace": "a1", "n": 5, "deep": {"ä": [1, null]}, "none": null}'
+    sent = value(
+        conn, "select pgque.send(%s, 'order', '{\"a\": \"é🐘\"}'::text, %s::jsonb)", source.queue, headers
+    )
+    keyed = value(conn, "select pgque.send(%s, 'order', 'x', 'customer 7')", source.queue)
+    created = value(conn, "select max(ev_time) from pgque.event")
+    forced_tick(conn, source.queue)
+    frame = source.batch(includeHeaders=True)
+    assert frame.columns == ["msg_id", "type", "payload", "key", "created_at", "retry_count", "headers"]
+    first, second = frame.orderBy("msg_id").collect()
+    assert (first.msg_id, first.type, first.payload) == (sent, "order", '{"a": "é🐘"}')
+    assert first.headers == {"trace": "a1", "n": "5", "deep": '{"ä": [1, null]}', "none": None}
+    assert (second.msg_id, second.key, second.headers, second.retry_count) == (
+        keyed,
+        "customer 7",
+        None,
+        None,
+    )
+    # Spark hands out times of the machine's zone without saying so.
+    assert second.created_at.astimezone(timezone.utc) == created
+
+
+def test_text_of_every_kind_survives(source: Source, conn: Connection) -> None:
+    texts = ["", " ", "'\"\\", "a\nb\r\nc", "\\N", "\\.", "\t,;", "é🐘\u2028\ufeff", "x" * 100_000]
+    for text in texts:
+        send(conn, source.queue, text)
+    forced_tick(conn, source.queue)
+    found = source.batch(numPartitions=1, fetchSize=2).collect()
+    assert [row.payload for row in found] == texts
+
+
+def test_bytes_are_read_as_binary_and_are_null_as_text(source: Source, conn: Connection) -> None:
+    value(conn, "select pgque.send(%s, 't', '\\x00ff41'::bytea)", source.queue)
+    send(conn, source.queue, "é")
+    forced_tick(conn, source.queue)
+    as_binary = source.batch(payloadFormat="binary", numPartitions=1)
+    assert as_binary.schema["payload"].dataType.simpleString() == "binary"
+    assert [bytes(row.payload) for row in as_binary.collect()] == [b"\x00\xffA", "é".encode()]
+    assert [row.payload for row in source.batch(numPartitions=1).collect()] == [None, "é"]
+
+
+def test_an_empty_queue_is_an_empty_frame(source: Source, conn: Connection) -> None:
+    assert source.batch().collect() == []
+    send(conn, source.queue)  # not ticked yet
+    assert source.batch().count() == 0
+
+
+def test_one_partition_keeps_the_order_across_ticks(source: Source, conn: Connection) -> None:
+    for _ in range(5):
+        send_many(conn, source.queue, 20)
+        forced_tick(conn, source.queue)
+    found = [row.msg_id for row in source.batch(numPartitions=1, fetchSize=7).collect()]
+    assert found == sorted(found)
+    assert len(found) == 100
+
+
+def test_a_single_heavy_tick_is_read_by_several_tasks(source: Source, conn: Connection) -> None:
+    from pyspark.sql import functions as f
+
+    send_many(conn, source.queue, 4000)
+    forced_tick(conn, source.queue)
+    found = source.batch(numPartitions=4).groupBy(f.spark_partition_id().alias("p")).count().collect()
+    assert len(found) == 4
+    assert all(row["count"] == 1000 for row in found)
+    got = Counter(row.payload for row in source.batch(numPartitions=3).collect())
+    assert got == Counter(str(n) for n in range(1, 4001))
+
+
+def test_a_batch_begins_and_ends_where_it_is_told(source: Source, conn: Connection) -> None:
+    ticks = []
+    for text in "abc":
+        send(conn, source.queue, text)
+        ticks.append(forced_tick(conn, source.queue))
+        time.sleep(0.01)
+
+    def read(**given: object) -> list[str]:
+        return sorted(row.payload for row in source.batch(**given).collect())
+
+    assert read() == ["a", "b", "c"]
+    assert read(startingAt=ticks[0]) == ["b", "c"]
+    assert read(startingAt=ticks[0], endingAt=ticks[1]) == ["b"]
+    assert read(startingAt="latest") == []
+    between = value(
+        conn, "select t.tick_time::text from pgque.tick as t where t.tick_id = %s order by 1 desc", ticks[1]
+    )
+    assert read(startingAt=between) == ["c"]
+    assert "after endingAt" in failure(read, startingAt=ticks[2], endingAt=ticks[1])
+    assert "999999" in failure(read, startingAt=999999)
+    assert "nonsense" in failure(read, startingAt="nonsense")
+
+
+def test_types_are_picked_by_the_server(source: Source, conn: Connection) -> None:
+    for kind in ("a", "b", "c d", "e,f"):
+        value(conn, "select pgque.send(%s, %s, %s::text)", source.queue, kind, kind)
+    forced_tick(conn, source.queue)
+    assert {row.type for row in source.batch(types="a, c d").collect()} == {"a", "c d"}
+    assert {row.type for row in source.batch(types='["e,f"]').collect()} == {"e,f"}
+    box = source.run(source.stream(startingAt="earliest", types="b"))
+    assert payloads(box) == ["b"]
+
+
+def test_reading_a_batch_twice_changes_nothing(source: Source, conn: Connection) -> None:
+    send_many(conn, source.queue, 10)
+    forced_tick(conn, source.queue)
+    frame = source.batch()
+    assert frame.count() == frame.count() == len(frame.orderBy("payload").collect()) == 10
+    assert rows(conn, "select * from pgque.get_consumer_info(%s)", source.queue) == []
+
+
+def test_a_schema_of_ones_own_is_refused(source: Source) -> None:
+    reader = source.spark.read.format("pgque").schema("payload string").options(**source.options({}))
+    assert "leave out schema()" in failure(lambda: reader.load().collect())
+
+
+def test_an_unknown_queue_is_named(source: Source) -> None:
+    assert "no_such_queue" in failure(source.batch(queue="no_such_queue").collect)
+    assert "no_such_queue" in failure(source.run, source.stream(queue="no_such_queue"))
+
+
+# --- Streams ------------------------------------------------------------------------------------------
+
+
+def test_a_new_consumer_sees_what_comes_from_now_on(source: Source, conn: Connection) -> None:
+    send(conn, source.queue, "before")
+    forced_tick(conn, source.queue)
+    assert payloads(source.run(source.stream())) == []
+    send(conn, source.queue, "after")
+    forced_tick(conn, source.queue)
+    assert payloads(source.run(source.stream())) == ["after"]
+
+
+def test_a_consumer_that_is_there_begins_at_its_position(source: Source, conn: Connection) -> None:
+    subscribe(conn, source.queue)
+    send(conn, source.queue, "a")
+    forced_tick(conn, source.queue)
+    assert payloads(source.run(source.stream(startingAt="latest"))) == ["a"]
+
+
+@pytest.mark.parametrize("start", ["latest", "earliest"])
+def test_a_first_batch_that_failed_is_read_again_as_it_was(
+    source: Source, conn: Connection, start: str
+) -> None:
+    send(conn, source.queue, "before")
+    forced_tick(conn, source.queue)
+    # The consumer begins in a run that finds nothing, whose checkpoint is thrown away.
+    source.run(source.stream(startingAt=start), fail=0, checkpoint=source.checkpoint + "-other")
+    for _ in range(3):
+        send_many(conn, source.queue, 50)
+        forced_tick(conn, source.queue)
+    first = source.run(source.stream(startingAt=start), fail=0)
+    send_many(conn, source.queue, 20)
+    forced_tick(conn, source.queue)
+    again = source.run(source.stream(startingAt="latest", numPartitions=1))
+    if not newest_spark():
+        again += source.run(source.stream())  # such a run has one batch, and that was the replay
+    assert first[0][0] == again[0][0] == 0
+    assert Counter(first[0][1]) == Counter(again[0][1])
+    assert len(payloads(again)) == (1 if start == "earliest" else 0) + 170
+
+
+def test_a_later_batch_that_failed_is_read_again_as_it_was(source: Source, conn: Connection) -> None:
+    for number in range(2):
+        send_many(conn, source.queue, 10 * (number + 1))
+        forced_tick(conn, source.queue)
+        box = source.run(source.stream(startingAt="earliest"), fail=1)
+    assert box[-1][0] == 1
+    send(conn, source.queue, "later")
+    forced_tick(conn, source.queue)
+    again = source.run(source.stream(startingAt="earliest", numPartitions=1))
+    if not newest_spark():
+        again += source.run(source.stream())
+    assert [number for number, _ in again] == [1, 2]
+    assert Counter(again[0][1]) == Counter(box[-1][1])
+    assert again[1][1] == ["later"]
+
+
+def test_a_transaction_that_stays_open_over_many_ticks_is_not_lost(
+    source: Source, conn: Connection, connect: Callable[..., Connection]
+) -> None:
+    slow = connect(autocommit=False)
+    send(slow, source.queue, "slow")
+    found: Batches = []
+    for number in range(3):
+        for _ in range(2):
+            send(conn, source.queue, str(number))
+            forced_tick(conn, source.queue)
+        if number == 2:
+            slow.commit()
+            forced_tick(conn, source.queue)
+        found += source.run(source.stream(startingAt="earliest", numPartitions=1))
+    assert payloads(found[:-1]) == ["0", "0", "1", "1"]
+    assert Counter(found[-1][1]) == Counter(["2", "2", "slow"])
+
+
+def test_the_position_follows_one_batch_behind(source: Source, conn: Connection) -> None:
+    position = "select c.last_tick from pgque.get_consumer_info(%s, 'c') as c"
+    send(conn, source.queue)
+    first = forced_tick(conn, source.queue)
+    source.run(source.stream(startingAt="earliest"))
+    assert value(conn, position, source.queue) < first
+    send(conn, source.queue)
+    second = forced_tick(conn, source.queue)
+    source.run(source.stream())
+    assert first <= value(conn, position, source.queue) < second
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [({"maxTicksPerTrigger": 2}, [20, 20, 10]), ({"maxEventsPerTrigger": 35}, [30, 20])],
+    ids=["ticks", "events"],
+)
+def test_a_micro_batch_keeps_its_limits(
+    source: Source, conn: Connection, limit: dict[str, object], sizes: list[int]
+) -> None:
+    for _ in range(5):
+        send_many(conn, source.queue, 10)
+        forced_tick(conn, source.queue)
+    box: Batches = []
+    query = source.start(source.stream(startingAt="earliest", **limit), box)
+    query.processAllAvailable()
+    query.stop()
+    assert [len(found) for _, found in box] == sizes
+    # A restart goes on where it stopped, with its limits.
+    for _ in range(3):
+        send_many(conn, source.queue, 10)
+        forced_tick(conn, source.queue)
+    box.clear()
+    query = source.start(source.stream(**limit), box)
+    query.processAllAvailable()
+    query.stop()
+    assert [len(found) for _, found in box] == ([20, 10] if sizes[0] == 20 else [30])
+
+
+def test_limits_that_are_lowered_between_two_runs_read_nothing_twice(
+    source: Source, conn: Connection
+) -> None:
+    for _ in range(5):
+        send_many(conn, source.queue, 10)
+        forced_tick(conn, source.queue)
+    box: Batches = []
+    query = source.start(source.stream(startingAt="earliest"), box)
+    query.processAllAvailable()
+    query.stop()
+    for _ in range(3):
+        send_many(conn, source.queue, 10)
+        forced_tick(conn, source.queue)
+    query = source.start(source.stream(maxTicksPerTrigger=1), box)
+    query.processAllAvailable()
+    query.stop()
+    query = source.start(source.stream(maxTicksPerTrigger=1), box)
+    query.processAllAvailable()
+    query.stop()
+    assert sorted(payloads(box)) == sorted(str(n) for n in range(1, 11) for _ in range(8))
+
+
+def test_available_now_reads_to_its_end_in_limited_batches(source: Source, conn: Connection) -> None:
+    for _ in range(5):
+        send_many(conn, source.queue, 10)
+        forced_tick(conn, source.queue)
+    found = source.run(source.stream(startingAt="earliest", maxTicksPerTrigger=2))
+    if newest_spark():
+        assert [len(batch) for _, batch in found] == [20, 20, 10]
+        return
+    # Before 4.2 such a run has one batch.
+    assert [len(batch) for _, batch in found] == [20]
+    found += source.run(source.stream())
+    assert [len(batch) for _, batch in found] == [20, 30]
+
+
+def test_available_now_ends_with_what_was_there_when_it_began(source: Source, conn: Connection) -> None:
+    send_many(conn, source.queue, 10)
+    forced_tick(conn, source.queue)
+    found: list[int] = []
+
+    def each(batch: DataFrame, number: int) -> None:
+        found.append(batch.count())
+        send_many(conn, source.queue, 10)
+        forced_tick(conn, source.queue)
+
+    frame = source.stream(startingAt="earliest")
+    query = frame.writeStream.foreachBatch(each).option("checkpointLocation", source.checkpoint)
+    assert query.trigger(availableNow=True).start().awaitTermination(60)
+    assert found == [10]
+
+
+def test_a_trigger_of_once_reads_everything(source: Source, conn: Connection) -> None:
+    for _ in range(3):
+        send_many(conn, source.queue, 10)
+        forced_tick(conn, source.queue)
+    box: Batches = []
+    query = source.start(source.stream(startingAt="earliest", maxTicksPerTrigger=1), box, once=True)
+    assert query.awaitTermination(60)
+    assert [len(batch) for _, batch in box] == ([30] if newest_spark() else [10])
+
+
+# --- One query for each consumer ----------------------------------------------------------------------
+
+
+def test_a_second_query_of_a_consumer_fails_and_names_it(source: Source, conn: Connection) -> None:
+    first = source.start(source.stream(), [])
+    first.processAllAvailable()
+    told = failure(source.run, source.stream(), checkpoint=source.checkpoint + "-second")
+    assert "consumer c of queue" in told
+    assert source.queue in told
+    assert "pgque-spark/" in told
+    assert first.isActive
+    source.run(source.stream(consumer="d"), checkpoint=source.checkpoint + "-third")
+
+
+def test_a_query_waits_for_the_connection_of_its_predecessor(
+    source: Source, conn: Connection, connect: Callable[..., Connection]
+) -> None:
+    holder = connect()
+    value(holder, "select pgque.open_stream(%s, 'c')", source.queue)
+    send(conn, source.queue, "x")
+    forced_tick(conn, source.queue)
+    threading.Timer(2, holder.close).start()
+    assert payloads(source.run(source.stream())) == ["x"]
+
+
+def test_a_stopped_query_gives_its_consumer_free(source: Source, conn: Connection) -> None:
+    for number in range(3):
+        box: Batches = []
+        query = source.start(source.stream(), box)
+        query.processAllAvailable()
+        send(conn, source.queue, str(number))
+        forced_tick(conn, source.queue)
+        query.processAllAvailable()
+        query.stop()
+        assert payloads(box) == [str(number)]
+
+
+# --- Loss ---------------------------------------------------------------------------------------------
+
+
+def lose(conn: Connection, queue: str) -> int:
+    """Move the consumer to the newest tick and rotate until the first tick is gone; return the earliest."""
+    value(conn, "select pgque.seek(%s, 'c', pgque.tick_for(%s, 'latest'))", queue, queue)
+    for _ in range(8):
+        send(conn, queue, "lost")
+        tick = forced_tick(conn, queue)
+        value(conn, "select pgque.seek(%s, 'c', %s)", queue, tick)
+        rotate(conn, queue)
+        value(conn, "select pgque.maint_rotate_tables_step2()")
+        forced_tick(conn, queue)
+    earliest: int = value(conn, "select pgque.tick_for(%s, 'earliest')", queue)
+    assert earliest > 1
+    return earliest
+
+
+def test_lost_messages_fail_the_query_and_are_named(source: Source, conn: Connection) -> None:
+    send(conn, source.queue, "a")
+    tick = forced_tick(conn, source.queue)
+    source.run(source.stream(startingAt="earliest"))
+    earliest = lose(conn, source.queue)
+    told = failure(source.run, source.stream())
+    assert f"behind tick {tick} of queue {source.queue} are lost" in told
+    assert str(earliest) in told
+    assert "failOnDataLoss" in told
+
+
+def test_lost_messages_are_passed_over_on_demand(source: Source, conn: Connection) -> None:
+    send(conn, source.queue, "a")
+    forced_tick(conn, source.queue)
+    source.run(source.stream(startingAt="earliest"))
+    lose(conn, source.queue)
+    send(conn, source.queue, "still there")
+    forced_tick(conn, source.queue)
+    found = payloads(source.run(source.stream(failOnDataLoss=False)))
+    assert "a" not in found
+    assert found[-1] == "still there"
+    send(conn, source.queue, "next")
+    forced_tick(conn, source.queue)
+    assert payloads(source.run(source.stream(failOnDataLoss=False))) == ["next"]
+
+
+def test_a_queue_that_was_made_anew_is_noticed(source: Source, conn: Connection) -> None:
+    for _ in range(5):
+        send(conn, source.queue, "old")
+        forced_tick(conn, source.queue)
+    source.run(source.stream(startingAt="earliest"))
+    value(conn, "select pgque.drop_queue(%s, true)", source.queue)
+    value(conn, "select pgque.create_queue(%s)", source.queue)
+    send(conn, source.queue, "new")
+    forced_tick(conn, source.queue)
+    assert "failOnDataLoss" in failure(source.run, source.stream())
+    assert payloads(source.run(source.stream(failOnDataLoss=False))) == ["new"]
+    send(conn, source.queue, "newer")
+    forced_tick(conn, source.queue)
+    assert payloads(source.run(source.stream())) == ["newer"]
+
+
+@pytest.mark.parametrize("how", [{}, {"startingAt": "earliest"}], ids=["latest", "earliest"])
+def test_a_queue_that_was_made_anew_and_has_passed_the_checkpoint_is_noticed(
+    source: Source, conn: Connection, how: dict[str, object]
+) -> None:
+    for _ in range(3):
+        send(conn, source.queue, "old")
+        forced_tick(conn, source.queue)
+    source.run(source.stream(startingAt="earliest"))
+    value(conn, "select pgque.drop_queue(%s, true)", source.queue)
+    value(conn, "select pgque.create_queue(%s)", source.queue)
+    for _ in range(9):
+        send(conn, source.queue, "new")
+        forced_tick(conn, source.queue)
+    assert "was made anew" in failure(source.run, source.stream(**how))
+
+
+def test_a_checkpoint_that_its_consumer_has_left_behind_is_noticed(source: Source, conn: Connection) -> None:
+    subscribe(conn, source.queue)
+    source.run(source.stream())
+    send(conn, source.queue, "passed")
+    forced_tick(conn, source.queue)
+    value(conn, "select pgque.seek(%s, 'c', pgque.tick_for(%s, 'latest'))", source.queue, source.queue)
+    send(conn, source.queue, "next")
+    forced_tick(conn, source.queue)
+    assert "stands at tick" in failure(source.run, source.stream())
+    assert payloads(source.run(source.stream(failOnDataLoss=False))) == ["passed", "next"]
+
+
+def test_a_batch_passes_over_what_is_lost_on_demand(source: Source, conn: Connection) -> None:
+    subscribe(conn, source.queue)
+    lose(conn, source.queue)
+    assert "tick not found: 1 " in failure(source.batch(startingAt=1).collect)
+    assert source.batch(startingAt=1, failOnDataLoss=False).count() == source.batch().count()
+    assert "tick not found" in failure(source.batch(startingAt=999_999, failOnDataLoss=False).collect)
+
+
+def test_a_queue_that_is_dropped_ends_the_query(
+    source: Source, conn: Connection, wait_until: Callable[..., None]
+) -> None:
+    query = source.start(source.stream(pollIntervalMs=50), [])
+    query.processAllAvailable()
+    value(conn, "select pgque.drop_queue(%s, true)", source.queue)
+    wait_until(lambda: not query.isActive, "the query ends", 30)
+    told = str(query.exception())
+    assert source.queue in told
+    assert "PgqueQueueNotFound" in told
+    value(conn, "select pgque.create_queue(%s)", source.queue)
+
+
+def test_a_consumer_that_is_dropped_ends_the_query(
+    source: Source, conn: Connection, wait_until: Callable[..., None]
+) -> None:
+    query = source.start(source.stream(), [])
+    query.processAllAvailable()
+    value(conn, "select pgque.unsubscribe(%s, 'c')", source.queue)
+    send(conn, source.queue)
+    forced_tick(conn, source.queue)
+    wait_until(lambda: not query.isActive, "the query ends", 30)
+    assert "PgqueConsumerNotFound" in str(query.exception())
+
+
+def test_rotation_under_a_running_query_loses_nothing(source: Source, conn: Connection) -> None:
+    box: Batches = []
+    query = source.start(source.stream(), box)
+    query.processAllAvailable()
+    configure(conn, source.queue, rotation_period="1 microsecond")
+    sent = 0
+    for _ in range(8):
+        for _ in range(10):
+            send(conn, source.queue, str(sent))
+            sent += 1
+        forced_tick(conn, source.queue)
+        value(conn, "select pgque.maint_rotate_tables_step1(%s)", source.queue)
+        value(conn, "select pgque.maint_rotate_tables_step2()")
+        query.processAllAvailable()
+    query.stop()
+    assert payloads(box) and Counter(payloads(box)) == Counter(str(n) for n in range(sent))
+    assert value(conn, "select pgque.tick_for(%s, 'earliest')", source.queue) > 1
+
+
+# --- Connections --------------------------------------------------------------------------------------
+
+
+def sessions(conn: Connection, queue: str) -> list[int]:
+    return column(
+        conn,
+        "select a.pid from pg_stat_activity as a where a.application_name = %s",
+        f"pgque-spark/{queue}/c",
+    )
+
+
+def test_the_query_lives_through_the_loss_of_its_connection(
+    source: Source, conn: Connection, wait_until: Callable[..., None]
+) -> None:
+    box: Batches = []
+    query = source.start(source.stream(), box)
+    for number in range(4):
+        query.processAllAvailable()
+        (pid,) = sessions(conn, source.queue)
+        value(conn, "select pg_terminate_backend(%s)", pid)
+        send(conn, source.queue, str(number))
+        forced_tick(conn, source.queue)
+        wait_until(lambda n=number: len(payloads(box)) == n + 1, "the message is read", 30)
+    assert query.isActive
+    # The new connection holds the consumer again.
+    with pytest.raises(psycopg.Error) as caught:
+        value(conn, "select pgque.open_stream(%s, 'c')", source.queue)
+    assert caught.value.sqlstate == "PQ006"
+    query.stop()
+    assert payloads(box) == ["0", "1", "2", "3"]
+
+
+def test_an_idle_query_has_one_connection_and_asks_little(
+    source: Source, conn: Connection, wait_until: Callable[..., None]
+) -> None:
+    conn.execute(f"alter role {source.role.name} set track_functions = 'all'".encode())
+    stream = source.spark.readStream.format("pgque").options(**source.options({"consumer": "c"})).load()
+    query = source.start(stream, [])
+    calls = (
+        "select coalesce(sum(s.calls), 0)::int from pg_stat_user_functions as s"
+        " where s.schemaname = 'pgque' and s.funcname in ('tick_for', 'next_tick', 'open_stream', 'seek')"
+    )
+    wait_until(lambda: value(conn, calls) > 0, "the query runs", 30)
+    assert value(conn, "select count(*) from pg_stat_activity where usename = %s", source.role.name) == 1
+    before, began = value(conn, calls), time.monotonic()
+    time.sleep(4)
+    made, took = value(conn, calls) - before, time.monotonic() - began
+    assert query.isActive
+    query.stop()
+    assert made > 0
+    # One query has two of these calls.
+    assert made / 2 / took < 10
+
+
+def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
+    source: Source, conn: Connection
+) -> None:
+    from pgque.spark import options
+    from pgque.spark.source import Window, read_window
+
+    send_many(conn, source.queue, 100)
+    tick = forced_tick(conn, source.queue)
+    subscribe(conn, source.queue)
+    given = options.parse(source.options({"consumer": "c", "fetchSize": 10}), options.STREAM_READ)
+    reading = read_window(given, Window(tick - 1, tick, 1, 0))
+    assert next(reading).num_rows == 10
+    (pid,) = sessions(conn, source.queue)
+    locks = (
+        "select count(*) from pg_locks where pid = %s and mode not in ('AccessShareLock', 'ExclusiveLock')"
+    )
+    assert value(conn, locks, pid) == 0
+    assert value(conn, "select state from pg_stat_activity where pid = %s", pid) == "idle in transaction"
+    assert sum(batch.num_rows for batch in reading) == 90
+    assert sessions(conn, source.queue) == []
+
+
+def test_the_reader_connects_only_when_it_is_asked(source: Source, conn: Connection) -> None:
+    import pickle
+
+    from pgque.spark import options
+    from pgque.spark.source import PgqueStreamReader
+
+    reader = PgqueStreamReader(options.parse(source.options({"consumer": "c"}), options.STREAM_READ))
+    pickle.loads(pickle.dumps(reader))  # noqa: S301
+    assert sessions(conn, source.queue) == []
+    assert reader.initialOffset() == reader.initialOffset()
+    assert len(sessions(conn, source.queue)) == 1
+    reader.stop()
+
+
+def test_a_position_that_cannot_be_moved_is_logged(
+    source: Source, conn: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pgque.spark import options
+    from pgque.spark.source import PgqueStreamReader
+
+    reader = PgqueStreamReader(options.parse(source.options({"consumer": "c"}), options.STREAM_READ))
+    reader.initialOffset()
+    with caplog.at_level(logging.WARNING, "pgque.spark"):
+        reader.commit({"tick": 999_999})
+    assert "was not moved to tick 999999" in caplog.text
+    reader.stop()
+
+
+# --- Secrets ------------------------------------------------------------------------------------------
+
+
+def test_a_password_is_nowhere_to_be_seen(
+    spark: SparkSession, source: Source, conn: Connection, scratch: Path
+) -> None:
+    from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+    parts = {k: v for k, v in conninfo_to_dict(source.role.dsn).items() if v is not None}
+    secret = "pw" + secrets.token_hex(8)
+    conn.execute(f"alter role {source.role.name} password '{secret}'".encode())
+    open_part = make_conninfo("", **{k: v for k, v in parts.items() if k != "password"})
+    send(conn, source.queue, "x")
+    forced_tick(conn, source.queue)
+    for url, password in ((open_part, secret), (make_conninfo(open_part, password=secret), "")):
+        frame = source.stream(url=url, password=password, startingAt="earliest")
+        query = source.start(frame, [], availableNow=True, checkpoint=source.checkpoint + "-" + password[:2])
+        assert query.awaitTermination(60)
+        batch = source.batch(url=url, password=password)
+        assert batch.count() == 1
+        seen = [
+            batch._jdf.queryExecution().toString(),
+            str(query.lastProgress),
+            query._jsq.explainInternal(True),
+            failure(source.batch(url=url, password=password, queue="nix").collect),
+            failure(source.run, source.stream(url=url, password=password, queue="nix")),
+            failure(source.batch(url=url + " port=1", password=password).collect),
+            failure(
+                lambda u=url, p=password: source.batch(url=f"{u} nonsense {secret}", password=p).collect()
+            ),
+            failure(source.batch, url=url, password=password, nonsense=1),
+        ]
+        for text in seen:
+            assert secret not in text
+    for file in (*Path(source.checkpoint).parent.rglob("*"),):
+        if file.is_file() and "local" not in file.parts:
+            assert secret.encode() not in file.read_bytes(), file

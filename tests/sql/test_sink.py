@@ -1,0 +1,1563 @@
+"""Sending by INSERT and COPY into the views, once per part of an epoch, and by staged epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.types.json import Jsonb
+
+from sql.helpers import (
+    Connection,
+    Message,
+    dead_tuples,
+    drain,
+    forced_tick,
+    leaf,
+    move_clock,
+    payloads,
+    pump,
+    receive,
+    refused,
+    rotate,
+    rows,
+    send,
+    subscribe,
+    tick,
+    value,
+)
+
+VIEWS = pytest.mark.parametrize("view", ["sink", "sink_bulk"])
+ISOLATIONS = pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+OLD = pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+
+BAD_HEADERS = ["", "x", "1", '"a"', "[]", "null", '{"a": 1', '{"a": "\\u0000"}', '{"a": 1e1000000}']
+
+
+def insert(conn: Connection, view: str, *records: dict[str, Any]) -> int:
+    """Insert rows with one statement; return how many the server says were inserted."""
+    names = list(records[0])
+    statement = sql.SQL("insert into pgque.{} ({}) values {}").format(
+        sql.Identifier(view),
+        sql.SQL(", ").join(map(sql.Identifier, names)),
+        sql.SQL(", ").join(
+            [sql.SQL("({})").format(sql.SQL(", ").join([sql.Placeholder()] * len(names)))] * len(records)
+        ),
+    )
+    return conn.execute(statement, [record[name] for record in records for name in names]).rowcount
+
+
+def copy(
+    conn: Connection, table: str, names: str, records: Iterable[Sequence[Any]], types: Sequence[str] = ()
+) -> int:
+    """COPY rows into a view or table of pgque, binary if types are given; return how many were stored."""
+    how = " (format binary)" if types else ""
+    with conn.cursor() as cursor:
+        with cursor.copy(f"copy {table} ({names}) from stdin{how}".encode()) as stream:
+            if types:
+                stream.set_types(list(types))
+            for record in records:
+                stream.write_row(list(record))
+        return cursor.rowcount
+
+
+def part_of(
+    queue: str, payload: str, epoch: int = 0, part: int = 0, parts: int | None = None
+) -> dict[str, Any]:
+    """One row of a part of an epoch, for the sink of the queue's name."""
+    return {
+        "queue": queue,
+        "payload": payload,
+        "sink_id": queue,
+        "epoch": epoch,
+        "part": part,
+        "parts": parts,
+    }
+
+
+def begin(conn: Connection, sink: str | None, epoch: int | None = 0) -> tuple[uuid.UUID, str]:
+    """Begin an attempt; return it and the table to copy into."""
+    ((attempt, stage),) = rows(conn, "select attempt, stage from pgque.sink_begin(%s, %s)", sink, epoch)
+    return attempt, stage
+
+
+def stage(conn: Connection, sink: str, queue: str, texts: Iterable[str], epoch: int | None = 0) -> uuid.UUID:
+    """Stage payloads as a task does; return the attempt."""
+    attempt, table = begin(conn, sink, epoch)
+    copy(
+        conn, table, "attempt, n, queue, payload", ((attempt, n, queue, text) for n, text in enumerate(texts))
+    )
+    return attempt
+
+
+def commit(
+    conn: Connection, sink: str, attempts: Sequence[Any], count: int | None, epoch: int | None = 0
+) -> str:
+    """Commit an epoch."""
+    done: str = value(
+        conn, "select pgque.sink_commit(%s, %s, %s::uuid[], %s)", sink, epoch, list(attempts), count
+    )
+    return done
+
+
+def numbers(count: int, first: int = 0) -> list[str]:
+    return [str(n) for n in range(first, first + count)]
+
+
+def sent_back(conn: Connection, queue: str) -> list[Message]:
+    """Tick and receive everything there is, leaving the batch open."""
+    forced_tick(conn, queue)
+    return receive(conn, queue, count=100_000)
+
+
+def sent_texts(conn: Connection, queue: str) -> list[str | None]:
+    """Tick, receive and ack everything; return the payloads."""
+    forced_tick(conn, queue)
+    return payloads(conn, queue, count=100_000)
+
+
+def staged_bytes(conn: Connection) -> int:
+    """Bytes of what is staged."""
+    return int(
+        value(
+            conn,
+            "select sum(pg_relation_size(c.oid)) from pg_class as c"
+            " where c.relnamespace = 'pgque'::regnamespace and c.relname ~ '^sink_(stage|attempt)_[01]$'",
+        )
+    )
+
+
+def epoch_bytes(conn: Connection) -> list[int]:
+    return [value(conn, f"select pg_relation_size('pgque.sink_epoch_{n}')") for n in (0, 1)]
+
+
+def compact_early(conn: Connection) -> None:
+    """Let the leaves of stage and epochs turn when they hold anything, not many megabytes."""
+    for name, limit in (("_compact_stage", "67108864"), ("_compact_epochs", "4194304")):
+        ((source,),) = rows(
+            conn,
+            "select pg_get_functiondef(p.oid) from pg_proc as p"
+            " where p.pronamespace = 'pgque'::regnamespace and p.proname = %s",
+            name,
+        )
+        assert source.count(limit) == 1
+        conn.execute(source.replace(limit, "0").encode())
+
+
+def maintain(conn: Connection, calls: int = 3) -> None:
+    """Maintain the shared tables; unlike maint() this fails when a step of it does."""
+    for _ in range(calls):
+        value(conn, "select pgque.maint_tables()")
+
+
+def turn_stage(conn: Connection, calls: int = 1) -> None:
+    """Stage more dead rows than there are live ones, so that the leaf turns; then compact."""
+    sink = f"dead {uuid.uuid4()}"
+    for _ in range(8):
+        stage(conn, sink, "q", ["dead"])
+    assert commit(conn, sink, [], 0) == "applied"
+    maintain(conn, calls)
+
+
+@pytest.fixture
+def ready(own: Connection) -> Connection:
+    """A database of its own with a queue q and a consumer c, that compacts early."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    compact_early(own)
+    turn_stage(own, 4)
+    assert staged_bytes(own) == 0
+    return own
+
+
+# --- the views --------------------------------------------------------------------------------------------
+
+
+@VIEWS
+def test_a_row_is_a_message_of_the_default_type(conn: Connection, subscribed: str, view: str) -> None:
+    assert insert(conn, view, {"queue": subscribed, "payload": "x"}) == 1
+    (message,) = sent_back(conn, subscribed)
+    assert (message.type, message.payload) == ("default", "x")
+    assert [message.headers, message.extra1, message.payload_bytes, message.key] == [None] * 4
+    assert message.retry_count == 0
+    assert value(conn, "select clock_timestamp() - %s < '1 minute'", message.created_at)
+
+
+@VIEWS
+def test_every_column_travels_with_the_message(conn: Connection, subscribed: str, view: str) -> None:
+    record: dict[str, Any] = {
+        "queue": subscribed,
+        "type": " Ty'pe\\ ",
+        "payload": ' é 😀 \\n \n\t {"a":  1}',
+        "headers": ' {"b": [1, null],  "a": "😀"} ',
+    }
+    if view == "sink":
+        record["partition_key"] = "key %s %I"
+    insert(conn, view, record)
+    (message,) = sent_back(conn, subscribed)
+    assert (message.type, message.payload) == (record["type"], record["payload"])
+    assert message.headers == {"a": "😀", "b": [1, None]}
+    assert message.extra1 == record.get("partition_key")
+
+
+def test_bytes_travel_in_a_column_of_their_own(conn: Connection, subscribed: str) -> None:
+    insert(conn, "sink", {"queue": subscribed, "payload_bytes": bytes(range(256))})
+    insert(conn, "sink", {"queue": subscribed, "payload_bytes": b""})
+    first, second = sent_back(conn, subscribed)
+    assert (first.payload, first.payload_bytes) == (None, bytes(range(256)))
+    assert (second.payload, second.payload_bytes) == (None, b"")
+
+
+@VIEWS
+def test_a_null_payload_and_an_empty_one_are_kept_apart(conn: Connection, subscribed: str, view: str) -> None:
+    insert(conn, view, *({"queue": subscribed, "payload": p} for p in (None, "")))
+    assert sent_texts(conn, subscribed) == [None, ""]
+
+
+@VIEWS
+def test_rows_of_one_statement_keep_their_order(conn: Connection, subscribed: str, view: str) -> None:
+    insert(conn, view, *({"queue": subscribed, "payload": p} for p in "hgfedcba"))
+    done = conn.execute(
+        f"insert into pgque.{view} (queue, payload) select %s, g::text from generate_series(1, 3000) as g"
+        " order by g %% 7, -g".encode(),
+        [subscribed],
+    )
+    assert done.rowcount == 3_000
+    found = sent_back(conn, subscribed)
+    assert [m.msg_id for m in found] == list(range(found[0].msg_id, found[0].msg_id + 3_008))
+    expected = sorted(range(1, 3_001), key=lambda g: (g % 7, -g))
+    assert [m.payload for m in found] == [*"hgfedcba", *map(str, expected)]
+
+
+@VIEWS
+def test_one_statement_sends_to_several_queues(
+    conn: Connection, new_queue: Callable[..., str], view: str
+) -> None:
+    names = [new_queue(), new_queue(f"{view} \\ \"quoted\" 'name' %s %I"), new_queue()]
+    for name in names:
+        subscribe(conn, name)
+    insert(conn, view, *({"queue": names[n % 3], "payload": str(n)} for n in range(300)))
+    for n, name in enumerate(names):
+        assert sent_texts(conn, name) == [str(i) for i in range(n, 300, 3)]
+
+
+@VIEWS
+def test_an_expression_of_a_row_runs_once(conn: Connection, subscribed: str, view: str) -> None:
+    conn.execute("create temp sequence once minvalue 0 start 0")
+    conn.execute(
+        (
+            f"insert into pgque.{view} (queue, type, payload, headers) values "
+            + ", ".join(
+                ["(substr(%(q)s, 1, 500 + 0 * nextval('once')::int), nextval('once')::text,"
+                " nextval('once')::text, jsonb_build_object('n', nextval('once'))::text)"] * 2
+            )
+        ).encode(),
+        {"q": subscribed},
+    )  # fmt: skip
+    conn.execute(
+        f"insert into pgque.{view} (payload, headers, queue, type)"
+        " select nextval('once'), jsonb_build_object('n', nextval('once')), %s, nextval('once') + 0 * random()"
+        " from generate_series(1, 100)".encode(),
+        [subscribed],
+    )
+    assert value(conn, "select last_value from once") == 307
+    found = sent_back(conn, subscribed)
+    seen = [int(str(v)) for m in found for v in (m.type, m.payload, m.headers["n"])]
+    assert len(found) == 102
+    assert sorted(seen) == [n for n in range(308) if n not in (0, 4)]
+
+
+@VIEWS
+def test_a_prepared_statement_sees_what_became_of_its_queue(
+    conn: Connection, new_queue: Callable[..., str], view: str
+) -> None:
+    queue = new_queue()
+    statement = f"insert into pgque.{view} (queue, payload) values (%s, %s)".encode()
+
+    def put(payload: str) -> None:
+        conn.execute(statement, [queue, payload], prepare=True)
+
+    for n in range(8):
+        put(str(n))
+    value(conn, "select pgque.pause(%s)", queue)
+    refused("PQ013", put, "paused")
+    value(conn, "select pgque.resume(%s)", queue)
+    value(conn, "select pgque.drop_queue(%s)", queue)
+    refused("PQ001", put, "dropped")
+    value(conn, "select pgque.create_queue(%s)", queue)
+    subscribe(conn, queue)
+    put("again")
+    assert sent_texts(conn, queue) == ["again"]
+
+
+@VIEWS
+def test_a_queue_made_while_a_statement_runs_gets_its_row_or_is_not_known(
+    conn: Connection,
+    new_queue: Callable[..., str],
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    view: str,
+) -> None:
+    blocker = transaction()
+    blocker.execute("select pg_advisory_xact_lock(77)")
+    statement = f"insert into pgque.{view} (queue, payload) select %s, pg_advisory_xact_lock_shared(77)"
+    writer = background(lambda c: rows(c, statement, "made meanwhile " + view))
+    wait_for_lock(writer.pid)
+    queue = new_queue("made meanwhile " + view)
+    subscribe(conn, queue)
+    blocker.execute("commit")
+    try:
+        writer.result()
+    except psycopg.Error as error:
+        assert error.sqlstate == "PQ001"
+        assert sent_texts(conn, queue) == []
+    else:
+        assert sent_texts(conn, queue) == [""]
+
+
+def test_the_sink_returns_what_was_inserted(conn: Connection, subscribed: str) -> None:
+    found = rows(
+        conn,
+        "insert into pgque.sink (queue, payload) values (%s, 'x'), (%s, 'y') returning queue, type, payload",
+        subscribed,
+        subscribed,
+    )
+    assert found == [(subscribed, None, "x"), (subscribed, None, "y")]
+    assert sent_texts(conn, subscribed) == ["x", "y"]
+
+
+def test_what_sink_bulk_can_not_do_is_refused_and_sends_nothing(conn: Connection, subscribed: str) -> None:
+    conn.execute("create temp table t as select 1 as a")
+    for statement in (
+        "insert into pgque.sink_bulk (queue) values (%s) returning queue",
+        "insert into pgque.sink_bulk (queue) values (%s) on conflict do nothing",
+        "with d as (delete from t returning a) insert into pgque.sink_bulk (queue, payload) select %s, d.a from d",
+    ):
+        refused("0A000", rows, conn, statement, subscribed)
+    assert sent_texts(conn, subscribed) == []
+    assert value(conn, "select count(*) from t") == 1
+
+
+def test_rows_that_a_statement_deletes_elsewhere_become_messages(conn: Connection, subscribed: str) -> None:
+    conn.execute("create temp table t as select g as a from generate_series(1, 50) as g")
+    conn.execute(
+        "with d as (delete from t where a %% 2 = 0 returning a)"
+        " insert into pgque.sink (queue, payload) select %s, d.a from d order by d.a",
+        [subscribed],
+    )
+    assert sent_texts(conn, subscribed) == [str(n) for n in range(2, 51, 2)]
+    assert value(conn, "select count(*) from t") == 25
+
+
+@VIEWS
+def test_copy_sends_as_text_as_csv_and_binary(conn: Connection, subscribed: str, view: str) -> None:
+    names = "queue, type, payload, headers"
+    records = [(subscribed, "t", f" {n}\t\\N\n", '{"n": "é"}') for n in range(300)]
+    records[7] = (subscribed, None, None, None)  # type: ignore[assignment]
+    assert copy(conn, f"pgque.{view}", names, records) == 300
+    assert copy(conn, f"pgque.{view}", names, records, ["text"] * 4) == 300
+    with conn.cursor().copy(
+        f"copy pgque.{view} (payload, queue) from stdin (format csv, encoding 'LATIN1')".encode()
+    ) as stream:
+        stream.write(f'"é,""x""","{subscribed}"\n'.encode("latin-1"))
+    found = sent_back(conn, subscribed)
+    assert [m.msg_id for m in found] == list(range(found[0].msg_id, found[0].msg_id + 601))
+    expected = [(r[1] or "default", r[2], {"n": "é"} if r[3] else None) for r in records]
+    assert [(m.type, m.payload, m.headers) for m in found] == [
+        *expected,
+        *expected,
+        ("default", 'é,"x"', None),
+    ]
+
+
+def test_copy_takes_bytes_and_keys(conn: Connection, subscribed: str) -> None:
+    records = [(subscribed, bytes([n, 0, 255]), f"k{n}") for n in range(100)]
+    for types in ([], ["text", "bytea", "text"]):
+        copy(conn, "pgque.sink", "queue, payload_bytes, partition_key", records, types)
+    assert [(m.payload_bytes, m.extra1) for m in sent_back(conn, subscribed)] == [r[1:] for r in records] * 2
+
+
+@VIEWS
+@pytest.mark.parametrize("how", ["insert", "copy"])
+def test_one_bad_row_keeps_the_others_from_being_sent(
+    conn: Connection, new_queue: Callable[..., str], subscribed: str, view: str, how: str
+) -> None:
+    paused = new_queue()
+    value(conn, "select pgque.pause(%s)", paused)
+
+    def put(*records: tuple[str | None, str | None]) -> None:
+        if how == "copy":
+            copy(conn, f"pgque.{view}", "queue, headers", records)
+        else:
+            insert(conn, view, *({"queue": q, "headers": h} for q, h in records))
+
+    good = (subscribed, None)
+    unknown = f"no \"{subscribed}\" 'q' %s %I \\"
+    bad: list[tuple[str, str | None, str | None]] = [
+        ("PQ001", unknown, None),
+        ("PQ001", None, None),
+        ("PQ001", "", None),
+        ("PQ001", "x" * 100_000, None),
+        ("PQ013", paused, None),
+        *(("PQ005", subscribed, headers) for headers in BAD_HEADERS),
+    ]
+    for sqlstate, name, headers in bad:
+        for at in range(3):
+            records: list[tuple[str | None, str | None]] = [good, good]
+            records.insert(at, (name, headers))
+            error = refused(sqlstate, put, *records)
+            assert (name or "") in (error.diag.message_primary or "").replace('""', '"')
+        refused(sqlstate, put, (name, headers))
+    assert sent_texts(conn, subscribed) == []
+    value(conn, "select pgque.resume(%s)", paused)
+    assert tick(conn, paused) is None
+    put(good)
+    assert sent_texts(conn, subscribed) == [None]
+
+
+def test_a_message_has_text_or_bytes_but_not_both(conn: Connection, subscribed: str) -> None:
+    both = {"payload": "", "payload_bytes": b""}
+    assert subscribed in str(refused("PQ005", insert, conn, "sink", {"queue": subscribed, **both}))
+    error = refused_with_pgque_error(insert, conn, "sink", {"queue": None, **both})
+    assert error.sqlstate in ("PQ001", "PQ005")
+    assert sent_texts(conn, subscribed) == []
+
+
+def refused_with_pgque_error(call: Callable[..., Any], *args: Any) -> psycopg.Error:
+    with pytest.raises(psycopg.Error) as caught:
+        call(*args)
+    assert str(caught.value.sqlstate).startswith("PQ"), f"{caught.value.sqlstate}: {caught.value}"
+    return caught.value
+
+
+@VIEWS
+def test_nothing_destroys_or_changes_a_view(
+    conn: Connection, writer: Any, subscribed: str, view: str
+) -> None:
+    insert(conn, view, {"queue": subscribed, "payload": "x"})
+    with psycopg.connect(writer.dsn, autocommit=True) as w:
+        assert rows(w, f"select * from pgque.{view}") == []
+        assert rows(w, f"select 1 from pgque.{view} where 1 = 0") == []
+        for role in (w, conn):
+            for statement, states in (
+                (f"update pgque.{view} set payload = 'y'", ("42501", "55000")),
+                (f"delete from pgque.{view}", ("42501", "55000")),
+                (f"truncate pgque.{view}", ("42501", "42809")),
+                (f"drop table pgque.{view}", ("42501", "42809")),
+                (f"create table pgque.{view} (queue text)", ("42501", "42P07")),
+                (f"create table if not exists pgque.{view} (queue text)", ("42501", None)),
+                (f"lock table pgque.{view}", ("42501", None)),
+                (f"copy pgque.{view} to stdout", ("42809",)),
+            ):
+                try:
+                    with role.transaction(force_rollback=True):
+                        role.execute(statement.encode())
+                except psycopg.Error as error:
+                    assert error.sqlstate in states, (statement, error)
+                else:
+                    assert None in states and role is conn, statement
+        for statement in (
+            f"drop view pgque.{view}",
+            f"create or replace view pgque.{view} as select 1 as queue",
+            f"alter view pgque.{view} rename to gone",
+            f"create rule r as on delete to pgque.{view} do instead nothing",
+            f"create trigger t instead of delete on pgque.{view} for each row execute function pgque._sink_row()",
+        ):
+            refused("42501", rows, w, statement)
+    assert sent_texts(conn, subscribed) == ["x"]
+
+
+def test_a_writer_does_all_of_it_and_reads_no_message(
+    conn: Connection, writer: Any, new_queue: Callable[..., str], subscribed: str
+) -> None:
+    later = new_queue()
+    subscribe(conn, later)
+    with psycopg.connect(writer.dsn, autocommit=True) as w:
+        for queue in (subscribed, later):
+            for view in ("sink", "sink_bulk"):
+                insert(w, view, {"queue": queue, "type": "t", "payload": "1", "headers": "{}"})
+                w.execute(
+                    f"insert into pgque.{view} (queue, payload) select %s, '2'".encode(),
+                    [queue],
+                    prepare=True,
+                )
+                copy(w, f"pgque.{view}", "queue, payload", [(queue, "3")])
+                copy(w, f"pgque.{view}", "queue, payload", [(queue, "4")], ["text", "text"])
+            insert(w, "sink", part_of(queue, "5"))
+            attempt = stage(w, queue, queue, ["6", "7"], 1)
+            assert commit(w, queue, [attempt], 2, 1) == "applied"
+            assert sent_texts(conn, queue) == [*"1234123456", "7"]
+        attempt, table = begin(w, subscribed, 2)
+        copy(w, table, "attempt, n, queue, payload", [(attempt, 0, subscribed, "secret")])
+        ((event_table,),) = rows(conn, "select pgque.current_event_table(%s)", subscribed)
+        tables = [f"pgque.sink_{kind}_{n}" for kind in ("stage", "attempt", "epoch") for n in (0, 1)]
+        for relation in (*tables, "pgque.event", event_table, "pgque.queue", "pgque.dead_letter"):
+            refused("42501", rows, w, f"select count(*) from {relation}")
+            refused("42501", rows, w, f"copy {relation} to stdout")
+            for statement in ("delete from", "truncate"):
+                refused("42501", rows, w, f"{statement} {relation}")
+        for n in (0, 1):
+            row = f"insert into pgque.sink_stage_{n} (attempt, n, queue) values ('{attempt}', 9, 'q')"
+            refused("42501", rows, w, row + " returning payload")
+            refused("42501", rows, w, row + " on conflict (attempt, n) do update set payload = 'y'")
+            refused(
+                "42501",
+                rows,
+                w,
+                f"insert into pgque.sink_attempt_{n} select gen_random_uuid(), 's', 1, now()",
+            )
+            refused(
+                "42501",
+                rows,
+                w,
+                f"insert into pgque.sink_epoch_{n} (sink_id, epoch, part) values ('s', 1, -1)",
+            )
+        for statement in (
+            "select nextval('pgque.sink_leaf')",
+            "update pgque.journal set journal_cur = 1",
+            f"select setval(q.queue_event_seq, 1) from pgque.queue as q where '{subscribed}' <> ''",
+            "select pgque.maint_tables()",
+            "select pgque._claim_part('s', 0, 0, 1)",
+        ):
+            refused("42501", rows, w, statement)
+
+
+@pytest.mark.parametrize("role", ["reader", "nobody"])
+def test_who_may_not_write_can_not_use_the_sinks(
+    subscribed: str, request: pytest.FixtureRequest, role: str
+) -> None:
+    with psycopg.connect(request.getfixturevalue(role).dsn, autocommit=True) as r:
+        for view in ("sink", "sink_bulk"):
+            refused("42501", insert, r, view, {"queue": subscribed})
+            refused("42501", copy, r, f"pgque.{view}", "queue", [(subscribed,)])
+            refused("42501", rows, r, f"select * from pgque.{view}")
+        refused("42501", begin, r, subscribed)
+        refused("42501", commit, r, subscribed, [], 0)
+        for n in (0, 1):
+            refused(
+                "42501",
+                copy,
+                r,
+                f"pgque.sink_stage_{n}",
+                "attempt, n, queue",
+                [(uuid.uuid4(), 0, subscribed)],
+            )
+
+
+# --- old snapshots, rotations, restores -------------------------------------------------------------------
+
+
+def turn(conn: Connection, queue: str) -> None:
+    """Send, deliver and rotate once, in transactions of their own."""
+    send(conn, queue, "between")
+    tick(conn, queue)
+    drain(conn, queue)
+    assert rotate(conn, queue) == 1
+    forced_tick(conn, queue)
+    drain(conn, queue)
+
+
+WAYS: dict[str, Callable[[Connection, str], object]] = {
+    "sink": lambda c, q: insert(c, "sink", {"queue": q, "payload": "old"}),
+    "sink_bulk": lambda c, q: insert(c, "sink_bulk", {"queue": q, "payload": "old"}),
+    "part": lambda c, q: insert(c, "sink", part_of(q, "old")),
+    "copy": lambda c, q: copy(c, "pgque.sink", "queue, payload", [(q, "old")]),
+    "copy bulk": lambda c, q: copy(c, "pgque.sink_bulk", "queue, payload", [(q, "old")]),
+}
+
+
+@ISOLATIONS
+def test_a_row_written_with_a_snapshot_older_than_rotations_is_delivered_or_refused(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    for way, rotations in [*zip(WAYS, (1, 2, 3, 2, 1), strict=True), ("sink", 3), ("sink_bulk", 1)]:
+        producer = transaction(isolation)
+        for _ in range(rotations):
+            turn(conn, subscribed)
+        try:
+            WAYS[way](producer, subscribed)
+            forced_tick(conn, subscribed)
+            drain(conn, subscribed)
+            rotate(conn, subscribed)
+            producer.execute("commit")
+        except psycopg.errors.SerializationFailure:
+            assert isolation != "read committed"
+            producer.execute("rollback")
+            WAYS[way](producer, subscribed)
+        for _ in range(4):
+            rotate(conn, subscribed)
+        tick(conn, subscribed)
+        for _ in range(4):
+            rotate(conn, subscribed)
+        assert payloads(conn, subscribed) == ["old"], (way, rotations)
+
+
+@VIEWS
+@OLD
+def test_a_writer_that_began_before_rotations_and_goes_on_loses_nothing(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], view: str, isolation: str
+) -> None:
+    producer = transaction(isolation)
+    insert(producer, view, {"queue": subscribed, "payload": "0"})
+    for number in (1, 2, 3):
+        send(conn, subscribed, "between")
+        tick(conn, subscribed)
+        drain(conn, subscribed)
+        rotate(conn, subscribed)
+        insert(producer, view, {"queue": subscribed, "payload": str(number)})
+    producer.execute("commit")
+    for _ in range(3):
+        rotate(conn, subscribed)
+    tick(conn, subscribed)
+    rotate(conn, subscribed)
+    assert payloads(conn, subscribed, count=3) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("way", ["sink", "sink_bulk", "staged"])
+def test_a_writer_stopped_between_reading_the_queue_and_storing_is_delivered(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    way: str,
+) -> None:
+    turn(conn, subscribed)
+    send(conn, subscribed, "between")
+    attempts = [stage(conn, subscribed, subscribed, ["old"])] if way == "staged" else []
+    blocker = transaction()
+    blocker.execute(f"lock table {leaf(conn, subscribed)} in share mode".encode())
+    if way == "staged":
+        stopped = background(lambda c: commit(c, subscribed, attempts, 1))
+    else:
+        stopped = background(lambda c: WAYS[way](c, subscribed))
+    wait_for_lock(stopped.pid)
+    for _ in range(2):
+        forced_tick(conn, subscribed)
+        drain(conn, subscribed)
+        assert rotate(conn, subscribed) == 1
+        send(conn, subscribed, "between")
+    forced_tick(conn, subscribed)
+    drain(conn, subscribed)
+    blocker.execute("commit")
+    stopped.result()
+    for _ in range(3):
+        rotate(conn, subscribed)
+    tick(conn, subscribed)
+    for _ in range(3):
+        rotate(conn, subscribed)
+    assert payloads(conn, subscribed) == ["old"]
+
+
+def test_a_row_opens_a_queue_that_came_out_of_a_dump(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    attempts: dict[str, uuid.UUID] = {}
+    ways: dict[str, Callable[[Connection, str], object]] = {
+        **WAYS,
+        "staged": lambda c, q: commit(c, q, [attempts[q]], 1),
+    }
+    for way in ways:
+        value(own, "select pgque.create_queue(%s)", way)
+        for name in ("c", "other"):
+            subscribe(own, way, name)
+        send(own, way, "before")
+        attempts[way] = stage(own, way, way, ["old"])
+    # What loading a dump does to the row.
+    own.execute("update pgque.queue set queue_xid = '7'")
+    for way, do in ways.items():
+        stale = transaction("repeatable read", own_dsn)
+        refused("25000", do, stale, way)
+        stale.execute("rollback")
+        do(own, way)
+        insert(own, "sink_bulk", {"queue": way, "payload": "later"})
+    pump(own)
+    for way in ways:
+        forced_tick(own, way)
+        for name in ("c", "other"):
+            assert sorted(map(str, payloads(own, way, name))) == ["before", "later", "old"], way
+
+
+# --- parts of epochs --------------------------------------------------------------------------------------
+
+
+def test_a_part_that_was_written_is_left_out_whole_when_it_comes_again(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    first = [part_of(subscribed, p, 3, 1, 2) for p in "abc"]
+    with conn.transaction():
+        assert [insert(conn, "sink", r) for r in first] == [1, 1, 1]
+    replay = connect()
+    with replay.transaction():
+        assert [insert(replay, "sink", r) for r in first] == [0, 0, 0]
+        assert insert(replay, "sink", *first) == 0
+        assert insert(replay, "sink", *(r | {"part": 0} for r in first)) == 3
+    third = connect()
+    names = "queue, payload, sink_id, epoch, part"
+    copied = [(subscribed, "x", subscribed, 3, n % 2) for n in range(10)]
+    copy(third, "pgque.sink", names, copied)
+    copy(connect(), "pgque.sink", names, [(*r[:4], 2) for r in copied])
+    assert sent_texts(conn, subscribed) == [*"abcabc", *"x" * 10]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_twins_follow_each_other_and_one_of_them_writes(
+    subscribed: str,
+    conn: Connection,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    end: str,
+) -> None:
+    first = transaction()
+    insert(first, "sink", part_of(subscribed, "first"))
+    second = background(
+        lambda c: [insert(c, "sink", part_of(subscribed, p)) for p in ("second", "second too")], transaction()
+    )
+    wait_for_lock(second.pid)
+    insert(first, "sink", part_of(subscribed, "first too"))
+    first.execute(end.encode())
+    written = second.result()
+    second.connection.execute("commit")
+    if end == "commit":
+        assert written == [0, 0]
+        assert sent_texts(conn, subscribed) == ["first", "first too"]
+    else:
+        assert written == [1, 1]
+        assert sent_texts(conn, subscribed) == ["second", "second too"]
+
+
+def test_parts_of_one_epoch_do_not_wait_for_each_other(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    tasks = [transaction() for _ in range(4)]
+    for n, task in enumerate(tasks):
+        task.execute("set lock_timeout = '5s'")
+        insert(task, "sink", part_of(subscribed, str(n), 0, n, 4))
+    for task in reversed(tasks):
+        task.execute("commit")
+    assert sent_texts(conn, subscribed) == numbers(4)
+
+
+def test_one_transaction_writes_several_parts_row_by_row(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    insert(conn, "sink", part_of(subscribed, "other", 0, 2))
+    work = [part_of(subscribed, str(n), 0, n % 3) for n in range(30)]
+    kept = [str(n) for n in range(30) if n % 3 != 2]
+    task = connect()
+    with task.transaction():
+        for record in work[:10]:
+            assert insert(task, "sink", record) == (record["part"] != 2)
+        assert insert(task, "sink", *work[10:20]) == 7
+        names = "queue, payload, sink_id, epoch, part"
+        copy(task, "pgque.sink", names, [[r[n] for n in names.split(", ")] for r in work[20:]])
+    replay = connect()
+    assert insert(replay, "sink", *work) == 0
+    assert sent_texts(conn, subscribed) == ["other", *kept]
+
+
+def test_many_parts_in_turn_lose_no_row(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    statement = (
+        "insert into pgque.sink (queue, payload, sink_id, epoch, part)"
+        " select %s, g::text, %s, 0, g %% 600 from generate_series(0, 1499) as g"
+    )
+    with conn.transaction():
+        assert conn.execute(statement, [subscribed, subscribed]).rowcount == 1_500
+        assert insert(conn, "sink", part_of(subscribed, "last", 0, 0)) == 1
+    assert connect().execute(statement, [subscribed, subscribed]).rowcount == 0
+    refused("PQ016", insert, conn, "sink", part_of(subscribed, "autocommit", 0, 0))
+    refused("PQ016", insert, conn, "sink", part_of(subscribed, "autocommit", 0, 599))
+    assert sent_texts(conn, subscribed) == [*numbers(1_500), "last"]
+
+
+def test_a_part_in_more_than_one_transaction_is_refused_every_time(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    one, two = (part_of(subscribed, p) for p in ("1", "2"))
+    assert insert(conn, "sink", one) == 1
+    error = refused("PQ016", insert, conn, "sink", two)
+    assert subscribed in str(error) and "isolationLevel" in str(error.diag.message_hint)
+    refused("PQ016", insert, conn, "sink", two)
+    for _ in range(2):
+        retry = connect()
+        assert insert(retry, "sink", one) == 0
+        refused("PQ016", insert, retry, "sink", two)
+        refused("PQ016", insert, retry, "sink", one)
+    assert insert(conn, "sink", one | {"part": 1}) == 1
+    assert sent_texts(conn, subscribed) == ["1", "1"]
+
+
+def test_a_part_whose_transaction_failed_is_written_by_the_same_session(
+    conn: Connection, subscribed: str
+) -> None:
+    refused("PQ001", insert, conn, "sink", part_of(subscribed, "x") | {"queue": "no " + subscribed})
+    with pytest.raises(ZeroDivisionError), conn.transaction():
+        insert(conn, "sink", part_of(subscribed, "x"), part_of(subscribed, "y", part=1))
+        raise ZeroDivisionError
+    with conn.transaction():
+        assert insert(conn, "sink", part_of(subscribed, "1"), part_of(subscribed, "2", part=1)) == 2
+        assert insert(conn, "sink", part_of(subscribed, "3")) == 1
+    assert sent_texts(conn, subscribed) == ["1", "2", "3"]
+
+
+def test_a_replay_with_another_number_of_parts_is_refused(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    insert(conn, "sink", part_of(subscribed, "a", 0, 0, 2))
+    for part in (0, 1, 3):
+        error = refused("PQ016", insert, connect(), "sink", part_of(subscribed, "b", 0, part, 4))
+        assert "2" in str(error) and "4" in str(error)
+    assert insert(connect(), "sink", part_of(subscribed, "b", 0, 1, 2)) == 1
+    assert insert(connect(), "sink", part_of(subscribed, "c", 1, 0, 4)) == 1
+    assert sent_texts(conn, subscribed) == ["a", "b", "c"]
+
+
+def test_an_epoch_older_than_the_newest_is_refused(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    for epoch in (0, 7, 7):
+        insert(connect(), "sink", part_of(subscribed, str(epoch), epoch))
+    error = refused("PQ016", insert, connect(), "sink", part_of(subscribed, "late", 6))
+    assert "7" in str(error) and subscribed in str(error)
+    refused("PQ016", insert, connect(), "sink", part_of(subscribed, "late", 6, 5))
+    refused("PQ016", begin, conn, subscribed, 6)
+    refused("PQ016", commit, conn, subscribed, [], 0, 6)
+    assert insert(conn, "sink", part_of(subscribed, "other", 0) | {"sink_id": subscribed + "2"}) == 1
+    assert insert(conn, "sink", part_of(subscribed, "2**63 - 1", 2**63 - 1)) == 1
+    assert sent_texts(conn, subscribed) == ["0", "7", "other", "2**63 - 1"]
+
+
+@OLD
+def test_a_twin_with_an_old_snapshot_writes_nothing(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    stale = transaction(isolation)
+    insert(conn, "sink", part_of(subscribed, "first"))
+    refused("40001", insert, stale, "sink", part_of(subscribed, "stale"))
+    stale.execute("rollback")
+    assert insert(stale, "sink", part_of(subscribed, "stale")) == 0
+    assert sent_texts(conn, subscribed) == ["first"]
+
+
+def test_a_twin_whose_snapshot_is_older_than_any_step_writes_nothing(
+    ready: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    transaction: Callable[..., Connection],
+) -> None:
+    def write(conn: Connection, sink: str, payload: str, epoch: int) -> int:
+        return insert(conn, "sink", part_of("q", payload, epoch) | {"sink_id": sink})
+
+    for newest in (5, 6):
+        steps: list[Callable[[str], object]] = [
+            lambda sink: write(ready, sink, "first", 5),
+            *[lambda sink: write(ready, sink, "newer", 6)] * (newest - 5),
+            *[lambda _: maintain(ready, 1)] * 4,
+        ]
+        for taken in range(len(steps)):
+            for used in range(max(taken, 1), len(steps) + 1):
+                sink = f"{newest} {taken} {used}"
+                write(ready, sink, "before", 4)
+                for step in steps[:taken]:
+                    step(sink)
+                stale = transaction("repeatable read", own_dsn)
+                for step in steps[taken:used]:
+                    step(sink)
+                try:
+                    assert write(stale, sink, "stale", 5) == 0, sink
+                except psycopg.Error as error:
+                    assert error.sqlstate in ("40001", "PQ016")
+                stale.close()
+                fresh = connect(own_dsn)
+                if newest == 6 and used > 1:
+                    refused("PQ016", write, fresh, sink, "again", 5)
+                else:
+                    assert write(fresh, sink, "again", 5) == 0
+                fresh.close()
+    assert set(sent_texts(ready, "q")) == {"before", "first", "newer"}
+
+
+def test_a_writer_that_asked_for_the_leaf_just_before_it_turned_stops_its_twins(
+    ready: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    insert(ready, "sink", part_of("q", "before", 4))
+    blocker = transaction("read committed", own_dsn)
+    blocker.execute("lock table pgque.sink_epoch_0, pgque.sink_epoch_1 in share mode")
+    writer = background(lambda c: insert(c, "sink", part_of("q", "first", 5)), connect(own_dsn))
+    wait_for_lock(writer.pid)
+    maintain(ready, 1)
+    stale = transaction("repeatable read", own_dsn)
+    blocker.execute("commit")
+    assert writer.result() == 1
+    maintain(ready, 3)
+    with contextlib.suppress(psycopg.errors.SerializationFailure):
+        assert insert(stale, "sink", part_of("q", "stale", 5)) == 0
+    stale.execute("rollback")
+    assert insert(connect(own_dsn), "sink", part_of("q", "again", 5)) == 0
+    assert sent_texts(ready, "q") == ["before", "first"]
+
+
+def test_epochs_that_all_count_are_left_in_peace(ready: Connection) -> None:
+    for sink in range(20):
+        with ready.transaction():
+            insert(ready, "sink", part_of("q", "x") | {"sink_id": f"sink {sink}"})
+    before = epoch_bytes(ready)
+    maintain(ready, 4)
+    assert epoch_bytes(ready) == before != [0, 0]
+
+
+def test_compaction_keeps_every_part_of_the_newest_epoch_of_each_sink(
+    ready: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    for sink in ("a", "b"):
+        for epoch in range(5):
+            with ready.transaction():
+                for part in range(3):
+                    insert(ready, "sink", part_of("q", "x", epoch, part, 3) | {"sink_id": sink})
+    assert commit(ready, "c", [], 0, 9) == "applied"
+    for number in range(6):
+        for epoch in (2 * number, 2 * number + 1):  # more than half of all can be forgotten
+            with ready.transaction():
+                for part in range(12):
+                    insert(ready, "sink", part_of("q", "x", epoch, part) | {"sink_id": "d"})
+        before = epoch_bytes(ready)
+        maintain(ready, 2)
+        assert epoch_bytes(ready) != before
+        for sink in ("a", "b"):
+            replay = connect(own_dsn)
+            for part in range(3):
+                assert insert(replay, "sink", part_of("q", "y", 4, part, 3) | {"sink_id": sink}) == 0
+            refused("PQ016", insert, connect(own_dsn), "sink", part_of("q", "y", 3) | {"sink_id": sink})
+            refused("PQ016", insert, connect(own_dsn), "sink", part_of("q", "y", 4, 3, 4) | {"sink_id": sink})
+        assert commit(ready, "c", [], 0, 9) == "duplicate"
+        refused("PQ016", commit, ready, "c", [], 0, 8)
+    assert set(sent_texts(ready, "q")) == {"x"}
+
+
+def test_a_part_begun_in_a_savepoint_that_is_rolled_back_is_written_again(
+    conn: Connection,
+    connect: Callable[..., Connection],
+    subscribed: str,
+    transaction: Callable[..., Connection],
+) -> None:
+    task = transaction()
+    insert(task, "sink", part_of(subscribed, "1"))
+    task.execute("savepoint s")
+    insert(task, "sink", part_of(subscribed, "gone"), part_of(subscribed, "gone", part=1))
+    task.execute("rollback to savepoint s")
+    assert insert(task, "sink", part_of(subscribed, "2"), part_of(subscribed, "3", part=1)) == 2
+    task.execute("savepoint s")
+    refused("PQ001", insert, task, "sink", part_of(subscribed, "x", part=2) | {"queue": "no " + subscribed})
+    task.execute("rollback to savepoint s")
+    task.execute("release savepoint s")
+    task.execute("commit")
+    other = connect()
+    with other.transaction():
+        assert insert(other, "sink", *(part_of(subscribed, "4", part=n) for n in range(3))) == 1
+    assert sent_texts(conn, subscribed) == ["1", "2", "3", "4"]
+
+
+def test_a_prepared_transaction_keeps_its_parts(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str, background: Callable[..., Any],
+    wait_for_lock: Callable[..., None], transaction: Callable[..., Connection],
+) -> None:  # fmt: skip
+    if value(conn, "show max_prepared_transactions") == "0":
+        pytest.skip("the server has max_prepared_transactions = 0")
+    task = transaction()
+    insert(task, "sink", part_of(subscribed, "first"))
+    task.execute(f"prepare transaction '{subscribed}'".encode())
+    twin = background(lambda c: insert(c, "sink", part_of(subscribed, "second")))
+    wait_for_lock(twin.pid)
+    conn.execute(f"commit prepared '{subscribed}'".encode())
+    assert twin.result() == 0
+    assert sent_texts(conn, subscribed) == ["first"]
+
+
+def test_what_names_no_part_of_an_epoch_is_refused(conn: Connection, subscribed: str) -> None:
+    good = part_of(subscribed, "x")
+    for wrong in (
+        {"sink_id": ""},
+        {"sink_id": "x" * 201},
+        {"sink_id": "a\nb"},
+        {"sink_id": "a\tb"},
+        {"epoch": None},
+        {"epoch": -1},
+        {"epoch": -(2**63)},
+        {"part": None},
+        {"part": -1},
+        {"part": -(2**31)},
+    ):
+        refused("PQ005", insert, conn, "sink", good | wrong)
+    for name in (f"{subscribed} \\ 'x' \"y\" %s %I {{}}", "é😀" * 30, "0 0 0", " "):
+        assert insert(conn, "sink", good | {"sink_id": name}) == 1
+    # Without a sink the rest means nothing.
+    assert insert(conn, "sink", good | {"sink_id": None, "epoch": -1, "part": None}) == 1
+    assert len(sent_texts(conn, subscribed)) == 5
+
+
+def test_sinks_with_like_names_are_strangers(conn: Connection, subscribed: str) -> None:
+    with conn.transaction():
+        for sink in ("s", "s 1", "1 s", "0 0 s", "s+", "s-"):
+            for epoch, part in ((1, 11), (11, 1), (1, 1), (111, 0)):
+                record = part_of(subscribed, "x", epoch, part) | {"sink_id": f"{subscribed} {sink} {epoch}"}
+                assert insert(conn, "sink", record, record) == 2
+    assert len(sent_texts(conn, subscribed)) == 48
+
+
+# --- staged epochs ----------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_what_its_attempts_staged_and_no_other(conn: Connection, subscribed: str) -> None:
+    good = [stage(conn, subscribed, subscribed, [f"{a}{n}" for n in range(50)]) for a in "ab"]
+    stage(conn, subscribed, subscribed, ["straggler"])
+    with pytest.raises(ZeroDivisionError), conn.transaction():
+        stage(conn, subscribed, subscribed, ["rolled back"])
+        raise ZeroDivisionError
+    assert sent_texts(conn, subscribed) == []
+    assert commit(conn, subscribed, good, 100) == "applied"
+    texts = [str(p) for p in sent_texts(conn, subscribed)]
+    for a in "ab":
+        assert [t for t in texts if t[0] == a] == [f"{a}{n}" for n in range(50)]
+    assert len(texts) == 100
+
+
+def test_staged_rows_are_sent_in_the_order_of_their_numbers_with_all_columns(
+    conn: Connection, new_queue: Callable[..., str], subscribed: str
+) -> None:
+    other = new_queue(f"{subscribed} \"other\" %s 'x'")
+    subscribe(conn, other)
+    attempt, table = begin(conn, "all columns " + subscribed)
+    names = "attempt, n, queue, type, payload, headers, payload_bytes, partition_key"
+    records: list[tuple[Any, ...]] = []
+    for n in range(400):
+        text = (f"{n}\t\\N\n", None) if n % 3 else (None, bytes([0, n % 256]))
+        kind, headers = (None, None) if n % 2 else (f"t{n}", f'{{"n": {n}}}')
+        records.append(
+            (attempt, n, (subscribed, other)[n % 5 == 0], kind, text[0], headers, text[1], f"k{n}")
+        )
+    shuffled = sorted(records, key=lambda r: (r[1] * 7919) % 400)
+    copy(conn, table, names, shuffled[:200])
+    types = ["uuid", "int4", "text", "text", "text", "jsonb", "bytea", "text"]
+    binary = [(*r[:5], None if r[5] is None else Jsonb({"n": r[1]}), *r[6:]) for r in shuffled]
+    copy(conn, table, names, binary[200:], types)
+    assert commit(conn, "all columns " + subscribed, [attempt, attempt], 400) == "applied"
+    for queue in (subscribed, other):
+        expected = [
+            (r[3] or "default", r[4], None if r[5] is None else {"n": r[1]}, r[6], r[7])
+            for r in records
+            if r[2] == queue
+        ]
+        found = sent_back(conn, queue)
+        assert [(m.type, m.payload, m.headers, m.payload_bytes, m.extra1) for m in found] == expected
+
+
+def test_a_staged_row_that_is_no_message_is_refused(conn: Connection, subscribed: str) -> None:
+    attempt, table = begin(conn, subscribed)
+    names = "attempt, n, queue, payload, headers, payload_bytes"
+    good = (attempt, 0, subscribed, "x", "{}", None)
+    copy(conn, table, names, [good])
+    for sqlstate, wrong in (
+        ("23505", good),
+        ("23502", (attempt, 1, None, "x", None, None)),
+        ("23502", (attempt, None, subscribed, "x", None, None)),
+        ("23502", (None, 1, subscribed, "x", None, None)),
+        ("23514", (attempt, 1, subscribed, "x", "[]", None)),
+        ("23514", (attempt, 1, subscribed, "x", None, b"x")),
+        ("22P02", (attempt, 1, subscribed, "x", "{", None)),
+    ):
+        refused(sqlstate, copy, conn, table, names, [(attempt, 2, subscribed, "y", None, None), wrong])
+    assert commit(conn, subscribed, [attempt], 1) == "applied"
+    assert sent_texts(conn, subscribed) == ["x"]
+
+
+def test_a_replay_is_a_duplicate_however_it_is_partitioned(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    first = [stage(conn, subscribed, subscribed, numbers(5, n), 4) for n in (0, 5)]
+    assert commit(conn, subscribed, first, 10, 4) == "applied"
+    other = connect()
+    again = [stage(other, subscribed, subscribed, [n], 4) for n in numbers(10)]
+    for attempts, count in ((again, 10), (first, 10), ([], 0), ([uuid.uuid4()], 77), (again, None)):
+        assert commit(other, subscribed, attempts, count, 4) == "duplicate"
+    assert commit(conn, subscribed, [stage(conn, subscribed, subscribed, ["next"], 5)], 1, 5) == "applied"
+    refused("PQ016", commit, conn, subscribed, first, 10, 4)
+    assert sent_texts(conn, subscribed) == [*numbers(10), "next"]
+
+
+def test_rows_that_were_lost_stop_the_commit_and_it_can_be_done_again(
+    conn: Connection, subscribed: str
+) -> None:
+    attempt = stage(conn, subscribed, subscribed, numbers(10))
+    for attempts, count in (
+        ([attempt], 11),
+        ([attempt], 9),
+        ([attempt], 0),
+        ([attempt], -1),
+        ([attempt], None),
+        ([], 10),
+        ([uuid.uuid4()], 10),
+        ([attempt, None], 2**62),
+    ):
+        error = refused("PQ016", commit, conn, subscribed, attempts, count)
+        assert subscribed in str(error)
+    assert sent_texts(conn, subscribed) == []
+    more = stage(conn, subscribed, subscribed, ["10"])
+    assert commit(conn, subscribed, [attempt, more, None, uuid.uuid4()], 11) == "applied"
+    assert sorted(map(str, sent_texts(conn, subscribed))) == sorted(numbers(11))
+
+
+def test_an_attempt_belongs_to_its_sink_and_its_epoch(conn: Connection, subscribed: str) -> None:
+    attempt = stage(conn, subscribed, subscribed, ["x"], 3)
+    refused("PQ016", commit, conn, "other " + subscribed, [attempt], 1, 3)
+    refused("PQ016", commit, conn, subscribed, [attempt], 1, 4)
+    assert commit(conn, subscribed, [attempt], 1, 3) == "applied"
+    refused("PQ016", commit, conn, subscribed, [attempt], 1, 4)
+    assert sent_texts(conn, subscribed) == ["x"]
+
+
+def test_an_empty_epoch_counts(conn: Connection, subscribed: str) -> None:
+    assert commit(conn, subscribed, [], 0, 1) == "applied"
+    assert commit(conn, subscribed, [], 0, 1) == "duplicate"
+    refused("PQ016", commit, conn, subscribed, [], 0, 0)
+    assert sent_texts(conn, subscribed) == []
+
+
+def test_a_write_without_an_epoch_is_sent_once(conn: Connection, subscribed: str) -> None:
+    attempts = [stage(conn, subscribed, subscribed, [t], None) for t in "abcd"]
+    assert commit(conn, subscribed, attempts[:2], 2, None) == "applied"
+    # The answer was lost and the call is made again.
+    assert commit(conn, subscribed, attempts[:2], 2, None) == "duplicate"
+    refused("PQ016", commit, conn, subscribed, attempts[1:3], 2, None)
+    # Another write, which has nothing to do with the first.
+    assert commit(conn, subscribed, attempts[2:3], 1, None) == "applied"
+    refused("PQ016", commit, conn, subscribed, attempts[3:], 1, 0)
+    assert commit(conn, subscribed, [stage(conn, subscribed, subscribed, ["0"])], 1) == "applied"
+    assert commit(conn, subscribed, attempts[3:], 1, None) == "applied"
+    assert sent_texts(conn, subscribed) == [*"abc0d"]
+
+
+def test_attempts_are_sent_in_the_order_of_the_array(conn: Connection, subscribed: str) -> None:
+    attempts = [stage(conn, subscribed, subscribed, numbers(3, 3 * n)) for n in range(30)]
+    order = random.Random(2).sample(range(30), 30)  # noqa: S311
+    assert commit(conn, subscribed, [*(attempts[n] for n in order), attempts[0]], 90) == "applied"
+    assert sent_texts(conn, subscribed) == [str(3 * n + i) for n in order for i in range(3)]
+
+
+def test_a_paused_queue_stops_the_epoch_until_it_is_resumed(
+    conn: Connection, new_queue: Callable[..., str], subscribed: str
+) -> None:
+    open_queue = new_queue()
+    subscribe(conn, open_queue)
+    attempts = [
+        stage(conn, subscribed, open_queue, numbers(3)),
+        stage(conn, subscribed, subscribed, numbers(3)),
+    ]
+    value(conn, "select pgque.pause(%s)", subscribed)
+    refused("PQ013", commit, conn, subscribed, attempts, 6)
+    assert sent_texts(conn, open_queue) == []
+    value(conn, "select pgque.resume(%s)", subscribed)
+    assert commit(conn, subscribed, attempts, 6) == "applied"
+    assert sent_texts(conn, open_queue) == sent_texts(conn, subscribed) == numbers(3)
+
+
+def test_an_unknown_queue_stops_the_epoch_and_is_named(conn: Connection, subscribed: str) -> None:
+    attempts = [stage(conn, subscribed, q, ["x"]) for q in (subscribed, f'no "{subscribed}"\' %s %I')]
+    assert subscribed in str(refused("PQ001", commit, conn, subscribed, attempts, 2))
+    assert sent_texts(conn, subscribed) == []
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_two_who_commit_one_epoch_follow_each_other(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    end: str,
+) -> None:
+    attempts = [stage(conn, subscribed, subscribed, [t]) for t in ("first", "second")]
+    one = transaction()
+    assert commit(one, subscribed, attempts[:1], 1) == "applied"
+    two = background(lambda c: commit(c, subscribed, attempts[1:], 1))
+    wait_for_lock(two.pid)
+    one.execute(end.encode())
+    assert two.result() == ("duplicate" if end == "commit" else "applied")
+    assert sent_texts(conn, subscribed) == ["first" if end == "commit" else "second"]
+
+
+@OLD
+def test_a_commit_needs_a_new_snapshot(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    old = transaction(isolation)
+    attempt = stage(old, subscribed, subscribed, ["x"])
+    error = refused("25000", commit, old, subscribed, [attempt], 1)
+    assert error.diag.message_hint
+    old.execute("rollback")
+    with old.transaction():
+        old.execute(f"set transaction isolation level {isolation}".encode())
+        attempt = stage(old, subscribed, subscribed, ["x"])
+    assert commit(conn, subscribed, [attempt], 1) == "applied"
+
+
+def test_an_epoch_is_staged_and_committed_in_one_transaction(conn: Connection, subscribed: str) -> None:
+    with conn.transaction():
+        attempt = stage(conn, subscribed, subscribed, numbers(3))
+        assert commit(conn, subscribed, [attempt], 3) == "applied"
+        assert commit(conn, subscribed, [attempt], 3) == "duplicate"
+    assert sent_texts(conn, subscribed) == numbers(3)
+
+
+def test_an_epoch_comes_with_one_tick(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    attempts = [stage(conn, subscribed, subscribed, numbers(500, n * 500)) for n in range(4)]
+    committer = transaction()
+    send(conn, subscribed, "before")
+    assert commit(committer, subscribed, attempts, 2_000) == "applied"
+    send(conn, subscribed, "between")
+    forced_tick(conn, subscribed)
+    assert payloads(conn, subscribed) == ["before", "between"]
+    committer.execute("commit")
+    send(conn, subscribed, "after")
+    assert tick(conn, subscribed) is not None
+    batch = receive(conn, subscribed, count=10_000)
+    assert [str(m.payload) for m in batch][-1] == "after"
+    assert sorted(str(m.payload) for m in batch[:-1]) == sorted(numbers(2_000))
+
+
+def test_a_staging_transaction_that_stays_open_stops_nobody(
+    ready: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    long = transaction("read committed", own_dsn)
+    slow = stage(long, "q", "q", ["slow"], 1)
+    ready.execute("set lock_timeout = '5s'")
+    for epoch in range(5):
+        attempt = stage(ready, "other", "q", [str(epoch)], epoch)
+        assert commit(ready, "other", [attempt], 1, epoch) == "applied"
+        move_clock(ready, f"{5 * epoch + 5} minutes")
+        value(ready, "select pgque.maint()")
+        maintain(ready, 1)
+    assert sent_texts(ready, "q") == numbers(5)
+    refused("PQ016", commit, ready, "q", [slow], 1, 1)
+    long.execute("commit")
+    maintain(ready)
+    assert commit(ready, "q", [slow], 1, 1) == "applied"
+    assert sent_texts(ready, "q") == ["slow"]
+
+
+# --- reclaiming what was staged ---------------------------------------------------------------------------
+
+
+def test_what_is_staged_survives_compaction_of_either_leaf(
+    ready: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    task = connect(own_dsn)
+    tables = set()
+    for turns in range(1, 7):
+        sink = f"{turns} turns"
+        attempts = []
+        for number in range(turns):
+            tables.add(begin(task, sink)[1])
+            attempts.append(stage(task, sink, "q", numbers(20, number * 20)))
+            turn_stage(ready, 1 + number % 2)
+        assert commit(ready, sink, attempts, turns * 20) == "applied"
+        assert sorted(int(str(t)) for t in sent_texts(ready, "q")) == list(range(turns * 20))
+    assert len(tables) == 2
+    move_clock(ready, "2 minutes")
+    maintain(ready, 4)
+    assert staged_bytes(ready) == 0
+
+
+def test_what_is_copied_after_a_compaction_survives_the_next_ones(ready: Connection) -> None:
+    for turns in range(1, 6):
+        sink = f"{turns} turns"
+        attempt, table = begin(ready, sink)
+        for n in range(turns):
+            turn_stage(ready, 1 + n % 2)
+            copy(ready, table, "attempt, n, queue, payload", [(attempt, n, "q", str(n))])
+        for _ in range(turns):
+            turn_stage(ready)
+        assert commit(ready, sink, [attempt], turns) == "applied"
+        assert sent_texts(ready, "q") == numbers(turns)
+
+
+def test_a_commit_waits_for_a_compaction_and_finds_what_it_moved(
+    ready: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    attempts = [stage(ready, "q", "q", numbers(30))]
+    turn_stage(ready)
+    attempts.append(stage(ready, "q", "q", numbers(30, 30)))
+    compaction = transaction("read committed", own_dsn)
+    maintain(compaction, 1)
+    committer = background(lambda c: commit(c, "q", attempts, 60), connect(own_dsn))
+    wait_for_lock(committer.pid)
+    compaction.execute("commit")
+    assert committer.result() == "applied"
+    assert sorted(int(str(t)) for t in sent_texts(ready, "q")) == list(range(60))
+
+
+def test_a_compaction_does_not_wait_for_a_commit(
+    ready: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    attempts = [stage(ready, "q", "q", numbers(30))]
+    turn_stage(ready)
+    committer = transaction("read committed", own_dsn)
+    assert commit(committer, "q", attempts, 30) == "applied"
+    ready.execute("set lock_timeout = '2s'")
+    maintain(ready)
+    committer.execute("rollback")
+    maintain(ready)
+    assert commit(ready, "q", attempts, 30) == "applied"
+    assert sent_texts(ready, "q") == numbers(30)
+
+
+def test_what_was_staged_a_day_ago_goes(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    attempt = stage(own, "q", "q", numbers(2_000))
+    for hours in (1, 12, 23):
+        move_clock(own, f"{hours} hours")
+        maintain(own)
+    assert staged_bytes(own) > 0
+    move_clock(own, "25 hours")
+    maintain(own)
+    assert staged_bytes(own) == 0
+    error = refused("PQ016", commit, own, "q", [attempt], 2_000)
+    assert "0 rows" in str(error)
+    assert sent_texts(own, "q") == []
+    again = stage(own, "q", "q", numbers(3))
+    assert commit(own, "q", [again], 3) == "applied"
+
+
+def test_what_does_not_count_any_more_leaves_nothing_on_disk(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    other = connect(own_dsn, autocommit=False)
+    for step in range(12):
+        if step % 4 == 0:
+            stage(other, "q", "q", numbers(3_000), None)
+            other.rollback()
+        elif step % 4 == 1:
+            _, table = begin(other, "q", step)
+            other.rollback()
+            copy(own, table, "attempt, n, queue", [(uuid.uuid4(), 0, "q")])
+        else:
+            attempt = stage(own, "q", "q", numbers(3_000), step)
+            assert commit(own, "q", [attempt], 3_000, step) == "applied"
+            if step % 4 == 3:
+                replayed = stage(own, "q", "q", numbers(3_000), step)
+                assert commit(own, "q", [replayed], 3_000, step) == "duplicate"
+        assert staged_bytes(own) > 0
+        move_clock(own, f"{2 * step + 2} minutes")
+        maintain(own)
+        assert staged_bytes(own) == 0, step
+
+
+def test_sinks_leave_no_dead_row_under_a_held_snapshot(
+    ready: Connection, own_dsn: str, connect: Callable[..., Connection], wait_until: Callable[..., None]
+) -> None:
+    held = connect(own_dsn, autocommit=False)
+    held.execute("set transaction isolation level repeatable read")
+    held.execute("select pg_current_xact_id(), count(*) from pgque.queue")
+    task = connect(own_dsn)
+    for epoch in range(20):
+        insert(task, "sink", *({"queue": "q", "payload": "x"} for _ in range(10)))
+        insert(task, "sink_bulk", *({"queue": "q", "payload": "x"} for _ in range(10)))
+        copy(task, "pgque.sink", "queue, payload", [("q", "x")] * 10)
+        for _ in range(2):
+            with psycopg.connect(own_dsn) as writer:
+                for part in range(3):
+                    insert(writer, "sink", part_of("q", "part", epoch, part, 3))
+        attempts = [stage(task, "staged", "q", numbers(50), epoch) for _ in range(2)]
+        assert commit(task, "staged", attempts, 100, epoch) == "applied"
+        assert commit(task, "staged", attempts, 100, epoch) == "duplicate"
+        if epoch % 4 == 0:
+            move_clock(ready, f"{2 * epoch} minutes")
+            maintain(ready, 1)
+    assert len(sent_texts(ready, "q")) == 20 * (30 + 3 + 100)
+    task.close()
+    inserted = (
+        "select sum(n_tup_ins) from pg_stat_all_tables where schemaname = 'pgque' and relname ~ '^event_'"
+    )
+
+    def others() -> dict[str, int]:
+        # A turn of the leaves of epochs is an update of this row, for every 4 MB.
+        return {table: dead for table, dead in dead_tuples(ready).items() if table != "journal"}
+
+    wait_until(lambda: others() == {} and value(ready, inserted) >= 2_660, "statistics", 20)
+    assert others() == {}
+    move_clock(ready, "5 hours")
+    maintain(ready, 4)
+    assert staged_bytes(ready) == 0
+    assert sum(epoch_bytes(ready)) <= 16_384
+    held.rollback()
+
+
+# --- everything at once -----------------------------------------------------------------------------------
+
+
+class Work:
+    """Writes numbered messages by epochs through sessions that may be ended at any moment."""
+
+    def __init__(self, dsn: str, sink: str, seed: str) -> None:
+        self.dsn = dsn
+        self.sink = sink
+        self.chance = random.Random(seed)  # noqa: S311
+        self.session: Connection | None = None
+        self.ended = 0
+
+    def connection(self) -> Connection:
+        if self.session is None or self.session.closed:
+            self.session = psycopg.connect(self.dsn, autocommit=True, application_name="victim")
+        return self.session
+
+    def until_done(self, work: Callable[[], object]) -> None:
+        """Do it, and again when the session was ended on the way, or what was staged is gone."""
+        while True:
+            try:
+                work()
+                return
+            except psycopg.Error as error:
+                if error.sqlstate == "PQ016" and "older than" in str(error):
+                    return  # its twin is ahead
+                if error.sqlstate not in (None, "57P01", "40001", "40P01"):
+                    raise
+                self.ended += 1
+                if self.session is not None:
+                    self.session.close()
+
+    def stage_epochs(self, count: int) -> None:
+        """Stage and commit epochs, each try cut into parts anew."""
+        for epoch in range(count):
+            self.until_done(lambda e=epoch: self.stage_epoch(e))  # type: ignore[misc]
+        self.connection().close()
+
+    def stage_epoch(self, epoch: int) -> None:
+        texts = [f"{self.sink} {epoch} {n}" for n in range(20)]
+        cut = self.chance.randrange(1, 20)
+        attempts = [
+            stage(self.connection(), self.sink, "q", piece, epoch) for piece in (texts[:cut], texts[cut:])
+        ]
+        stage(self.connection(), self.sink, "q", ["straggler"], epoch)
+        commit(self.connection(), self.sink, attempts, 20, epoch)
+
+    def write_parts(self, count: int) -> None:
+        """Write epochs of two parts through the view."""
+        for epoch in range(count):
+            for part in range(2):
+                self.until_done(lambda e=epoch, p=part: self.write_part(e, p))  # type: ignore[misc]
+        self.connection().close()
+
+    def write_part(self, epoch: int, part: int) -> None:
+        if self.session is not None:
+            self.session.close()  # as a driver does: a connection for each try
+        with self.connection() as task:
+            if self.chance.random() < 0.3:
+                task.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            with task.transaction():
+                for n in range(part * 10, part * 10 + 10):
+                    insert(
+                        task,
+                        "sink",
+                        part_of("q", f"{self.sink} {epoch} {n}", epoch, part, 2) | {"sink_id": self.sink},
+                    )
+
+
+def test_epochs_come_once_while_sessions_end_and_the_leaves_turn(
+    ready: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]
+) -> None:
+    workers = {f"staged {n}": (Work(own_dsn, f"staged {n}", f"{n}"), 15) for n in range(2)}
+    parts = {name: Work(own_dsn, "parts", name) for name in ("task", "twin")}
+    jobs = [
+        background(lambda _, w=w, c=c: w.stage_epochs(c), connect(own_dsn)) for w, c in workers.values()
+    ] + [background(lambda _, w=w: w.write_parts(15), connect(own_dsn)) for w in parts.values()]
+    chance = random.Random(1)  # noqa: S311
+    while not all(job.done for job in jobs):
+        maintain(ready, 1)
+        if chance.random() < 0.05:
+            rows(
+                ready,
+                "select pg_terminate_backend(a.pid) from pg_stat_activity as a"
+                " where a.application_name = 'victim' and a.datname = current_database() order by random() limit 1",
+            )
+    for job in jobs:
+        job.result()
+    assert sum(w.ended for w in (*parts.values(), *(w for w, _ in workers.values()))) > 0
+    expected = [f"{sink} {e} {n}" for sink in (*workers, "parts") for e in range(15) for n in range(20)]
+    assert sorted(map(str, sent_texts(ready, "q"))) == sorted(expected)
+
+
+# --- nonsense ---------------------------------------------------------------------------------------------
+
+
+def test_nonsense_gets_an_error_that_names_what_is_wrong(conn: Connection, subscribed: str) -> None:
+    names = [
+        None,
+        "",
+        " ",
+        "x" * 201,
+        "é" * 150,
+        "a\nb",
+        "'; drop schema pgque; --",
+        '"',
+        "%s %I %L %%",
+        "\\",
+        "{}",
+    ]
+    epochs: list[int | None] = [None, 0, -1, 2**63 - 1, -(2**63)]
+    arrays: list[list[Any] | None] = [None, [], [None], [uuid.uuid4()], [[uuid.uuid4()], [uuid.uuid4()]]]
+    counts: list[int | None] = [None, 0, -1, 2**63 - 1]
+    seen = set()
+
+    def attempt(call: str, *args: Any) -> None:
+        try:
+            with conn.transaction(force_rollback=True):
+                value(conn, call, *args)
+            seen.add("ok")
+        except psycopg.Error as error:
+            assert error.sqlstate in ("PQ005", "PQ016"), (call, args, error)
+            assert error.diag.message_hint, error
+            seen.add(str(error.sqlstate))
+
+    for name in names:
+        for epoch in epochs:
+            attempt("select pgque.sink_begin(%s, %s)", name, epoch)
+            for array in arrays:
+                for count in counts:
+                    attempt("select pgque.sink_commit(%s, %s, %s::uuid[], %s)", name, epoch, array, count)
+    assert seen == {"ok", "PQ005", "PQ016"}
+    assert sent_texts(conn, subscribed) == []
+
+
+def test_an_epoch_is_written_in_parts_or_as_a_whole_not_both(conn: Connection, subscribed: str) -> None:
+    (attempt, stage) = rows(conn, "select attempt, stage from pgque.sink_begin(%s, 0)", subscribed)[0]
+    copy(conn, stage, "attempt, n, queue, payload", [(attempt, 0, subscribed, "whole")])
+    insert(conn, "sink", part_of(subscribed, "part"))
+    refused("PQ016", value, conn, "select pgque.sink_commit(%s, 0, %s, 1)", subscribed, [attempt])
+    (attempt, stage) = rows(conn, "select attempt, stage from pgque.sink_begin(%s, 1)", subscribed)[0]
+    copy(conn, stage, "attempt, n, queue, payload", [(attempt, 0, subscribed, "whole")])
+    assert value(conn, "select pgque.sink_commit(%s, 1, %s, 1)", subscribed, [attempt]) == "applied"
+    refused("PQ016", insert, conn, "sink", part_of(subscribed, "part", 1))
+    assert sent_texts(conn, subscribed) == ["part", "whole"]
