@@ -21,8 +21,10 @@
 --   position   where consumers stand
 --   consume    subscribe, receive, ack
 --   read       windows without side effects
---   workers    several processes share one position
---   fail       nack, retry, dead letters
+--   workers    competing processes, leases, redelivery, keys
+--   subconsumers  PgQ's cooperative consumers
+--   outcomes   ack, nack, retry, dead letters, purge
+--   archive    messages that are done with and kept
 --   maintain   rotation, compaction, retention, restore
 --   schedule   the loop and pg_cron
 --   observe    information, metrics, health
@@ -30,7 +32,8 @@
 --   grants     which role may call what
 --
 -- Rules that hold throughout, and that a change must keep:
---   * take locks in this order: queue row, consumer row, worker row, leaf;
+--   * take locks in this order: queue row, a batch's advisory lock, consumer
+--     row, worker row, leaf; whoever has them in another order only tries;
 --   * a transaction's id is known before its event is stored, so every tick
 --     either saw the transaction finished or lists it as running;
 --   * a leaf is emptied only under its own lock, after looking at its rows.
@@ -93,9 +96,45 @@ begin
   end if;
 end
 $$;
+
+-- Whether a retry_backoff setting makes sense: seconds, a factor, at most so
+-- many seconds, and how much of it is left to chance.
+create or replace function pgque._backoff_valid(p_backoff jsonb) returns boolean
+language sql immutable as $$
+  select case
+    when p_backoff is null then true
+    when jsonb_typeof(p_backoff) <> 'object' then false
+    when exists (
+      select from jsonb_each(p_backoff) b
+      where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number') then false
+    else coalesce((p_backoff->>'base')::numeric, 1) between 0 and 31536000
+      and coalesce((p_backoff->>'factor')::numeric, 2) between 1 and 1000
+      and coalesce((p_backoff->>'cap')::numeric, 3600) between 0 and 31536000
+      and coalesce((p_backoff->>'jitter')::numeric, 0) between 0 and 1
+  end
+$$;
 -- ---------------------------------------------------------------------------
 -- tables
 -- ---------------------------------------------------------------------------
+
+-- Adds columns that earlier versions did not have; an upgrade locks only the
+-- tables that lack one.  p_columns is what follows ADD COLUMN, one a line.
+create or replace function pgque._add_columns(p_table text, p_columns text) returns void
+language plpgsql as $$
+declare
+  v_column  text;
+begin
+  foreach v_column in array pg_catalog.string_to_array(pg_catalog.btrim(p_columns, E' \n'), E';\n') loop
+    v_column := pg_catalog.btrim(v_column, E' \n;');
+    if not exists (
+      select from pg_catalog.pg_attribute a
+      where a.attrelid = p_table::regclass and a.attname = pg_catalog.split_part(v_column, ' ', 1) and not a.attisdropped)
+    then
+      execute pg_catalog.format('alter table %s add column %s', p_table, v_column);
+    end if;
+  end loop;
+end
+$$;
 
 -- One row, made by pgque._init().
 create table if not exists pgque.config (
@@ -203,7 +242,7 @@ create table if not exists pgque.subscriber (
   sub_consumer  int not null
     constraint subscriber_consumer_fkey references pgque.consumer,
   sub_role      text not null default 'normal'
-    constraint subscriber_role check (sub_role in ('normal', 'coop_main', 'coop_member')),
+    constraint subscriber_role_known check (sub_role in ('normal', 'coop_main', 'coop_member', 'pool')),
   sub_main      int,
   sub_worker    text
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
@@ -230,14 +269,6 @@ create table if not exists pgque.journal (
     constraint journal_cur_range check (journal_cur in (0, 1)),
   journal_flipped_at  timestamptz not null default '-infinity'
 );
-do $$
-begin
-  if not exists (select from pg_attribute a where a.attrelid = 'pgque.journal'::regclass and a.attname = 'journal_epoch_cur') then
-    alter table pgque.journal add column journal_epoch_cur int not null default 0
-      constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
-  end if;
-end
-$$;
 
 create table if not exists pgque.position_0 (
   pos_sub        int not null,
@@ -342,14 +373,29 @@ create table if not exists pgque.dead_letter (
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
 
-create table if not exists pgque.idempotency_key (
-  idem_queue    int not null
-    constraint idempotency_key_queue_fkey references pgque.queue on delete cascade,
+-- What send_idem() sent, in two leaves; of a key the row with the highest
+-- idem_n is true.
+create table if not exists pgque.idempotency_0 (
+  idem_queue    int not null,
   idem_key      text not null,
+  idem_n        bigint not null,
   idem_ev_id    bigint not null,
   idem_expires  timestamptz not null,
-  constraint idempotency_key_pkey primary key (idem_queue, idem_key)
+  constraint idempotency_0_pkey primary key (idem_queue, idem_key, idem_n)
 );
+create table if not exists pgque.idempotency_1 (
+  like pgque.idempotency_0,
+  constraint idempotency_1_pkey primary key (idem_queue, idem_key, idem_n)
+);
+do $$
+begin
+  if to_regclass('pgque.idempotency_key') is not null then
+    insert into pgque.idempotency_0 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
+    select k.idem_queue, k.idem_key, 1, k.idem_ev_id, k.idem_expires from pgque.idempotency_key k;
+    drop table pgque.idempotency_key;
+  end if;
+end
+$$;
 
 -- What sinks staged and have not committed, in two leaves; which of them takes
 -- new rows a sequence says, which turns without a dead row.  Unlogged: after a crash a sink finds
@@ -405,6 +451,139 @@ create table if not exists pgque.sink_epoch_1 (
   constraint sink_epoch_1_pkey primary key (sink_id, epoch, part)
 );
 
+-- What happened to messages that nobody will see again, and how often, in two
+-- leaves; metrics() adds them up.
+create table if not exists pgque.tally_0 (
+  tal_queue  int not null,
+  tal_sub    int not null,
+  tal_what   text not null,
+  tal_count  bigint not null
+);
+create table if not exists pgque.tally_1 (
+  like pgque.tally_0
+);
+
+-- For workers, the messages of a window that is longer than a batch, in order
+-- and with their addresses, a hundred a row: a cache, in two leaves.
+create unlogged table if not exists pgque.roster_0 (
+  ros_sub        int not null,
+  ros_from       bigint not null,
+  ros_to         bigint not null,
+  ros_id_hi      bigint not null,
+  ros_ids        bigint[] not null,
+  ros_leaves     smallint[] not null,
+  ros_tids       tid[] not null,
+  ros_keyed      boolean not null,
+  ros_filenodes  oid[] not null,
+  ros_xid        xid8 not null,
+  ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored
+);
+create unlogged table if not exists pgque.roster_1 (
+  like pgque.roster_0 including generated
+);
+
+-- Messages that were done with and shall be kept.  A leaf holds one day of one
+-- queue; bucket = queue_id * 100000 + days since 2000-01-01.
+create sequence if not exists pgque.archive_id_seq;
+create table if not exists pgque.archive (
+  bucket         bigint not null,
+  archive_id     bigint not null default pg_catalog.nextval('pgque.archive_id_seq'),
+  archived_at    timestamptz not null,
+  arc_queue      int not null,
+  arc_consumer   int not null,
+  arc_worker     text,
+  arc_outcome    text not null,
+  arc_receives   int not null,
+  ev_id          bigint not null,
+  ev_time        timestamptz not null,
+  ev_retry       int,
+  ev_type        text,
+  ev_data        text,
+  ev_extra1      text,
+  ev_extra2      text,
+  ev_extra3      text,
+  ev_extra4      text,
+  ev_headers     jsonb,
+  ev_key         text,
+  ev_bytes       bytea,
+  ev_expires     timestamptz,
+  ev_error       text
+) partition by list (bucket);
+
+-- When the reapers ran last, in seconds since 1970: a register that leaves no
+-- dead rows.
+create sequence if not exists pgque.expire_ran minvalue 0;
+create sequence if not exists pgque.delete_expired_ran minvalue 0;
+
+-- Columns that came later.
+--   queue_own                the settings that are the queue's own; the others
+--                            follow config.defaults
+--   queue_keyed, queue_expiring  whether a message ever had a key, a ttl
+--   pos_worker, pos_until    whose a worker's batch is and how long
+--   pos_fresh                how many messages it took from the log; rows of
+--                            other consumers have null
+--   pos_shelf                how many from the retry queue
+--   pos_keys                 the order keys of its messages
+--   pos_open, pos_prune      batches that may be open, and when to look again
+--   pos_lapse                no lease ends before this
+--   pos_paid                 throughput: paid up to here
+--   set_ev_id                0: nothing of the batch is left in the log; below:
+--                            set_until is where its lease ends
+--   ev_batch, ev_worker      a waiting message's last batch, and its worker
+--   ev_lane                  its order key
+do $$
+begin
+  perform pgque._add_columns('pgque.journal', $c$
+    journal_epoch_cur int not null default 0 constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
+    journal_idem_cur int not null default 0 constraint journal_idem_cur_range check (journal_idem_cur in (0, 1));
+    journal_emptied_at timestamptz not null default '-infinity'$c$);
+  perform pgque._add_columns('pgque.config', $c$
+    defaults jsonb not null default '{}' constraint config_defaults check (jsonb_typeof(defaults) = 'object');
+    expire_every interval default '1 minute' constraint config_expire_every check (expire_every > '0');
+    delete_expired_every interval constraint config_delete_expired_every check (delete_expired_every > '0')$c$);
+  perform pgque._add_columns('pgque.queue', $c$
+    queue_own jsonb not null default '{}' constraint queue_own_object check (jsonb_typeof(queue_own) = 'object');
+    queue_visibility_timeout interval not null default '30 seconds' constraint queue_visibility_timeout_range check (queue_visibility_timeout > '0' and queue_visibility_timeout <= '1 year');
+    queue_max_receive_attempts int not null default 5 constraint queue_max_receive_attempts_range check (queue_max_receive_attempts >= 1);
+    queue_drop_policy text not null default 'dead_letter' constraint queue_drop_policy_known check (queue_drop_policy in ('drop', 'dead_letter', 'hold'));
+    queue_dead_letter_queue int constraint queue_dead_letter_queue_other check (queue_dead_letter_queue <> queue_id);
+    queue_retry_backoff jsonb constraint queue_retry_backoff_valid check (pgque._backoff_valid(queue_retry_backoff));
+    queue_message_ttl interval not null default '0' constraint queue_message_ttl_range check (queue_message_ttl >= '0' and queue_message_ttl <= '100 years');
+    queue_max_depth bigint not null default 0 constraint queue_max_depth_range check (queue_max_depth >= 0);
+    queue_throughput_limit int not null default 0 constraint queue_throughput_limit_range check (queue_throughput_limit >= 0);
+    queue_archive_on_ack boolean not null default false;
+    queue_keyed boolean not null default false;
+    queue_expiring boolean not null default false$c$);
+  for v_leaf in 0..1 loop
+    perform pgque._add_columns('pgque.position_' || v_leaf, $c$
+      pos_worker text;
+      pos_until timestamptz;
+      pos_fresh int;
+      pos_shelf int;
+      pos_keys text[];
+      pos_open bigint[];
+      pos_prune int;
+      pos_lapse timestamptz;
+      pos_paid timestamptz$c$);
+    perform pgque._add_columns('pgque.settled_' || v_leaf, 'set_until timestamptz');
+  end loop;
+  perform pgque._add_columns('pgque.subscriber', $c$
+    sub_keyed boolean not null default false$c$);
+  perform pgque._add_columns('pgque.retry_queue', $c$
+    ev_receives int not null default 0;
+    ev_batch bigint;
+    ev_worker text;
+    ev_lane text$c$);
+  perform pgque._add_columns('pgque.dead_letter', $c$
+    dl_receives int not null default 0;
+    dl_held boolean not null default false$c$);
+  if not exists (select from pg_constraint c where c.conrelid = 'pgque.subscriber'::regclass and c.conname = 'subscriber_role_known') then
+    alter table pgque.subscriber drop constraint if exists subscriber_role,
+      add constraint subscriber_role_known check (sub_role in ('normal', 'coop_main', 'coop_member', 'pool'));
+  end if;
+end
+$$;
+
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is
 -- there, and an upgrade must not.
 do $$
@@ -421,11 +600,30 @@ begin
   if to_regclass('pgque.window_map_id') is null then
     create index window_map_id on pgque.window_map (map_queue, map_from, map_to, map_id_hi);
   end if;
+  if to_regclass('pgque.retry_queue_queue') is null then
+    create index retry_queue_queue on pgque.retry_queue (ev_queue, ev_id);
+  end if;
+  -- Of one consumer what is due; delayed messages have no consumer (0) yet.
+  if to_regclass('pgque.retry_queue_owner_due') is null then
+    create index retry_queue_owner_due on pgque.retry_queue (ev_owner, ev_retry_after);
+  end if;
   if to_regclass('pgque.retry_queue_due') is null then
     create index retry_queue_due on pgque.retry_queue (ev_retry_after);
   end if;
-  if to_regclass('pgque.idempotency_key_expires') is null then
-    create index idempotency_key_expires on pgque.idempotency_key (idem_expires);
+  if to_regclass('pgque.retry_queue_batch') is null then
+    create index retry_queue_batch on pgque.retry_queue (ev_batch) where ev_batch is not null;
+  end if;
+  if to_regclass('pgque.retry_queue_lane') is null then
+    create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
+  end if;
+  if to_regclass('pgque.retry_queue_key') is null then
+    create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
+  end if;
+  if to_regclass('pgque.roster_0_id') is null then
+    create index roster_0_id on pgque.roster_0 (ros_sub, ros_from, ros_to, ros_id_hi);
+  end if;
+  if to_regclass('pgque.roster_1_id') is null then
+    create index roster_1_id on pgque.roster_1 (ros_sub, ros_from, ros_to, ros_id_hi);
   end if;
 end
 $$;
@@ -483,14 +681,17 @@ $$;
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
 
--- The queue's row, or PQ001.
+-- The row of a queue that is named, or meant by its queue_uid; or PQ001.
 create or replace function pgque._queue(p_queue text) returns pgque.queue
 language plpgsql as $$
 declare
   v_queue  pgque.queue;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_name = p_queue;
-  if not found then
+  if not found and p_queue ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
+    select q.* into v_queue from pgque.queue q where q.queue_uid = p_queue::uuid;
+  end if;
+  if v_queue.queue_id is null then
     perform pgque._no_queue(p_queue);
   end if;
   return v_queue;
@@ -531,6 +732,7 @@ begin
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
   else
     execute pg_catalog.format('create index %I on pgque.%I (ev_txid)', v_leaf || '_txid', v_leaf);
+    perform pgque._create_key_index(v_leaf);
     execute pg_catalog.format(
       'alter table pgque.%I alter slot set default %s, alter ev_id set default pg_catalog.nextval(%L),'
       ' alter ev_time set default pgque.clock(), alter ev_txid set default pg_catalog.pg_current_xact_id()',
@@ -540,26 +742,117 @@ begin
 end
 $$;
 
+-- The index by which senders and receivers find what was said about a key;
+-- messages without one are not in it.
+create or replace function pgque._create_key_index(p_leaf text) returns void
+language plpgsql as $$
+begin
+  execute pg_catalog.format(
+    'create unique index %I on pgque.%I (ev_key, ev_id, ev_retry) where ev_key is not null and (ev_owner is null or ev_owner <= 0)',
+    p_leaf || '_key', p_leaf);
+end
+$$;
+
+-- An upgrade makes it for the queues that are there.
+do $$
+declare
+  v_leaf  text;
+begin
+  for v_leaf in
+    select l.relname
+    from pg_class l
+    join pg_inherits i on i.inhrelid = l.oid
+    where i.inhparent = 'pgque.event'::regclass and to_regclass('pgque.' || l.relname || '_key') is null
+  loop
+    perform pgque._create_key_index(v_leaf);
+  end loop;
+end
+$$;
+
 -- The settings of a queue, as data: parameter name and type.  The column is
 -- queue_<name>; its default is the setting's default and its check constraint
 -- the setting's range.
-create or replace function pgque._setting_type(p_param text) returns text
+create or replace function pgque._setting_types() returns table (param text, type text)
 language sql immutable as $$
-  select case
-    when p_param in ('ticker_max_count', 'max_retries') then 'int'
-    when p_param in ('ticker_max_lag', 'ticker_idle_period', 'rotation_period', 'retention_period') then 'interval'
-    when p_param in ('ticker_paused', 'external_ticker') then 'boolean'
-  end
+  values
+    ('ticker_max_count', 'int'), ('ticker_max_lag', 'interval'), ('ticker_idle_period', 'interval'),
+    ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
+    ('rotation_period', 'interval'), ('retention_period', 'interval'),
+    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('throughput_limit', 'int'),
+    ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
+    ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean')
 $$;
 
--- Columns and SQL values of the settings in a JSON object; null is the
--- default.  PgQ's names with the prefix queue_ are understood too.
+create or replace function pgque._setting_type(p_param text) returns text
+language sql immutable as $$ select t.type from pgque._setting_types() t where t.param = p_param $$;
+
+-- A parameter's name without PgQ's prefix queue_; PQ005 if there is none such.
+create or replace function pgque._setting(p_name text, p_for text) returns text
+language plpgsql as $$
+declare
+  v_param  text := pg_catalog.regexp_replace(p_name, '^queue_', '');
+begin
+  if pgque._setting_type(v_param) is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('unknown parameter %L for %s', p_name, p_for),
+      hint = 'Parameters: ' || (select pg_catalog.string_agg(t.param, ', ') from pgque._setting_types() t) || '.';
+  end if;
+  return v_param;
+end
+$$;
+
+-- The value of a setting as SQL.  Null is the default: the global one, or else
+-- the column's.  A queue as a value is its id.
+create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text) returns text
+language plpgsql as $$
+declare
+  v_type  text := pgque._setting_type(p_param);
+begin
+  if p_param = 'retention_period' and p_value::interval = '0' then
+    p_value := null;
+  end if;
+  if p_value is null and p_queue is not null then
+    p_value := (select c.defaults->>p_param from pgque.config c);
+  end if;
+  if p_value is null then
+    return 'default';
+  elsif v_type = 'queue' then
+    return pgque._dead_letter_target(p_value, p_queue);
+  end if;
+  return pg_catalog.format('%L::%s', p_value, v_type);
+end
+$$;
+
+-- The id of the queue that shall take another one's dead letters.  A name that
+-- ends in .dlq makes it if it is new.
+create or replace function pgque._dead_letter_target(p_target text, p_queue text) returns int
+language plpgsql as $$
+declare
+  v_target  pgque.queue;
+begin
+  if p_target like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target) then
+    perform pgque._create_queue(p_target, '{}');
+  end if;
+  v_target := pgque._queue(p_target);
+  if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
+    or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
+  then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
+      hint = 'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().';
+  end if;
+  return v_target.queue_id;
+end
+$$;
+
+-- Columns and SQL values of the settings in a JSON object.
 create or replace function pgque._settings_sql(p_queue text, p_config jsonb, out columns text[], out vals text[])
 language plpgsql as $$
 declare
   v_pair   record;
   v_param  text;
-  v_type   text;
 begin
   columns := '{}';
   vals := '{}';
@@ -570,52 +863,80 @@ begin
       hint = 'For example {"max_retries": 3, "rotation_period": "1 hour"}.';
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
-    v_param := pg_catalog.regexp_replace(v_pair.key, '^queue_', '');
-    v_type := pgque._setting_type(v_param);
-    if v_type is null then
-      raise exception using
-        errcode = 'PQ005',
-        message = pg_catalog.format('unknown parameter %L for queue %I', v_pair.key, p_queue),
-        hint = 'Parameters: ticker_max_count, ticker_max_lag, ticker_idle_period, ticker_paused, external_ticker, rotation_period, retention_period, max_retries.';
-    end if;
+    v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
-    vals := vals || coalesce(pg_catalog.quote_literal(v_pair.value) || '::' || v_type, 'default');
+    vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue);
   end loop;
 end
+$$;
+
+-- The queue's own settings after a change: null takes one back.
+create or replace function pgque._own_settings(p_own jsonb, p_config jsonb) returns jsonb
+language sql immutable as $$
+  select pg_catalog.jsonb_strip_nulls(p_own || coalesce(
+    pg_catalog.jsonb_object_agg(pg_catalog.regexp_replace(e.key, '^queue_', ''), e.value), '{}'))
+  from pg_catalog.jsonb_each(p_config) e
 $$;
 
 -- Creates a queue with its tables and first tick; 0 when the name is taken.
 -- config is a JSON object of parameters.
 create or replace function pgque.create_queue(queue_name text, config jsonb default '{}') returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._check_queue_name($1);
+  return pgque._create_queue($1, $2);
+end
+$$;
+
+create or replace function pgque._check_queue_name(p_name text) returns void
+language plpgsql as $$
+begin
+  if coalesce(p_name, '') = '' or pg_catalog.octet_length(p_name) > 57 then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('invalid queue name: %s', coalesce(pg_catalog.quote_ident(pg_catalog.left(p_name, 100)), 'null')),
+      hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
+  elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('invalid queue name: %I', p_name),
+      hint = 'It looks like a queue_uid, by which every function finds a queue too.';
+  elsif p_name like '%.dlq' then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('reserved queue name: %I', p_name),
+      hint = 'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.';
+  end if;
+end
+$$;
+
+create or replace function pgque._create_queue(p_queue text, p_config jsonb) returns int
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_id        int;
   v_seq       text;
   v_settings  record;
 begin
-  if coalesce(create_queue.queue_name, '') = '' or octet_length(create_queue.queue_name) > 57 then
-    raise exception using
-      errcode = 'PQ004',
-      message = format('invalid queue name: %s', coalesce(quote_ident(left(create_queue.queue_name, 100)), 'null')),
-      hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
-  end if;
-  v_settings := pgque._settings_sql(create_queue.queue_name, create_queue.config);
+  perform pgque._init();
+  v_settings := pgque._settings_sql(p_queue,
+    (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config));
   -- Two sessions that create one name meet here; the second sees the first.
-  perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(create_queue.queue_name));
-  if exists (select from pgque.queue q where q.queue_name = create_queue.queue_name) then
+  perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(p_queue));
+  if exists (select from pgque.queue q where q.queue_name = p_queue) then
     return 0;
   end if;
-  perform pgque._init();
   v_id := nextval(pg_get_serial_sequence('pgque.queue', 'queue_id'));
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
   execute format('grant usage on sequence %s to pgque_writer', v_seq);
-  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_xid'
+  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
-    || ') values ($1, $2, $3, $4, pg_catalog.pg_current_xact_id()'
+    || ') values ($1, $2, $3, $4, $5, pg_catalog.pg_current_xact_id()'
     || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
-  using v_id, create_queue.queue_name, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass;
+  using v_id, p_queue, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass,
+    pgque._own_settings('{}', p_config);
+  perform pgque._note_expiring(v_id);
   for n in 0..2 loop
     perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
@@ -630,7 +951,7 @@ exception
     -- A creator whose snapshot is older than the name's commit.
     return 0;
   when data_exception or check_violation then
-    perform pgque._bad_setting(create_queue.queue_name, create_queue.config, sqlerrm);
+    perform pgque._bad_setting(p_queue, p_config, sqlerrm);
 end
 $$;
 
@@ -658,20 +979,30 @@ create or replace function pgque.alter_queue(queue_name text, config jsonb) retu
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue := pgque._queue(alter_queue.queue_name);
-  v_settings  record := pgque._settings_sql(alter_queue.queue_name, alter_queue.config);
+  v_settings  record;
   v_sets      text;
 begin
+  v_settings := pgque._settings_sql(v_queue.queue_name, alter_queue.config);
   select string_agg(c.col || ' = ' || c.val || ', ', '') into v_sets
   from unnest(v_settings.columns, v_settings.vals) c (col, val);
   if v_sets is not null then
-    execute 'update pgque.queue q set ' || v_sets || 'queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
-    using v_queue.queue_id;
+    execute 'update pgque.queue q set ' || v_sets
+      || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
+    using v_queue.queue_id, alter_queue.config;
+    perform pgque._note_expiring(v_queue.queue_id);
   end if;
   return cardinality(v_settings.columns);
 exception
   when data_exception or check_violation then
     perform pgque._bad_setting(alter_queue.queue_name, alter_queue.config, sqlerrm);
 end
+$$;
+
+-- Notes for good that messages of a queue may expire.
+create or replace function pgque._note_expiring(p_queue_id int) returns void
+language sql volatile as $$
+  update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
+  where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
 -- Sets one parameter; NULL restores the default.
@@ -685,10 +1016,79 @@ declare
   v_queue  pgque.queue := pgque._queue(queue_config.queue_name);
 begin
   return query
-    select substr(e.key, 7), e.value
+    select substr(e.key, 7),
+      case when e.key = 'queue_dead_letter_queue' then (select q.queue_name from pgque.queue q where q.queue_id = v_queue.queue_dead_letter_queue)
+        else e.value end
     from jsonb_each_text(to_jsonb(v_queue)) e
     where pgque._setting_type(substr(e.key, 7)) is not null
     order by 1;
+end
+$$;
+
+-- Sets what holds for every queue that has no value of its own, at once and for
+-- queues to come; null goes back to the built-in default.
+create or replace function pgque.set_default_config(param text, value text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_param   text;
+  v_column  text;
+  v_value   text;
+  v_fits    boolean;
+  v_count   int;
+begin
+  v_param := pgque._setting(coalesce($1, ''), 'all queues');
+  v_column := 'queue_' || v_param;
+  if v_param = 'dead_letter_queue' then
+    raise exception using
+      errcode = 'PQ005',
+      message = 'dead_letter_queue has no global default',
+      hint = 'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.';
+  end if;
+  v_value := pgque._setting_sql(v_param, $2, null);
+  if v_value <> 'default' then
+    -- The range that the column's constraint names.
+    execute format('select true from (select %s as %I) q where %s',
+      v_value, v_column, coalesce((
+        select string_agg('(' || pg_get_expr(c.conbin, c.conrelid) || ')', ' and ')
+        from pg_constraint c
+        join pg_attribute a on a.attrelid = c.conrelid and c.conkey = array[a.attnum]
+        where c.conrelid = 'pgque.queue'::regclass and c.contype = 'c' and a.attname = v_column), 'true'))
+    into v_fits;
+    if v_fits is null then
+      raise check_violation using message = 'out of range';
+    end if;
+  end if;
+  perform pgque._init();
+  update pgque.config c set defaults = pgque._own_settings(c.defaults, jsonb_build_object(v_param, case when v_value <> 'default' then $2 end));
+  execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
+  get diagnostics v_count = row_count;
+  perform pgque._note_expiring(q.queue_id) from pgque.queue q;
+  return v_count;
+exception
+  when data_exception or check_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('invalid default for %I: %s', v_param, quote_nullable($2)),
+      detail = sqlerrm,
+      hint = 'The old one stays. Counts are integers, periods are intervals such as ''2 hours''; null restores the built-in default.';
+end
+$$;
+
+-- Gives a queue another name; its id, queue_uid, stays.
+create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  perform pgque._check_queue_name($2);
+  update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
+  return 1;
+exception
+  when unique_violation then
+    raise exception using
+      errcode = 'PQ002',
+      message = format('queue exists: %I', $2),
+      hint = 'Choose another name.';
 end
 $$;
 
@@ -721,16 +1121,28 @@ declare
   v_queue  pgque.queue;
   v_leaf   text;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for no key update;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(drop_queue.queue_name)).queue_id for no key update;
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
-  if drop_queue.force is not true and exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
-    raise exception using
-      errcode = 'PQ006',
-      message = format('queue %I has consumers', v_queue.queue_name),
-      hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+  if drop_queue.force is not true then
+    if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('queue %I has consumers', v_queue.queue_name),
+        hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+    elsif exists (select from pgque.retry_queue r where r.ev_queue = v_queue.queue_id)
+      or exists (select from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)
+      or exists (select from pgque.queue q where q.queue_dead_letter_queue = v_queue.queue_id)
+    then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('queue %I holds delayed messages or dead letters, or takes those of another queue', v_queue.queue_name),
+        hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
+    end if;
   end if;
+  update pgque.queue q set queue_dead_letter_queue = null, queue_xid = pgque._queue_xid(q) where q.queue_dead_letter_queue = v_queue.queue_id;
+  perform pgque._drop_archive(v_queue.queue_id, null);
   delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null;
   delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
@@ -817,6 +1229,12 @@ begin
 end
 $$;
 
+-- When a message that is sent to a queue now expires; null is never.
+create or replace function pgque._expires(p_queue pgque.queue, p_ttl interval default null) returns timestamptz
+language sql volatile as $$
+  select case when coalesce(p_ttl, p_queue.queue_message_ttl) > '0' then pgque.clock() + coalesce(p_ttl, p_queue.queue_message_ttl) end
+$$;
+
 -- Appends one event and returns its id.  The transaction's id is taken before
 -- the queue row is read, and one statement reads the row and stores the event
 -- (see sql/README.md, "Writers and rotation").
@@ -839,23 +1257,23 @@ begin
       hint = 'Text goes into payload, bytes into payload_bytes; the other one is null.';
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
-    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes)
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, p_type, p_data,
-    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes
+    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
+    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = p_queue and q.queue_open
+  where q.queue_name = p_queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1))
   returning event.ev_id into v_id;
   if v_id is null then
-    perform pgque._open_queue(p_queue);
-    return pgque._send(p_queue, p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
+    return pgque._send(pgque._need_open(p_queue), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
   end if;
   return v_id;
 end
 $$;
 
--- Says why a queue takes no events, or, when it came out of a dump, makes it
--- take them.
-create or replace function pgque._open_queue(p_queue text) returns void
+-- The name of a queue that takes events.  Says why it takes none, or, when it
+-- came out of a dump, makes it take them.
+create or replace function pgque._need_open(p_queue text) returns text
 language plpgsql as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue);
@@ -867,6 +1285,276 @@ begin
       hint = 'An administrator opens it again with pgque.resume(name).';
   end if;
   perform pgque._rebase(v_queue.queue_id);
+  return v_queue.queue_name;
+end
+$$;
+
+-- Whether a queue with max_depth has room for so many messages more; PQ003 if
+-- not.  All that somebody waits for has an id above the oldest of it, so far from
+-- the limit the ids answer; near it the messages are counted, since rolled-back
+-- sends take ids too.
+create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_oldest  bigint;
+begin
+  select least(min(p.pos_event_seq), (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)) into v_oldest
+  from pgque.subscriber s
+  cross join lateral pgque._oldest_need(s.sub_id) p
+  where s.sub_queue = p_queue.queue_id;
+  if coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_oldest + p_count > p_queue.queue_max_depth
+    and pgque._depth(p_queue.queue_id) + p_count > p_queue.queue_max_depth
+  then
+    raise exception using
+      errcode = 'PQ003',
+      message = format('queue full: %I', p_queue.queue_name),
+      detail = format('max_depth is %s.', p_queue.queue_max_depth),
+      hint = 'Try again when consumers have caught up, or raise max_depth. Nothing was sent.';
+  end if;
+  return true;
+end
+$$;
+
+-- Sends a message with options.
+create or replace function pgque._send_as(
+  p_queue text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
+  p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if p_key is null and p_delay is null and p_deliver_at is null and p_ttl is null then
+    return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes);
+  end if;
+  return (pgque._send_all(p_queue, p_type,
+    case when p_bytes is null then array[p_data] end, case when p_bytes is not null then array[p_bytes] end,
+    array[p_headers], array[p_key], array[p_delay], array[p_deliver_at], array[p_ttl], array[p_partition_key]))[1];
+end
+$$;
+
+-- Sends many messages with options, given as arrays of one length or null; all
+-- or none.  Ids in input order; to take them first is faster than to have them
+-- returned.  What is delayed waits in the retry queue, for everybody (owner 0).
+create or replace function pgque._send_all(
+  p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
+  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
+) returns bigint[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_count  int := coalesce(cardinality(p_data), cardinality(p_bytes));
+  v_now    timestamptz := pgque.clock();
+  v_queue  pgque.queue;
+  v_wrong  text;
+  v_plain  boolean[];
+  v_ids    bigint[];
+  v_due    timestamptz[];
+  v_ends   timestamptz[];
+  v_txid   xid8 := pg_current_xact_id();
+begin
+  -- Counted from 1, whatever the caller's arrays are.
+  p_data := p_data[:]; p_bytes := p_bytes[:]; p_headers := p_headers[:]; p_keys := p_keys[:]; p_delays := p_delays[:];
+  p_deliver_ats := p_deliver_ats[:]; p_ttls := p_ttls[:]; p_partition_keys := p_partition_keys[:];
+  v_queue := pgque._queue(p_queue);
+  select string_agg(a.name, ', ') into v_wrong
+  from (values ('headers', cardinality(p_headers)), ('keys', cardinality(p_keys)), ('delays', cardinality(p_delays)),
+    ('deliver_ats', cardinality(p_deliver_ats)), ('ttls', cardinality(p_ttls)), ('partition_keys', cardinality(p_partition_keys))) a (name, n)
+  where a.n <> v_count;
+  if v_wrong is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
+      hint = 'Pass null for an element, or for the whole array, to leave it out.';
+  end if;
+  select case
+      when o.delay < '0' then 'the delay of a message for queue %I is negative'
+      when o.delay is not null and o.deliver_at is not null then 'a message for queue %I has both delay and deliver_at'
+      when o.ttl < '0' then 'the ttl of a message for queue %I is negative'
+      when o.key = '' or octet_length(o.key) > 1000 then 'the key of a message for queue %I must have 1 to 1000 bytes'
+    end
+  into v_wrong
+  from unnest(p_delays, p_deliver_ats, p_ttls, p_keys) o (delay, deliver_at, ttl, key)
+  where o.delay < '0' or (o.delay is not null and o.deliver_at is not null) or o.ttl < '0' or o.key = '' or octet_length(o.key) > 1000
+  limit 1;
+  if v_wrong is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format(v_wrong, v_queue.queue_name),
+      hint = 'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.';
+  end if;
+  perform pgque._headers(v_queue.queue_name, h) from unnest(p_headers) h where h is not null;
+  if not v_queue.queue_open then
+    perform pgque._need_open(v_queue.queue_name);
+    v_queue := pgque._queue(v_queue.queue_name);
+  end if;
+  select array_agg(p_keys[g] is null), array_agg(case when d.due > v_now then d.due end), array_agg(pgque._expires(v_queue, p_ttls[g]))
+  into v_plain, v_due, v_ends
+  from generate_series(1, v_count) g
+  cross join lateral (select coalesce(p_deliver_ats[g], v_now + p_delays[g]) as due offset 0) d;
+  if (not v_queue.queue_keyed and false = any (v_plain))
+    or (not v_queue.queue_expiring and v_ends <> array_fill(null::timestamptz, array[v_count]))
+  then
+    -- Once in a queue's life, so that those who read it know what to look for.
+    update pgque.queue q
+    set queue_keyed = q.queue_keyed or false = any (v_plain),
+      queue_expiring = q.queue_expiring or v_ends <> array_fill(null::timestamptz, array[v_count]),
+      queue_xid = pgque._queue_xid(q)
+    where q.queue_id = v_queue.queue_id
+      and ((not q.queue_keyed and false = any (v_plain))
+        or (not q.queue_expiring and v_ends <> array_fill(null::timestamptz, array[v_count])));
+  end if;
+  if v_queue.queue_max_depth > 0 and true = any (v_plain) then
+    perform pgque._room(v_queue, cardinality(array_positions(v_plain, true)));
+  end if;
+
+  v_ids := array(select case when p then nextval(v_queue.queue_event_seq) end from unnest(v_plain) p);
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+  select q.slot, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from (
+    select q.queue_id * 3 + q.queue_cur_table as slot
+    from pgque.queue q
+    where q.queue_id = v_queue.queue_id and not q.queue_restored
+    offset 0
+  ) q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  where m.id is not null and m.due is null;
+  insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+  select m.due, v_queue.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  where m.id is not null and m.due is not null;
+  if false = any (v_plain) then
+    perform pgque._lock_keys(v_queue.queue_id, p_keys);
+    for v_n in 1..v_count loop
+      continue when v_plain[v_n];
+      v_ids[v_n] := pgque._send_keyed(v_queue, p_type, p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
+    end loop;
+  end if;
+  return v_ids;
+end
+$$;
+
+-- What is done about a key of a queue is done under its lock.  They are taken in
+-- one order, so that two batches can not wait for each other; for a great many
+-- keys one lock stands for all.
+create or replace function pgque._lock_keys(p_queue_id int, p_keys text[]) returns void
+language plpgsql as $$
+declare
+  v_class   int := pg_catalog.hashtext('pgque.key ' || p_queue_id);
+  v_hashes  int[] := array(select distinct pg_catalog.hashtext(k.key) from pg_catalog.unnest(p_keys) k (key) where k.key is not null order by 1);
+begin
+  if pg_catalog.cardinality(v_hashes) > 200 then
+    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue_id);
+    return;
+  end if;
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue_id);
+  perform pg_catalog.pg_advisory_xact_lock(v_class, h.hash) from (select h.hash from pg_catalog.unnest(v_hashes) h (hash) order by 1) h;
+end
+$$;
+
+-- Sends a message with a key.  While one with that key is pending, it takes the
+-- place of its body: a row with the same id and the next number (ev_retry) is
+-- appended, which only readers of keys see (owner 0).  Whoever hands the message
+-- out appends a seal (owner -1), and a purge a row of owner -2; after either
+-- the next send is a message of its own.  The unique index stops a transaction
+-- whose snapshot does not show the last of these rows; such a transaction locks
+-- the queue's row too, so that the table can not change either.
+create or replace function pgque._send_keyed(
+  p_queue pgque.queue, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
+  p_due timestamptz, p_expires timestamptz, p_partition_key text
+) returns bigint
+language plpgsql as $$
+declare
+  v_txid  xid8 := pg_catalog.pg_current_xact_id();
+  v_last  pgque.event;
+  v_id    bigint;
+begin
+  if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    perform from pgque.queue q where q.queue_id = p_queue.queue_id for share;
+  end if;
+  -- One that is delayed has been handed out to nobody.
+  update pgque.retry_queue r
+  set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
+  where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_owner = 0 and (r.ev_expires > pgque.clock()) is not false
+  returning r.ev_id into v_id;
+  if v_id is not null then
+    return v_id;
+  end if;
+  v_last := pgque._last_of_key(p_queue.queue_id, p_key);
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
+    and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)
+  then
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
+    select q.queue_id * 3 + q.queue_cur_table, 0, v_last.ev_id, v_last.ev_time, v_txid, v_last.ev_retry + 1, p_type, p_data, p_bytes, p_headers,
+      p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
+    -- Workers may have put it aside without handing it out.
+    update pgque.retry_queue r
+    set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
+    where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_id = v_last.ev_id;
+    return v_last.ev_id;
+  end if;
+  if p_queue.queue_max_depth > 0 then
+    perform pgque._room(p_queue, 1);
+  end if;
+  v_id := pg_catalog.nextval(p_queue.queue_event_seq);
+  if p_due is not null then
+    insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers,
+      ev_key, ev_expires, ev_extra1)
+    values (p_due, p_queue.queue_id, 0, v_id, pgque.clock(), v_txid, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key);
+  else
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
+    select q.queue_id * 3 + q.queue_cur_table, v_id, pgque.clock(), v_txid, 0, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
+  end if;
+  return v_id;
+exception
+  when unique_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = pg_catalog.format('key %L of queue %I changed since this transaction began', p_key, p_queue.queue_name),
+      hint = 'Retry the transaction.';
+end
+$$;
+
+-- The newest row that says something about a key.
+create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_last  pgque.event;
+begin
+  execute (
+    select 'select (e.e).* from (' || pg_catalog.string_agg(pg_catalog.format(
+      '(select row(e.*)::pgque.event as e from pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)'
+      ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', p_queue_id, n), ' union all ')
+      || ') e order by (e.e).ev_id desc, (e.e).ev_retry desc limit 1'
+    from pg_catalog.generate_series(0, 2) n)
+  into v_last using p_key;
+  return v_last;
+end
+$$;
+
+-- Whether some consumer can not get a pending message any more, or reads it as
+-- part of a whole window.
+create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_txid  xid8;
+begin
+  execute (
+    select pg_catalog.string_agg(pg_catalog.format(
+      'select e.ev_txid from pgque.event_%s_%s e where e.ev_key = $1 and e.ev_id = $2 and e.ev_retry = 0 and (e.ev_owner is null or e.ev_owner <= 0)',
+      p_queue_id, n), ' union all ')
+    from pg_catalog.generate_series(0, 2) n)
+  into v_txid using p_key, p_id;
+  return v_txid is null or exists (
+    select
+    from pgque.subscriber s
+    cross join lateral pgque._position(s.sub_id) n
+    cross join lateral (select (case when s.sub_role = 'pool' then pgque._next_from(n) else n end).*) p
+    where s.sub_queue = p_queue_id and s.sub_main is null
+      and not exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_id = p_id)
+      and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
+        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot)
+          and (p_id <= p.pos_done_id or p.pos_batch is not null and p_id <= coalesce(p.pos_last_id, 9223372036854775807))));
 end
 $$;
 
@@ -887,28 +1575,43 @@ language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null,
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
 
-create or replace function pgque.send(queue_name text, type_name text, payload text) returns bigint
-language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
-
-create or replace function pgque.send(queue_name text, type_name text, payload jsonb) returns bigint
-language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, null, null) $$;
-
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
 
--- With headers, a JSON object that travels with the message; and bytes.
-create or replace function pgque.send(queue_name text, type_name text, payload text, headers jsonb) returns bigint
-language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, $4, null) $$;
+-- With options: headers, a JSON object that travels with the message; a key, of
+-- which one message at a time is pending; when to deliver it and how long it is
+-- worth something; and the key that keeps the order (see subscribe).
+create or replace function pgque.send(
+  queue_name text, type_name text, payload text, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$
+  select case
+    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3, $9, null, null, null, $4, null)
+    else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
 
-create or replace function pgque.send(queue_name text, type_name text, payload jsonb, headers jsonb) returns bigint
-language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, $4, null) $$;
+create or replace function pgque.send(
+  queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$
+  select case
+    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3::pg_catalog.text, $9, null, null, null, $4, null)
+    else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
 
-create or replace function pgque.send(queue_name text, type_name text, payload bytea, headers jsonb default null) returns bigint
-language sql as $$ select pgque._send($1, $2, null, null, null, null, null, $4, $3) $$;
+create or replace function pgque.send(
+  queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
-create or replace function pgque.send_batch(queue_name text, type_name text, payloads text[]) returns bigint[]
+create or replace function pgque._send_many(queue_name text, type_name text, payloads text[]) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8;
@@ -916,22 +1619,19 @@ declare
   v_seq   regclass;
   v_ids   bigint[];
 begin
-  if $3 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('payloads for queue %I must not be null', $1),
-      hint = 'Pass an array; an empty one sends nothing.';
-  elsif cardinality($3) = 0 then
+  if pgque._no_payloads($1, cardinality($3)) then
     return '{}';
   end if;
   v_txid := pg_current_xact_id();
-  select q.queue_id, q.queue_event_seq into v_id, v_seq from pgque.queue q where q.queue_name = $1 and q.queue_open;
+  select q.queue_id, q.queue_event_seq into v_id, v_seq
+  from pgque.queue q
+  where q.queue_name = $1 and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
-    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)
-    select q.slot, p.id, q.at, v_txid, $2, p.payload
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)
+    select q.slot, p.id, q.at, v_txid, $2, p.payload, q.ends
     from (
-      select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at
+      select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at, pgque._expires(q) as ends
       from pgque.queue q
       where q.queue_id = v_id and q.queue_open
       offset 0
@@ -940,22 +1640,67 @@ begin
       return v_ids;
     end if;
   end if;
-  perform pgque._open_queue($1);
-  return pgque.send_batch($1, $2, $3);
+  return pgque._send_many(pgque._need_open($1), $2, $3);
+end
+$$;
+
+-- Whether there is nothing to send; PQ005 for a null array.
+create or replace function pgque._no_payloads(p_queue text, p_count int) returns boolean
+language plpgsql as $$
+begin
+  if p_count is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      hint = 'Pass an array; an empty one sends nothing.';
+  end if;
+  return p_count = 0;
 end
 $$;
 
 create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, 'default', $2) $$;
-
-create or replace function pgque.send_batch(queue_name text, type_name text, payloads jsonb[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, $2, $3::pg_catalog.text[]) $$;
+language sql as $$ select pgque._send_many($1, 'default', $2) $$;
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, 'default', $2::pg_catalog.text[]) $$;
+language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
+
+-- With options, an array each.
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case
+    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3)
+    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
+    else pgque._send_all($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case
+    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3::pg_catalog.text[])
+    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
+    else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
+$$;
 
 -- Sends unless the same key was sent within ttl; then the first id comes back.
--- The primary key makes two senders of one key meet; the second waits.
+-- Keys are noted in two leaves, of which pgque.journal names the one that is
+-- written.  Of two senders of one key the second waits; one whose snapshot does
+-- not show what the first did gets 40001.
 create or replace function pgque.send_idem(
   queue text, type text, payload text, idem_key text,
   ttl interval default '1 hour', partition_key text default null,
@@ -964,7 +1709,9 @@ create or replace function pgque.send_idem(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);
-  v_txid   xid8 := pg_current_xact_id();
+  v_last   pgque.idempotency_0;
+  v_leaf   int;
+  v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
   if $4 is null or $5 is null or $5 <= '0' then
     raise exception using
@@ -972,31 +1719,48 @@ begin
       message = format('send_idem to queue %I needs a key and a positive ttl', $1),
       hint = 'Without a key use pgque.send().';
   end if;
-  if not v_queue.queue_open then
-    perform pgque._open_queue($1);
+  perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
+  v_leaf := pgque._idem_leaf();
+  select k.* into v_last
+  from (
+    select * from pgque.idempotency_0 union all select * from pgque.idempotency_1
+  ) k
+  where k.idem_queue = v_queue.queue_id and k.idem_key = $4
+  order by k.idem_n desc
+  limit 1;
+  if v_last.idem_expires > pgque.clock() then
+    event_id := v_last.idem_ev_id;
+    deduped := true;
+    return;
   end if;
-  loop
-    select k.idem_ev_id into event_id
-    from pgque.idempotency_key k
-    where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > pgque.clock();
-    if found then
-      deduped := true;
-      return;
-    end if;
-    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
-    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), pgque.clock() + $5)
-    on conflict on constraint idempotency_key_pkey do update
-    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
-    where k.idem_expires <= pgque.clock()
-    returning k.idem_ev_id into event_id;
-    exit when found;
-    -- Another sender was first; look what it sent.
-  end loop;
+  event_id := pgque._send(v_queue.queue_name, $2, $3, $6, null, null, null, null, null);
   deduped := false;
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
-  select q.queue_id * 3 + q.queue_cur_table, event_id, pgque.clock(), v_txid, $2, $3, $6
-  from pgque.queue q
-  where q.queue_id = v_queue.queue_id and not q.queue_restored;
+  if v_leaf = 0 or v_old_snapshot then
+    insert into pgque.idempotency_0 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5);
+  end if;
+  if v_leaf = 1 or v_old_snapshot then
+    insert into pgque.idempotency_1 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5);
+  end if;
+exception
+  when unique_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
+      hint = 'Retry the transaction.';
+end
+$$;
+
+-- Which leaf of the idempotency keys is written; see _journal_leaf().
+create or replace function pgque._idem_leaf() returns int
+language plpgsql as $$
+declare
+  v_leaf  int;
+begin
+  perform pgque._journal_leaf();
+  select j.journal_idem_cur into v_leaf from pgque.journal j where j.journal_id = 1;
+  return v_leaf;
 end
 $$;
 
@@ -1041,7 +1805,7 @@ begin
   if not p_seen then
     perform pgque._no_queue(p_queue);
   end if;
-  perform pgque._open_queue(p_queue);
+  perform pgque._need_open(p_queue);
   return (select q.queue_id * 3 + q.queue_cur_table from pgque.queue q where q.queue_name = p_queue);
 end
 $$;
@@ -1053,12 +1817,13 @@ $$;
 -- to _open_slot(), since the row would be lost silently otherwise.  The
 -- functions run with the rights of whoever inserts.
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers)
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(q.slot, pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
-    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers)
+    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
   from (select new.queue, new.type, new.payload, new.headers offset 0) n
   left join lateral (
-    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
     where q.queue_name = n.queue
     offset 0
@@ -1084,11 +1849,12 @@ begin
   if new.sink_id is not null and not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
     return null;
   end if;
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
-    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes
+    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes,
+    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = new.queue and q.queue_open and (new.payload is null or new.payload_bytes is null);
+  where q.queue_name = new.queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1)) and (new.payload is null or new.payload_bytes is null);
   if found then
     return new;
   end if;
@@ -1286,9 +2052,9 @@ begin
   end if;
   -- Compaction moves rows from leaf to leaf.
   lock table pgque.sink_attempt_0, pgque.sink_attempt_1, pgque.sink_stage_0, pgque.sink_stage_1 in access share mode;
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
-    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes
+    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
   from (
     select u.attempt
     from unnest($3) with ordinality u (attempt, n)
@@ -1304,7 +2070,8 @@ begin
     order by n
   ) s
   left join lateral (
-    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
     where q.queue_name = s.queue
     offset 0
@@ -1932,6 +2699,7 @@ create or replace function pgque._new_batch_id(p_position pgque.position_0) retu
 language sql volatile as $$
   select (greatest(
       (p_position.pos_last_batch >> 20) + 1,
+      case when p_position.pos_fresh is not null then p_position.pos_seq + 1 end,
       ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
     | (p_position.pos_sub & 1048575)
 $$;
@@ -1984,7 +2752,9 @@ begin
   join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
   where q.queue_name = p_queue;
   if not found then
-    perform pgque._queue(p_queue);
+    if (pgque._queue(p_queue)).queue_name <> p_queue then
+      return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
+    end if;
     raise exception using
       errcode = 'PQ011',
       message = pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
@@ -2073,10 +2843,26 @@ $$;
 
 -- Subscribes a consumer; it starts at start_at, by default at the newest tick.
 -- 1 when new, 0 when it was subscribed already (its position stays).
-create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text) returns int
+-- keyed_order is for workers: messages with one key, or else one partition key,
+-- are handed out one at a time, in order.
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_new  int := pgque._subscribe($1, $2, 'normal', $3);
+  v_sub  pgque.subscriber;
 begin
-  return pgque._subscribe($1, $2, 'normal', $3);
+  if $4 is true then
+    v_sub := pgque._subscriber($1, $2);
+    if v_new = 0 and not v_sub.sub_keyed then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
+        hint = 'Unsubscribe it first, or subscribe another consumer.';
+    elsif v_new = 1 then
+      update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
+    end if;
+  end if;
+  return v_new;
 end
 $$;
 
@@ -2087,7 +2873,7 @@ declare
   v_co     int;
 begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue for share;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue)).queue_id for share;
   if not found then
     perform pgque._no_queue(p_queue);
   end if;
@@ -2125,11 +2911,8 @@ begin
 end
 $$;
 
-create or replace function pgque.subscribe(queue_name text, consumer_name text) returns int
-language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
-
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
-language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
+language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
 
 -- Subscribes at a tick, or moves a known consumer there: its open batch is
 -- dropped.  1 when new, 0 when moved.
@@ -2140,9 +2923,9 @@ declare
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
-    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest');
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false);
   end if;
-  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text) = 1 then
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false) = 1 then
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name);
@@ -2245,6 +3028,7 @@ begin
   p_position.pos_last_id := null;
   p_position.pos_batch := null;
   p_position.pos_attempt := 1;
+  p_position.pos_fresh := 0 * p_position.pos_fresh;
   return p_position;
 end
 $$;
@@ -2295,9 +3079,12 @@ $$;
 -- A batch that is still open comes again, with its id and its messages, less
 -- those that were settled one by one.  No message, no batch, no rows.
 --
--- With a worker, the batch belongs to that worker (see "workers").
-create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
-returns setof pgque.delivery
+-- With a worker, messages are leased to it for visibility_timeout, and each call
+-- gets others (see "workers").  ack_batch is finished first.
+create or replace function pgque.receive(
+  queue_name text, consumer_name text, max_return int default 100, worker text default null,
+  visibility_timeout interval default null, ack_batch bigint default null
+) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
   v_sub      pgque.subscriber;
@@ -2315,6 +3102,13 @@ declare
   v_more     boolean;
   v_count    bigint := 0;
   v_next_id  bigint;
+  v_queue    pgque.queue;
+  v_sifted   record;
+  v_sifts    boolean;
+  v_look     bigint;
+  v_looked   bigint := 0;
+  v_skip     bigint[];
+  v_leaf     int;
 begin
   if receive.max_return is null or receive.max_return < 1 then
     raise exception using
@@ -2323,10 +3117,22 @@ begin
       hint = 'It is the greatest number of messages to hand out.';
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
-  if receive.worker is not null then
+  if v_sub.sub_role <> 'coop_main' and receive.worker is not null then
+    return query select * from pgque._hand_out(v_sub, v_max, receive.worker, receive.visibility_timeout, receive.ack_batch);
+    return;
+  end if;
+  if receive.ack_batch is not null then
+    perform pgque.ack(receive.ack_batch);
+  end if;
+  if receive.visibility_timeout is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('visibility_timeout is for workers, not for consumer %I of queue %I', receive.consumer_name, receive.queue_name),
+      hint = 'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.';
+  elsif receive.worker is not null then
     v_member := pgque._worker(v_sub, receive.worker);
-  elsif v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers(receive.queue_name, receive.consumer_name);
+  else
+    perform pgque._need_alone(v_sub, receive.queue_name, receive.consumer_name);
   end if;
   -- An idle poll takes no lock, writes nothing and needs no transaction id.
   v_ahead := pgque._position(v_sub.sub_id);
@@ -2338,6 +3144,11 @@ begin
   end if;
 
   v_cursor := pgque._lock_position(v_sub.sub_id);
+  if v_sub.sub_role <> (select s.sub_role from pgque.subscriber s where s.sub_id = v_sub.sub_id) then
+    -- Workers share it since this call began.
+    return query select * from pgque.receive($1, $2, $3, $4, $5);
+    return;
+  end if;
   if v_cursor.pos_seq <> v_ahead.pos_seq then
     v_ahead := v_cursor;
   end if;
@@ -2362,14 +3173,44 @@ begin
       v_batch := pgque._open_window(v_batch, v_sub.sub_queue, v_max);
       exit when v_batch.pos_next_tick is null;
     end if;
-    v_rows := pgque._batch_sql(v_sub, v_batch, v_and, v_max);
+    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+    v_sifts := v_queue.queue_keyed or v_queue.queue_expiring;
+    if v_sifts and not v_open then
+      -- Each key takes a lock; what is not delivered is looked through quickly.
+      v_look := case when v_queue.queue_keyed then 200 else greatest(1000, least(v_max, 10000)) end;
+      v_max := least(v_max, v_look);
+    end if;
+    v_rows := pgque._batch_sql(v_sub, v_batch, v_and, coalesce(v_look, v_max));
     v_query := format(
       'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
       ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
       ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
       ' from (%s) e order by e.ev_id limit ',
       v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows);
-    if v_max <= 1000 then
+    if v_sifts then
+      v_sifted := pgque._sift_batch(v_queue, v_sub, v_rows, v_max, v_look);
+      v_count := v_sifted.looked;
+      v_next_id := v_sifted.next_id;
+      v_skip := v_sifted.skip;
+      return query
+        select e.ev_id, v_batch.pos_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
+          e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
+          coalesce(e.ev_retry, 0) + v_batch.pos_attempt, e.ev_error, e.ev_expires, v_queue.queue_name
+        from unnest(v_sifted.rows) e;
+      if v_count > 0 and not found and not v_open then
+        -- Nothing of it is to be delivered: go on behind it, now or next time.
+        v_looked := v_looked + v_count * case when v_queue.queue_keyed then 10 else 1 end;
+        v_batch.pos_last_id := v_next_id - 1;
+        v_batch.pos_done_count := v_batch.pos_done_count + v_count;
+        v_batch := pgque._as_batch_of(v_batch, pgque._behind(pgque._as_batch_of(v_cursor, v_batch), v_batch));
+        v_batch.pos_batch := v_token;
+        v_count := 0;
+        v_next_id := null;
+        v_skip := null;
+        exit when v_looked > 10000;
+        continue;
+      end if;
+    elsif v_max <= 1000 then
       -- The row after the last one says where the batch ends.
       for v_row in execute v_query || (v_max + 1) loop
         if v_count = v_max then
@@ -2406,7 +3247,7 @@ begin
     return;
   elsif v_count = 0 then
     -- Nothing but empty windows: remember that, so that they can be reclaimed.
-    if v_batch.pos_tick > v_cursor.pos_tick then
+    if v_batch.pos_tick > v_cursor.pos_tick or v_batch.pos_done_id is distinct from v_cursor.pos_done_id then
       v_batch.pos_batch := null;
       perform pgque._append_position(pgque._as_batch_of(v_cursor, v_batch));
     end if;
@@ -2414,10 +3255,64 @@ begin
   end if;
   v_batch.pos_last_id := v_next_id - 1;
   v_batch.pos_done_count := v_batch.pos_done_count + v_count;
-  perform pgque._append_position(v_batch);
+  v_leaf := pgque._journal_leaf();
+  if cardinality(v_skip) > 0 then
+    perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, v_skip, null, v_leaf);
+  end if;
+  perform pgque._append_position(v_batch, v_leaf);
   if v_member is not null then
     perform pgque._append_position(pgque._behind(v_cursor, v_batch));
   end if;
+end
+$$;
+
+-- The messages of a batch of a queue with keys or expiry: those that are to be
+-- delivered, and those of the slice that are not.  p_max null: the batch was
+-- handed out before and comes again.
+create or replace function pgque._sift_batch(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_rows text, p_max bigint, p_look bigint,
+  out rows pgque.event[], out looked bigint, out next_id bigint, out skip bigint[]
+)
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_rows   pgque.event[];
+  v_ids    bigint[];
+  v_claim  record;
+begin
+  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e', p_rows, p_look + 1)
+  into v_rows;
+  looked := coalesce(pg_catalog.cardinality(v_rows), 0);
+  if p_look is null or looked = 0 then
+    rows := pgque._with_bodies(p_queue.queue_id, v_rows);
+    return;
+  end if;
+  if looked > p_look then
+    next_id := (v_rows[looked]).ev_id;
+    v_rows := v_rows[:p_look];
+  end if;
+  v_claim := pgque._claim(p_queue, v_rows);
+  v_ids := array(
+    select e.ev_id from pg_catalog.unnest(v_claim.rows) e
+    where e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone) and (e.ev_expires > v_now) is not false
+    order by e.ev_id
+    limit p_max + 1);
+  if pg_catalog.cardinality(v_ids) > p_max then
+    next_id := v_ids[p_max + 1];
+    v_ids := v_ids[:p_max];
+  end if;
+  -- The slice: what is before next_id.
+  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and e.ev_id <> all (v_ids));
+  looked := pg_catalog.cardinality(skip) + pg_catalog.cardinality(v_ids);
+  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where e.ev_id = any (v_ids) order by e.ev_id);
+  insert into pgque.retry_queue
+  select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
+  where e.ev_id = any (v_claim.busy) and e.ev_id = any (skip)
+  on conflict do nothing;
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', (
+    select count(*) from pg_catalog.unnest(v_claim.rows) e
+    where e.ev_id = any (skip) and e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone)));
+  perform pgque._seal(p_queue.queue_id, rows);
 end
 $$;
 
@@ -2468,8 +3363,24 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_batch  pgque.position_0 := pgque._lock_batch(ack.batch_id);
+  v_role     text;
+  v_archive  boolean;
+  v_count    bigint;
+  v_batch    pgque.position_0;
 begin
+  select s.sub_role, q.queue_archive_on_ack into v_role, v_archive
+  from pgque.subscriber s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
+  if v_archive then
+    select count(*) into v_count from pgque._settle(ack.batch_id, null, 'archive', null, 'acked');
+    if v_role = 'pool' then
+      return (v_count > 0)::int;
+    end if;
+  elsif v_role = 'pool' then
+    return pgque._close_lease(ack.batch_id);
+  end if;
+  v_batch := pgque._lock_batch(ack.batch_id);
   if v_batch.pos_sub is null then
     return 0;
   end if;
@@ -2497,14 +3408,13 @@ declare
   v_prev   pgque.tick;
   v_cur    pgque.tick;
 begin
-  if v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers($1, $2);
-  end if;
+  perform pgque._need_alone(v_sub, $1, $2);
   v_batch := pgque._position(v_sub.sub_id);
   if v_batch.pos_next_tick is null and (pgque._open_window(v_batch, v_sub.sub_queue, 0)).pos_next_tick is null then
     return;
   end if;
   v_batch := pgque._lock_position(v_sub.sub_id);
+  perform pgque._need_alone(pgque._subscriber($1, $2), $1, $2);
   v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
   if v_batch.pos_batch is null then
     if v_batch.pos_next_tick is null then
@@ -2635,7 +3545,21 @@ create or replace function pgque.get_batch_events(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_open  record := pgque._open_batch($1);
+  v_sub   pgque.subscriber := v_open.sub;
+  v_rows  pgque.event[];
+  v_said  pgque.event[];
 begin
+  if (select q.queue_keyed from pgque.queue q where q.queue_id = v_sub.sub_queue) then
+    execute format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._batch_sql(v_open.sub, v_open.pos)) into v_rows;
+    v_said := pgque._said(v_sub.sub_queue, v_rows);
+    v_rows := array(
+      select e from unnest(pgque._with_bodies(v_sub.sub_queue, v_rows, v_said)) e
+      where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
+      order by e.ev_id);
+    perform pgque._seal(v_sub.sub_queue, v_rows);
+    return query execute format('select %s from unnest($1) e', pgque._event_columns()) using v_rows;
+    return;
+  end if;
   return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos));
 end
 $$;
@@ -2846,7 +3770,8 @@ $$;
 
 -- The query for what became visible between two ticks: what everybody gets
 -- and, with a consumer, its retries.  It says the same whenever it is run, so a
--- message's lifetime is held against the window's end, not the clock.
+-- message's lifetime is held against the window's end, not the clock, and each
+-- body that was sent for a key is a row (owner 0), with the id of the first.
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
 ) returns text
@@ -2864,8 +3789,8 @@ begin
   v_to := pgque._need_tick(v_queue, p_to);
   v_cond := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot)
     || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
-    || case when p_consumer is null then 'e.ev_owner is null'
-      else pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
+      else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', p_types) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
   return pg_catalog.format('select %s from (%s) e order by e.ev_id',
@@ -2917,9 +3842,7 @@ declare
   v_queue     pgque.queue;
   v_position  pgque.position_0;
 begin
-  if v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers($1, $2);
-  end if;
+  perform pgque._need_alone(v_sub, $1, $2);
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);
@@ -2945,9 +3868,7 @@ declare
 begin
   perform pgque._subscribe($1, $2, 'normal', $3);
   v_sub := pgque._subscriber($1, $2);
-  if v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers($1, $2);
-  end if;
+  perform pgque._need_alone(v_sub, $1, $2);
   v_key := hashtext(v_sub.sub_queue || ' ' || v_sub.sub_consumer);
   if not pg_try_advisory_lock(v_class, v_key) then
     select a.pid, a.application_name into v_holder
@@ -2975,6 +3896,7 @@ declare
   v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1))).tick_snapshot);
   v_rows      pgque.event[];
 begin
+  perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
     raise exception using
       errcode = 'PQ005',
@@ -2993,25 +3915,1038 @@ begin
       end
     from unnest($3, $4) with ordinality i (id, reason, n)
     left join unnest(v_rows) r on r.ev_id = i.id
-    left join lateral (select pgque._add_dead_letter(v_sub.sub_queue, v_sub.sub_consumer, i.reason, r) as ok where r.ev_id is not null offset 0) b on true
+    left join lateral (select pgque._add_dead_letter(pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + 1, null, null, null), v_sub.sub_consumer, i.reason, false) as ok where r.ev_id is not null offset 0) b on true
     order by i.n;
 end
 $$;
 -- ---------------------------------------------------------------------------
--- workers: several processes share one position
+-- workers: competing processes, leases, redelivery
 -- ---------------------------------------------------------------------------
 
+-- A consumer whose messages workers compete for is a pool.  A hand-out is one
+-- row in the journal of positions: it says what was handed out, to whom, until
+-- when, and by that where the next one begins.  Its pos_seq is the batch id
+-- without the subscriber's bits, so that a batch is found by its id.  That a
+-- batch is closed is a row in the journal of settled messages.  So neither is
+-- updated, and a worker needs no row of its own: names may come and go.
+--
+-- The log is for first deliveries.  Whatever comes again (a lease ended, a nack,
+-- a release) waits in the retry queue, and is leased from there: ev_retry_after
+-- is when it may be taken, ev_batch who has it.  So one rule serves all: who
+-- takes a message that is due overwrites ev_batch, and from then on the old
+-- batch id no longer fits.
+--
+-- Locks: hand-outs of one pool meet at the subscriber's row; whatever is said
+-- about a batch meets at an advisory lock on its id, which a hand-out only
+-- tries.  A hand-out is not done in REPEATABLE READ, whose snapshot may be older
+-- than its lock; what is said about a batch is, since it either inserts a row
+-- under a primary key or locks one.
+
+-- Where a pool goes on behind its newest hand-out.
+create or replace function pgque._next_from(p_position pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  if p_position.pos_fresh > 0 then
+    if p_position.pos_last_id is null then
+      return pgque._past_window(p_position);
+    end if;
+    p_position.pos_done_id := p_position.pos_last_id;
+  end if;
+  p_position.pos_last_id := null;
+  p_position.pos_fresh := 0;
+  return p_position;
+end
+$$;
+
+-- The hand-out of a batch, or null.
+create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position_0
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position_0;
+begin
+  -- Both leaves in one statement: it may move from one to the other.
+  select p.* into v_position
+  from (select * from pgque.position_0 union all select * from pgque.position_1) p
+  where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20
+  limit 1;
+  if v_position.pos_last_batch = p_batch and v_position.pos_fresh is not null then
+    return v_position;
+  elsif pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+    -- An old snapshot may see neither leaf's row: then this is 40001.
+    perform pgque._journal_leaf();
+  end if;
+  return null;
+end
+$$;
+
+-- What was said about the log part of a batch: whether it is closed, how many of
+-- its messages have an outcome, how often its end was moved (negative) and
+-- where to.
+create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+language plpgsql set enable_seqscan = off as $$
+begin
+  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id > 0), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+    (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
+  into closed, settled, moved, until
+  from (
+    select s.set_ev_id, s.set_until from pgque.settled_0 s where s.set_batch = p_batch
+    union
+    select s.set_ev_id, s.set_until from pgque.settled_1 s where s.set_batch = p_batch
+  ) s;
+end
+$$;
+
+-- Notes messages of a batch as settled (ids above 0) or something about all of
+-- it (see pgque.settled_0).  Returns the ids that were new.  An old snapshot
+-- writes to both leaves, and gets 40001 if what it does not see is there.
+create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
+language plpgsql as $$
+declare
+  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
+  v_leaf          int := coalesce(p_leaf, pgque._journal_leaf());
+  v_new           bigint[];
+begin
+  if v_leaf = 0 or v_old_snapshot then
+    with new as (
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until)
+      select p_batch, i.id, p_sub, p_until from pg_catalog.unnest(p_ids) i (id)
+      on conflict do nothing
+      returning set_ev_id
+    )
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+  end if;
+  if v_leaf = 1 or v_old_snapshot then
+    with new as (
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub, set_until)
+      select p_batch, i.id, p_sub, p_until from pg_catalog.unnest(p_ids) i (id)
+      on conflict do nothing
+      returning set_ev_id
+    )
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+  end if;
+  return v_new;
+end
+$$;
+
+-- ack() of a whole lease.  The messages that wait in the retry queue under its
+-- id are done as well: nobody has taken them.
+create or replace function pgque._close_lease(p_batch bigint) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_sub     int;
+  v_lease   pgque.position_0;
+  v_count   int := 0;
+  v_done    int := 0;
+begin
+  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  perform pg_catalog.pg_advisory_xact_lock(p_batch);
+  if pg_catalog.current_setting('transaction_isolation') = 'read committed' then
+    -- The usual case in one statement.
+    if pgque._journal_leaf() = 0 then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, v_sub
+      from (select * from pgque.position_0 union all select * from pgque.position_1) p
+      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+        and not exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
+      limit 1
+      on conflict do nothing;
+    else
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, v_sub
+      from (select * from pgque.position_0 union all select * from pgque.position_1) p
+      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+        and not exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
+      limit 1
+      on conflict do nothing;
+    end if;
+    if found then
+      return 1;
+    end if;
+  end if;
+  v_lease := pgque._lease(v_sub, p_batch);
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, v_sub, array[0])), 0);
+  end if;
+  -- Whatever somebody else has locked is being taken over.
+  delete from pgque.retry_queue r
+  where (r.ev_owner, r.ev_id) in (
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
+  get diagnostics v_count = row_count;
+  return (v_count + v_done > 0)::int;
+end
+$$;
+
+-- A hand-out to a worker: first what waits in the retry queue, then from the
+-- log, at most p_max messages together.
+create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
+returns setof pgque.delivery
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_now      timestamptz := pgque.clock();
+  v_queue    pgque.queue;
+  v_first    pgque.position_0;
+  v_pos      pgque.position_0;
+  v_slice    record;
+  v_token    bigint;
+  v_max      bigint := p_max;
+  v_waiting  record;
+  v_lapsed   boolean;
+  v_sifted   record;
+  v_rows     pgque.event[];
+  v_count    bigint := 0;
+  v_looked   bigint := 0;
+begin
+  perform pgque._need_read_committed('receive() for a worker');
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
+  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('invalid worker name for queue %I', v_queue.queue_name),
+      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+  elsif p_timeout <= '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', v_queue.queue_name),
+      hint = 'It is how long the worker has before others get its messages.';
+  end if;
+  if p_ack is not null then
+    if v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
+      perform pgque.ack(p_ack);
+    else
+      perform pgque._close_lease(p_ack);
+    end if;
+  end if;
+  if p_sub.sub_role = 'normal' then
+    perform pgque._make_pool(p_sub, v_queue.queue_name);
+  end if;
+
+  -- An idle poll takes no lock, writes nothing and needs no transaction id.
+  v_first := pgque._position(p_sub.sub_id);
+  v_pos := pgque._next_from(v_first);
+  if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
+    and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
+    and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+  then
+    return;
+  end if;
+
+  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  if not found
+    or exists (select from pgque.position_0 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
+    or exists (select from pgque.position_1 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
+  then
+    v_pos := pgque._next_from(pgque._lock_position(p_sub.sub_id));
+  end if;
+  v_first := v_pos;
+  v_now := pgque.clock();
+  v_token := pgque._new_batch_id(v_pos);
+  v_pos.pos_worker := p_worker;
+  v_pos.pos_until := v_now + coalesce(p_timeout, v_queue.queue_visibility_timeout);
+  v_pos.pos_shelf := 0;
+  v_pos.pos_keys := null;
+  if v_now >= v_pos.pos_lapse or pg_catalog.cardinality(v_pos.pos_open) >= v_pos.pos_prune then
+    v_pos := pgque._reap(v_queue, p_sub, v_pos, v_now);
+  end if;
+  if v_queue.queue_throughput_limit > 0 then
+    -- What was not used within the last second is lost.
+    v_pos.pos_paid := greatest(v_pos.pos_paid, v_now - interval '1 second');
+    v_max := least(v_max, pg_catalog.floor(extract(epoch from v_now - v_pos.pos_paid) * v_queue.queue_throughput_limit + 0.000001)::bigint);
+  end if;
+
+  if v_max > 0 and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now) then
+    select t.* into v_waiting from pgque._take_waiting(v_queue, p_sub, v_pos, v_token, v_max, v_now) t;
+    v_pos.pos_shelf := v_waiting.taken;
+    v_lapsed := v_waiting.lapsed;
+    if v_waiting.taken > 0 then
+      return query
+        select r.ev_id, v_token, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
+          r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
+          r.ev_receives, r.ev_error, r.ev_expires, v_queue.queue_name
+        from pgque.retry_queue r
+        where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token
+        order by r.ev_id;
+    end if;
+  end if;
+
+  -- What lapsed may be poison: nothing else goes with it.
+  while v_max > v_pos.pos_shelf and v_lapsed is not true and v_looked < 10000 loop
+    v_pos := pgque._next_from(v_pos);
+    if v_pos.pos_next_tick is null then
+      v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
+      exit when v_pos.pos_next_tick is null;
+    end if;
+    v_slice := pgque._slice(p_sub, v_pos, case when p_sub.sub_keyed or v_looked > 0 then 1000 else v_max - v_pos.pos_shelf end);
+    if v_slice.keyed and pg_catalog.cardinality(v_slice.ids) > 200 then
+      -- Each key takes a lock.
+      v_slice := pgque._slice(p_sub, v_pos, 200);
+    end if;
+    v_looked := v_looked + coalesce(pg_catalog.cardinality(v_slice.ids), 1) * case when v_slice.keyed then 10 else 1 end;
+    v_pos.pos_done_count := pg_catalog.cardinality(v_slice.ids);
+    v_pos.pos_last_id := case when v_slice.more then v_slice.ids[pg_catalog.cardinality(v_slice.ids)] end;
+    if v_slice.ids is null then
+      v_pos := pgque._past_window(v_pos);
+    elsif p_sub.sub_keyed or v_slice.keyed or pg_catalog.cardinality(v_slice.ids) > v_max - v_pos.pos_shelf then
+      execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+      into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
+      perform pgque._need_rows(v_rows, v_slice.ids);
+      v_sifted := pgque._sift(v_queue, p_sub, v_pos, v_rows, v_token, v_max - v_pos.pos_shelf, v_now);
+      v_pos := v_sifted.pos;
+      return query
+        select e.ev_id, v_token, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
+          e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
+          1, e.ev_error, e.ev_expires, v_queue.queue_name
+        from pg_catalog.unnest(v_sifted.rows) e;
+      get diagnostics v_count = row_count;
+      v_pos.pos_fresh := v_count;
+      exit when v_count > 0;
+      v_pos.pos_fresh := 1;
+    else
+      return query execute pg_catalog.format(
+        'select e.ev_id, $4, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+        ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+        ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $5'
+        ' from (%s) e where e.ev_expires is null or e.ev_expires > $6 order by e.ev_id', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+      using v_slice.ids, v_slice.tids, v_slice.leaves, v_token, v_queue.queue_name, v_now;
+      get diagnostics v_count = row_count;
+      if v_count < pg_catalog.cardinality(v_slice.ids) then
+        execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+        into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
+        perform pgque._need_rows(v_rows, v_slice.ids);
+        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_slice.ids) - v_count);
+        -- They are no part of the batch.
+        perform pgque._note(v_token, p_sub.sub_id, array(select e.ev_id from pg_catalog.unnest(v_rows) e where e.ev_expires <= v_now))
+        where v_count > 0;
+      end if;
+      v_pos.pos_fresh := v_count;
+      exit when v_count > 0;
+      v_pos.pos_fresh := 1;   -- for _next_from(): this slice is behind us
+    end if;
+    v_count := 0;
+  end loop;
+
+  if v_count = 0 then
+    v_pos := pgque._next_from(v_pos);
+  end if;
+  if v_count + v_pos.pos_shelf > 0 then
+    v_pos.pos_last_batch := v_token;
+    v_pos.pos_seq := (v_token >> 20) - 1;
+    if v_queue.queue_throughput_limit > 0 then
+      v_pos.pos_paid := v_pos.pos_paid + (v_count + v_pos.pos_shelf) * interval '1 second' / v_queue.queue_throughput_limit;
+    end if;
+    if v_count > 0 then
+      v_pos.pos_open := coalesce(v_pos.pos_open, '{}') || v_token;
+      v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
+      v_pos.pos_lapse := least(v_pos.pos_lapse, v_pos.pos_until);
+    end if;
+  elsif (v_pos.pos_tick, v_pos.pos_next_tick, v_pos.pos_done_id, v_pos.pos_open, v_pos.pos_lapse)
+    is not distinct from (v_first.pos_tick, v_first.pos_next_tick, v_first.pos_done_id, v_first.pos_open, v_first.pos_lapse)
+  then
+    return;
+  end if;
+  -- As _append_position() does, in READ COMMITTED and under the lock.
+  v_pos.pos_seq := v_pos.pos_seq + 1;
+  v_pos.pos_time := v_now;
+  if pgque._journal_leaf() = 0 then
+    insert into pgque.position_0 select v_pos.*;
+  else
+    insert into pgque.position_1 select v_pos.*;
+  end if;
+end
+$$;
+
+-- Makes a consumer on its own a pool of workers.
+create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
+language plpgsql as $$
+begin
+  if (pgque._lock_position(p_sub.sub_id)).pos_batch is not null then
+    raise exception using
+      errcode = 'PQ006',
+      message = pg_catalog.format('consumer %s of queue %I holds a batch of its own', pgque._subscriber_name(p_sub), p_queue),
+      hint = 'Finish it before workers share the consumer.';
+  end if;
+  update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
+end
+$$;
+
+-- The next messages of a pool's window, at most p_max: their ids and where they
+-- lie, whether there are more, and whether any has a key.  A window that is
+-- longer than that is read once, in order, into the roster.
+create or replace function pgque._slice(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint,
+  out ids bigint[], out leaves smallint[], out tids tid[], out more boolean, out keyed boolean
+)
+language plpgsql as $$
+declare
+  v_rows       text;
+  v_filenodes  oid[];
+  v_row        record;
+  v_known      boolean := false;
+  v_from       int;
+  v_done       bigint := coalesce(p_pos.pos_done_id, 0);
+begin
+  if p_pos.pos_done_id is null and p_pos.pos_next_event_seq - p_pos.pos_event_seq <= p_max then
+    v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
+    if v_rows is not null then
+      execute pg_catalog.format(
+        'select array_agg(e.ev_id order by e.ev_id), array_agg(e.leaf order by e.ev_id), array_agg(e.tid order by e.ev_id), bool_or(e.keyed)'
+        ' from (%s order by ev_id limit %s) e', v_rows, p_max + 1)
+      into ids, leaves, tids, keyed;
+    end if;
+  else
+    for v_try in 1..5 loop
+      v_filenodes := pgque._filenodes(p_sub.sub_queue);
+      -- The row that holds v_done itself comes too: it says that there is a roster.
+      for v_row in
+        select r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed
+        from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
+        where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi >= v_done
+          and r.ros_valid and r.ros_filenodes = v_filenodes
+        order by r.ros_id_hi
+      loop
+        v_known := true;
+        -- The ids rise, so what is behind v_done is found by bisection.  There may
+        -- be two rosters of a window.
+        v_from := pg_catalog.width_bucket(greatest(v_done, ids[pg_catalog.cardinality(ids)]), v_row.ros_ids) + 1;
+        continue when v_from > pg_catalog.cardinality(v_row.ros_ids);
+        ids := ids || v_row.ros_ids[v_from:];
+        leaves := leaves || v_row.ros_leaves[v_from:];
+        tids := tids || v_row.ros_tids[v_from:];
+        keyed := coalesce(keyed, false) or v_row.ros_keyed;
+        exit when pg_catalog.cardinality(ids) > p_max;
+      end loop;
+      exit when v_known or pgque._make_roster(p_sub, p_pos) = 0;
+      if v_try = 5 then
+        perform pgque._rewritten();
+      end if;
+    end loop;
+  end if;
+  more := pg_catalog.cardinality(ids) > p_max;
+  if more then
+    ids := ids[:p_max];
+    leaves := leaves[:p_max];
+    tids := tids[:p_max];
+  end if;
+end
+$$;
+
+-- Where the messages of a window lie that belong to a subscriber; null if there
+-- can be none.
+create or replace function pgque._addresses_sql(p_sub pgque.subscriber, p_pos pgque.position_0, p_xids text) returns text
+language sql stable as $$
+  -- One that was moved back can meet an event and its own retry in one window.
+  select case when p_pos.pos_tick < p_pos.pos_high then 'select distinct on (u.ev_id) u.* from (' || a.sql || ') u' else a.sql end
+  from (
+  select pg_catalog.string_agg(pg_catalog.format('select e.ev_id, %s::smallint as leaf, e.ctid as tid, e.ev_key is not null as keyed from pgque.event_%s_%s e where %s',
+    n, p_sub.sub_queue, n, pgque._slice_condition(p_xids, p_sub.sub_id, p_pos.pos_done_id, null)), ' union all ') as sql
+  from pg_catalog.generate_series(0, 2) n
+  where p_xids is not null and pg_catalog.pg_relation_size(pg_catalog.format('pgque.event_%s_%s', p_sub.sub_queue, n)::regclass) > 0
+  ) a
+$$;
+
+-- Returns the number of rows: 0 when the window is empty.
+create or replace function pgque._make_roster(p_sub pgque.subscriber, p_pos pgque.position_0) returns int
+language plpgsql as $$
+declare
+  v_rows   text;
+  v_count  int;
+begin
+  -- The whole window, so that whoever asks for another part of it finds it too.
+  p_pos.pos_done_id := null;
+  v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
+  if v_rows is null then
+    return 0;
+  end if;
+  execute pg_catalog.format(
+    $q$
+    insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid)
+    select $1, $4, $2, max(e.ev_id), array_agg(e.ev_id order by e.n), array_agg(e.leaf order by e.n), array_agg(e.tid order by e.n), bool_or(e.keyed),
+      pgque._filenodes($3), pg_catalog.pg_current_xact_id()
+    from (select e.*, row_number() over (order by e.ev_id) as n from (%s) e) e
+    group by (e.n - 1) / 100
+    $q$, (select j.journal_cur from pgque.journal j where j.journal_id = 1), v_rows)
+  using p_sub.sub_id, p_pos.pos_next_tick, p_sub.sub_queue, p_pos.pos_tick;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner
+-- shall not see the arrays: it would weigh each element.
+create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
+language plpgsql immutable as $$
+declare
+  v_sql  text;
+begin
+  if p_leaves[1] = all (p_leaves) then
+    return pg_catalog.format(
+      'select e.* from pgque.event_%s_%s e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null',
+      p_queue_id, p_leaves[1]);
+  end if;
+  for n in 0..2 loop
+    if n = any (p_leaves) then
+      v_sql := pg_catalog.concat_ws(' union all ', v_sql, pg_catalog.format(
+        'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
+        ' and e.ev_id = any ((select $1)::bigint[])',
+        p_queue_id, n));
+    end if;
+  end loop;
+  return v_sql;
+end
+$$;
+
+-- The rows that a roster named must be where it said.
+create or replace function pgque._need_rows(p_rows pgque.event[], p_ids bigint[]) returns void
+language plpgsql as $$
+begin
+  if coalesce(pg_catalog.cardinality(p_rows), 0) <> pg_catalog.cardinality(p_ids) then
+    perform pgque._rewritten();
+  end if;
+end
+$$;
+
+create or replace function pgque._rewritten() returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'serialization_failure',
+    message = 'a table of the queue was rewritten while it was read',
+    hint = 'Retry the transaction.';
+end
+$$;
+
+-- The rows of a pool's batch that came from the log, those with p_ids or all,
+-- less what is settled.
+create or replace function pgque._lease_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_slice   record;
+  v_ids     bigint[];
+  v_leaves  smallint[];
+  v_tids    tid[];
+  v_rows    pgque.event[];
+begin
+  v_slice := pgque._slice(p_sub, p_lease, greatest(p_lease.pos_done_count, 1000));
+  if v_slice.ids is null then
+    perform pgque._rewritten();
+  end if;
+  select pg_catalog.array_agg(m.id), pg_catalog.array_agg(m.leaf), pg_catalog.array_agg(m.tid)
+  into v_ids, v_leaves, v_tids
+  from unnest(v_slice.ids, v_slice.leaves, v_slice.tids) m (id, leaf, tid)
+  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or m.id = any (p_ids));
+  if v_ids is null then
+    return null;
+  end if;
+  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_leaves))
+  into v_rows using v_ids, v_tids, v_leaves;
+  perform pgque._need_rows(v_rows, v_ids);
+  if (select q.queue_keyed from pgque.queue q where q.queue_id = p_sub.sub_queue) then
+    v_rows := pgque._with_bodies(p_sub.sub_queue, v_rows);
+  end if;
+  return v_rows;
+end
+$$;
+
+-- Looks at every batch of a pool that may be open.  Whatever is left of one whose
+-- lease ended goes to the retry queue, to be taken at once; until somebody does,
+-- the old batch id stays good.  A batch that its worker is just speaking about
+-- is alive.
+create or replace function pgque._reap(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_now timestamptz)
+returns pgque.position_0
+language plpgsql as $$
+declare
+  v_token  bigint;
+  v_lease  pgque.position_0;
+  v_state  record;
+  v_open   bigint[] := '{}';
+  v_lapse  timestamptz;
+begin
+  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+    v_state := pgque._lease_state(v_token);
+    continue when v_state.closed;
+    v_lease := pgque._lease(p_sub.sub_id, v_token);
+    continue when v_lease.pos_sub is null;
+    if coalesce(v_state.until, v_lease.pos_until) <= p_now then
+      if pg_catalog.pg_try_advisory_xact_lock(v_token) then
+        v_state := pgque._lease_state(v_token);
+        continue when v_state.closed;
+        if coalesce(v_state.until, v_lease.pos_until) <= p_now then
+          perform pgque._shelve(p_queue, p_sub, v_lease, p_now);
+          continue;
+        end if;
+      else
+        v_state.until := p_now + interval '1 second';
+      end if;
+    end if;
+    v_open := v_open || v_token;
+    v_lapse := least(v_lapse, coalesce(v_state.until, v_lease.pos_until));
+  end loop;
+  p_pos.pos_open := v_open;
+  p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
+  p_pos.pos_lapse := v_lapse;
+  return p_pos;
+end
+$$;
+
+-- Moves what is left of a batch from the log to the retry queue, still under its
+-- batch id, to be taken from p_due on.
+create or replace function pgque._shelve(p_queue pgque.queue, p_sub pgque.subscriber, p_lease pgque.position_0, p_due timestamptz) returns bigint[]
+language plpgsql as $$
+declare
+  v_rows  pgque.event[] := pgque._unsettled_rows(p_sub, p_lease, null);
+begin
+  perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array[0]);
+  if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+    -- What an old snapshot does not see is found by the primary key.
+    perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r));
+  end if;
+  insert into pgque.retry_queue
+  select (pgque._waiting(r, p_sub, coalesce(r.ev_retry, 0) + 1, p_due, p_lease.pos_last_batch, p_lease.pos_worker)).* from pg_catalog.unnest(v_rows) r
+  -- A pool that was moved back may have the message waiting already.
+  on conflict do nothing;
+  return array(select r.ev_id from pg_catalog.unnest(v_rows) r);
+end
+$$;
+
+-- The rows of a batch from the log that have no outcome yet.
+create or replace function pgque._unsettled_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return (
+    select pg_catalog.array_agg(r)
+    from pg_catalog.unnest(pgque._lease_rows(p_sub, p_lease, p_ids)) r
+    where not exists (select from pgque.settled_0 s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id)
+      and not exists (select from pgque.settled_1 s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id));
+end
+$$;
+
+-- The key whose order a pool keeps.
+create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+language sql immutable as $$ select case when p_sub.sub_keyed then coalesce(p_key, p_extra1) end $$;
+
+-- An event as it waits for a subscriber in the retry queue.
+create or replace function pgque._waiting(
+  p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
+) returns pgque.retry_queue
+language sql volatile as $$
+  select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
+    p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
+    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
+    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
+$$;
+
+-- How many messages that lapsed go out together: fewer each time, and on the
+-- last attempt each is alone.
+create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
+language sql immutable as $$
+  select case
+    when least(p_attempts, 5) - p_receives <= 1 then 1
+    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - p_receives - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
+  end
+$$;
+
+-- Leases messages that wait in the retry queue and are due.  Those whose
+-- attempts are used up, or that expired, are not handed out but done with.
+create or replace function pgque._take_waiting(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_token bigint, p_max bigint, p_now timestamptz,
+  out taken int, out lapsed boolean
+)
+language plpgsql as $$
+declare
+  v_rows   pgque.retry_queue[];
+  v_good   pgque.retry_queue[];
+  v_ids    bigint[];
+  v_busy   bigint[] := '{}';
+  v_piece  bigint;
+begin
+  taken := 0;
+  for v_try in 1..100 loop
+    if p_sub.sub_keyed then
+      v_rows := pgque._heads_of_lanes(p_sub, p_pos, p_max, p_now, v_busy);
+    else
+      v_rows := array(
+        select r
+        from (
+          select r.* from pgque.retry_queue r
+          where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (v_busy)
+          order by r.ev_retry_after, r.ev_id
+          limit p_max
+          for update skip locked
+        ) r);
+    end if;
+    exit when pg_catalog.cardinality(v_rows) = 0;
+    v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
+    -- The others are gone, or wait for who is replacing them.
+    v_busy := v_busy || array(
+      select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
+    v_rows := v_good;
+    lapsed := v_rows[1].ev_batch is not null;
+    v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
+    v_ids := array(
+      select r.ev_id
+      from pg_catalog.unnest(v_rows) r
+      where (r.ev_batch is not null) = lapsed and (not lapsed or r.ev_receives = v_rows[1].ev_receives)
+      limit v_piece);
+    if pg_catalog.cardinality(v_ids) > 0 then
+      update pgque.retry_queue r
+      set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_ids);
+      taken := pg_catalog.cardinality(v_ids);
+      exit;
+    end if;
+  end loop;
+end
+$$;
+
+-- Of messages that wait and are due, those that may be delivered.  The others
+-- are taken out: expired, or their attempts are used up.
+create or replace function pgque._weed(p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz)
+returns pgque.retry_queue[]
+language plpgsql as $$
+declare
+  v_row   pgque.retry_queue;
+  v_good  pgque.retry_queue[] := '{}';
+  v_busy  bigint[];
+begin
+  foreach v_row in array p_rows loop
+    if v_row.ev_key is not null and v_row.ev_receives = 0 then
+      v_row := pgque._claim_waiting(p_queue, p_sub, v_row);
+      continue when v_row.ev_id is null;
+    end if;
+    if v_row.ev_expires <= p_now then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    elsif v_row.ev_receives >= p_queue.queue_max_receive_attempts then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+      perform pgque._bury(p_queue, p_sub, v_row, coalesce(case when v_row.ev_batch is null then v_row.ev_error end, 'receive attempts used up'));
+    else
+      v_good := v_good || v_row;
+    end if;
+  end loop;
+  return v_good;
+end
+$$;
+
+-- With keyed order: of keys that wait and are not out the first message, if it is
+-- due.  It looks at what is due; only if that is much, and mostly not first of
+-- its key, at each key.
+create or replace function pgque._heads_of_lanes(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[]
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_out  text[] := pgque._lanes_out(p_sub, p_pos);
+  v_due  bigint[];
+begin
+  v_due := array(
+    select r.ev_id from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+  if pg_catalog.cardinality(v_due) = 1000 then
+    v_due := v_due || array(
+      with recursive lane (lane) as (
+        (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
+        union all
+        select (
+          select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane > l.lane order by r.ev_lane limit 1)
+        from lane l
+        where l.lane is not null
+      )
+      select h.ev_id
+      from lane l
+      cross join lateral (
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h);
+  end if;
+  return array(
+    select r
+    from (
+      select r.*
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+        and (r.ev_lane is null
+          or r.ev_lane <> all (v_out)
+            -- A message of the key that is out may be one that was sent later.
+            and not exists (
+              select from pgque.retry_queue o
+              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
+                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
+      order by r.ev_batch is null, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+
+-- The keys of a pool's messages that came from the log and are out.
+create or replace function pgque._lanes_out(p_sub pgque.subscriber, p_pos pgque.position_0) returns text[]
+language plpgsql as $$
+declare
+  v_token  bigint;
+  v_state  record;
+  v_lease  pgque.position_0;
+  v_lanes  text[] := '{}';
+begin
+  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+    v_state := pgque._lease_state(v_token);
+    continue when v_state.closed;
+    v_lease := pgque._lease(p_sub.sub_id, v_token);
+    if v_state.settled = 0 then
+      v_lanes := v_lanes || v_lease.pos_keys;
+    else
+      v_lanes := v_lanes || array(
+        select pgque._lane(p_sub, e.ev_key, e.ev_extra1) from pg_catalog.unnest(pgque._unsettled_rows(p_sub, v_lease, null)) e);
+    end if;
+  end loop;
+  return array_remove(v_lanes, null);
+end
+$$;
+
+-- Goes through the rows of a slice, for queues and consumers with keys, and
+-- returns what is handed out, at most p_max.  A message whose key is out or
+-- waits already, or is just being replaced, goes to the retry queue; what was
+-- purged or expired is left out.  The slice ends where it stopped.
+create or replace function pgque._sift(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_rows pgque.event[], p_token bigint, p_max bigint, p_now timestamptz,
+  out pos pgque.position_0, out rows pgque.event[]
+)
+language plpgsql as $$
+declare
+  v_row     pgque.event;
+  v_lane    text;
+  v_out     text[];
+  v_skip    bigint[] := '{}';
+  v_claim   record;
+  v_looked  int := 0;
+begin
+  pos := p_pos;
+  rows := '{}';
+  v_claim := pgque._claim(p_queue, p_rows);
+  if p_sub.sub_keyed then
+    pos.pos_keys := '{}';
+    v_out := pgque._lanes_out(p_sub, p_pos);
+  end if;
+  foreach v_row in array v_claim.rows loop
+    if pg_catalog.cardinality(rows) = p_max then
+      -- What follows stays in the window.
+      pos.pos_last_id := (v_claim.rows[v_looked]).ev_id;
+      exit;
+    end if;
+    v_looked := v_looked + 1;
+    v_lane := pgque._lane(p_sub, v_row.ev_key, v_row.ev_extra1);
+    if v_row.ev_id = any (v_claim.gone) then
+      v_skip := v_skip || v_row.ev_id;
+    elsif v_row.ev_expires <= p_now then
+      v_skip := v_skip || v_row.ev_id;
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    elsif v_row.ev_id = any (v_claim.busy)
+      or v_lane = any (v_out) or v_lane = any (pos.pos_keys)
+      or (v_lane is not null and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = v_lane))
+    then
+      v_skip := v_skip || v_row.ev_id;
+      insert into pgque.retry_queue
+      select (pgque._waiting(v_row, p_sub, 0, p_now, null, null)).*
+      on conflict do nothing;
+    else
+      rows := rows || v_row;
+      if v_lane is not null then
+        pos.pos_keys := pos.pos_keys || v_lane;
+      end if;
+    end if;
+  end loop;
+  pos.pos_done_count := v_looked;
+  perform pgque._seal(p_queue.queue_id, rows);
+  if pg_catalog.cardinality(rows) > 0 and pg_catalog.cardinality(v_skip) > 0 then
+    perform pgque._note(p_token, p_sub.sub_id, v_skip);
+  end if;
+end
+$$;
+
+-- What was said about messages after they were sent: bodies (owner 0), seals
+-- (-1), purges (-2).
+create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_said  pgque.event[];
+begin
+  execute (
+    select 'select array_agg(row(e.*)::pgque.event order by e.ev_id, e.ev_retry) from ('
+      || pg_catalog.string_agg(pg_catalog.format(
+        'select e.* from pgque.event_%s_%s e where e.ev_key = any ($1) and e.ev_id = any ($2) and e.ev_owner <= 0'
+        ' and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n), ' union all ')
+      || ') e'
+    from pg_catalog.generate_series(0, 2) n)
+  into v_said
+  using array(select r.ev_key from pg_catalog.unnest(p_rows) r where r.ev_key is not null),
+    array(select r.ev_id from pg_catalog.unnest(p_rows) r where r.ev_key is not null);
+  return coalesce(v_said, '{}');
+end
+$$;
+
+-- Messages with the newest body that their key was given, in order.
+create or replace function pgque._with_bodies(p_queue_id int, p_rows pgque.event[], p_said pgque.event[] default null) returns pgque.event[]
+language plpgsql as $$
+begin
+  p_said := coalesce(p_said, pgque._said(p_queue_id, p_rows));
+  if pg_catalog.cardinality(p_said) = 0 then
+    return p_rows;
+  end if;
+  return (
+    select pg_catalog.array_agg(
+      case
+        when s.ev_id is null then r
+        else row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, s.ev_type, s.ev_data, s.ev_extra1, s.ev_extra2, s.ev_extra3,
+          s.ev_extra4, s.ev_headers, r.ev_key, s.ev_bytes, s.ev_expires, r.ev_error)::pgque.event
+      end
+      order by r.ev_id)
+    from pg_catalog.unnest(p_rows) r
+    left join lateral (
+      select s.* from pg_catalog.unnest(p_said) s where s.ev_id = r.ev_id and s.ev_owner = 0 order by s.ev_retry desc limit 1
+    ) s on r.ev_key is not null);
+end
+$$;
+
+-- Before messages with keys are handed out for the first time: takes their keys'
+-- locks and reads their bodies.  busy: somebody is replacing it, and is not
+-- waited for; gone: it was purged.
+create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
+language plpgsql as $$
+declare
+  v_said  pgque.event[];
+begin
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  busy := array(
+    select r.ev_id
+    from pg_catalog.unnest(p_rows) r
+    where r.ev_key is not null
+      and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0)
+      and not (pg_catalog.pg_try_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id)
+        and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.ev_key))));
+  -- Under the locks nothing more is said.
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
+  rows := pgque._with_bodies(p_queue.queue_id, p_rows, v_said);
+end
+$$;
+
+-- Notes that messages with keys were handed out: their bodies stay as they are.
+create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
+language plpgsql as $$
+declare
+  v_said  pgque.event[];
+begin
+  if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
+    return;
+  end if;
+  if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+    -- So that the table is the one where senders write, or this one gets 40001.
+    perform from pgque.queue q where q.queue_id = p_queue_id for share;
+  end if;
+  v_said := pgque._said(p_queue_id, p_rows);
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+  select q.queue_id * 3 + q.queue_cur_table, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(),
+    coalesce((select max(s.ev_retry) from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id), 0) + 1, r.ev_key
+  from pg_catalog.unnest(p_rows) r, pgque.queue q
+  where q.queue_id = p_queue_id and r.ev_key is not null
+    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+exception
+  when unique_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = 'the key of a message changed since this transaction began',
+      hint = 'Retry the transaction.';
+end
+$$;
+
+-- The same for one that went to the retry queue before anybody got it; null if
+-- it can not be handed out now.
+create or replace function pgque._claim_waiting(p_queue pgque.queue, p_sub pgque.subscriber, p_row pgque.retry_queue) returns pgque.retry_queue
+language plpgsql as $$
+declare
+  v_event  pgque.event := pgque._event(p_row);
+  v_claim  record;
+begin
+  v_claim := pgque._claim(p_queue, array[v_event]);
+  if p_row.ev_id = any (v_claim.gone) then
+    delete from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
+    return null;
+  elsif p_row.ev_id = any (v_claim.busy) then
+    return null;
+  end if;
+  perform pgque._seal(p_queue.queue_id, v_claim.rows);
+  v_event := v_claim.rows[1];
+  update pgque.retry_queue r
+  set ev_type = v_event.ev_type, ev_data = v_event.ev_data, ev_extra1 = v_event.ev_extra1, ev_headers = v_event.ev_headers,
+    ev_bytes = v_event.ev_bytes, ev_expires = v_event.ev_expires
+  where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
+  p_row.ev_expires := v_event.ev_expires;
+  return p_row;
+end
+$$;
+
+-- A waiting message as the event it was.
+create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
+language sql immutable as $$
+  select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
+    p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
+    p_row.ev_expires, p_row.ev_error)::pgque.event
+$$;
+
+-- Counts what nobody will see again.
+create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
+language plpgsql as $$
+begin
+  if p_count > 0 then
+    if pgque._journal_leaf() = 0 then
+      insert into pgque.tally_0 values (p_queue_id, p_sub, p_what, p_count);
+    else
+      insert into pgque.tally_1 values (p_queue_id, p_sub, p_what, p_count);
+    end if;
+  end if;
+end
+$$;
+
+-- What a subscriber still needs: its position, or, of a pool, the oldest of its
+-- open batches.
+create or replace function pgque._oldest_need(p_sub int) returns pgque.position_0
+language plpgsql as $$
+declare
+  v_pos    pgque.position_0 := pgque._position(p_sub);
+  v_lease  pgque.position_0;
+begin
+  select l.* into v_lease
+  from pg_catalog.unnest(v_pos.pos_open) o (token)
+  cross join lateral pgque._lease(p_sub, o.token) l
+  where l.pos_tick < v_pos.pos_tick and not (pgque._lease_state(o.token)).closed
+  order by l.pos_tick
+  limit 1;
+  if found then
+    return v_lease;
+  end if;
+  return v_pos;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- subconsumers: PgQ's cooperative consumers
+-- ---------------------------------------------------------------------------
+
+-- PgQ's way to share one position, kept for its clients: workers are registered
+-- by name, each holds one batch, and a silent one is passed over only by who
+-- asks for it (dead_interval).  For leases see "workers".
+--
 -- A consumer's position says what was handed out; each worker's own row says
 -- which batch it holds.  A worker that is done with its batch has an empty
 -- row, which holds nothing back.
 
-create or replace function pgque._has_workers(p_queue text, p_consumer text) returns void
+-- Refuses a call of a consumer on its own for one that has workers.
+create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-    hint = 'Use pgque.receive_coop(queue, consumer, subconsumer).';
+  if p_sub.sub_role in ('coop_main', 'pool') then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
+      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name).'
+        else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
+  end if;
 end
 $$;
 
@@ -3061,7 +4996,13 @@ begin
     return 0;
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
-  if v_main.sub_role = 'normal' then
+  v_main := pgque._subscriber($1, $2);
+  if v_main.sub_role = 'pool' then
+    raise exception using
+      errcode = 'PQ006',
+      message = format('consumer %I of queue %I has workers with leases', $2, $1),
+      hint = 'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.';
+  elsif v_main.sub_role = 'normal' then
     if $4 is not true then
       raise exception using
         errcode = 'PQ006',
@@ -3112,7 +5053,7 @@ begin
         message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
         hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
     end if;
-    perform pgque._fail(v_position.pos_batch, null, '0', 'worker unregistered', true);
+    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered');
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;
@@ -3199,14 +5140,13 @@ create or replace function pgque.receive_coop(
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_main  int;
+  v_queue  int := (pgque._queue($1)).queue_id;
+  v_main   int;
 begin
-  perform pgque._queue($1);
   select s.sub_id into v_main
-  from pgque.queue q
-  join pgque.consumer c on c.co_name = $2
-  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-  where q.queue_name = $1;
+  from pgque.consumer c
+  join pgque.subscriber s on s.sub_queue = v_queue and s.sub_consumer = c.co_id and s.sub_main is null
+  where c.co_name = $2;
   if pgque._find_worker(v_main, $3) is null then
     perform pgque.register_subconsumer($1, $2, $3);
     v_main := (pgque._subscriber($1, $2)).sub_id;
@@ -3218,76 +5158,145 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
--- fail: nack, retry, dead letters
+-- outcomes: what becomes of a message, retry, dead letters, archive
 -- ---------------------------------------------------------------------------
 
--- Settles messages of an open batch as failed: each goes to the retry queue of
--- its consumer, or, when p_limited and its retries are used up, to the dead
--- letters.  p_ids null means all that are not settled.  The rows are read
--- again from the log, so nothing a client says but the ids is believed, and
--- the primary key of the settled messages lets each one fail once.
-create or replace function pgque._fail(p_batch bigint, p_ids bigint[], p_after interval, p_reason text, p_limited boolean)
+-- Gives messages of an open batch their outcome; p_ids null means all that have
+-- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
+-- retry (again in any case), dead, release (again at once), visibility (again
+-- after p_after, still under this batch id until somebody takes it).  The rows
+-- are read again from where they are stored, so nothing a client says but the
+-- ids is believed, and each message gets one outcome.  Raises nothing for a
+-- batch that is lost: the answer says so message by message.
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text)
 returns setof pgque.outcome
 language plpgsql as $$
 declare
-  v_batch  pgque.position_0 := pgque._lock_batch(p_batch);
   v_sub    pgque.subscriber;
-  v_limit  int;
+  v_queue  pgque.queue;
+  v_lease  pgque.position_0;
+  v_closed  boolean := true;
+  v_until  timestamptz;
+  v_open   boolean;            -- messages of it are still in the log
   v_leaf   int;
   v_and    text := '';
   v_rows   pgque.event[];
   v_new    bigint[];
+  v_items  pgque.retry_queue[] := '{}';
+  v_item   pgque.retry_queue;
 begin
-  if v_batch.pos_sub is null then
-    perform pgque._no_batch(p_batch);
-  end if;
-  select s.* into v_sub from pgque.subscriber s where s.sub_id = v_batch.pos_sub;
-  if p_limited then
-    select q.queue_max_retries into v_limit from pgque.queue q where q.queue_id = v_sub.sub_queue;
-  end if;
-  if pg_catalog.cardinality(p_ids) = 1 then
-    v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
-  elsif p_ids is not null then
-    v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
-  end if;
-  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
-    pgque._batch_sql(v_sub, v_batch, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
-
-  v_leaf := pgque._carry_over(v_batch);
-  if v_leaf = 0 then
-    with new as (
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-      select p_batch, r.ev_id, v_batch.pos_sub from pg_catalog.unnest(v_rows) r
-      on conflict do nothing
-      returning set_ev_id
-    )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
-  else
-    with new as (
-      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-      select p_batch, r.ev_id, v_batch.pos_sub from pg_catalog.unnest(v_rows) r
-      on conflict do nothing
-      returning set_ev_id
-    )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
-  end if;
-
-  if v_new is not null then
-    -- The batch is another one now: an old snapshot must not use what it shows.
-    perform pgque._append_position(v_batch, v_leaf);
-    insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,
-      ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
-    select pgque.clock() + p_after, v_sub.sub_queue, coalesce(v_sub.sub_main, v_sub.sub_id), coalesce(r.ev_retry, 0) + 1, p_reason,
-      r.ev_id, r.ev_time, r.ev_txid, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_expires
-    from pg_catalog.unnest(v_rows) r
-    where r.ev_id = any (v_new) and (v_limit is null or coalesce(r.ev_retry, 0) < v_limit)
-    on conflict do nothing;
-
-    if v_limit is not null then
-      perform pgque._add_dead_letter(v_sub.sub_queue, v_sub.sub_consumer, coalesce(p_reason, 'retries used up'), r)
-      from pg_catalog.unnest(v_rows) r
-      where r.ev_id = any (v_new) and coalesce(r.ev_retry, 0) >= v_limit;
+  -- Nobody unsubscribes it until this is committed.
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int for key share;
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+  if v_sub.sub_role = 'pool' then
+    perform pg_catalog.pg_advisory_xact_lock(p_batch);
+    v_lease := pgque._lease(v_sub.sub_id, p_batch);
+    select t.closed, coalesce(t.until, v_lease.pos_until) into v_closed, v_until from pgque._lease_state(p_batch) t;
+    v_open := v_lease.pos_fresh > 0 and not v_closed;
+    if v_open and pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+      -- Where rows are locked, an old snapshot is found out.
+      perform pgque._shelve(v_queue, v_sub, v_lease, v_until);
+      v_open := false;
     end if;
+  else
+    v_lease := pgque._lock_batch(p_batch);
+    v_open := v_lease.pos_sub is not null;
+  end if;
+
+  if v_open and v_sub.sub_role = 'pool' then
+    v_rows := pgque._lease_rows(v_sub, v_lease, p_ids);
+    v_new := pgque._note(p_batch, v_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r));
+    if p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count then
+      perform pgque._note(p_batch, v_sub.sub_id, array[0]);
+    end if;
+  elsif v_open then
+    if pg_catalog.cardinality(p_ids) = 1 then
+      v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
+    elsif p_ids is not null then
+      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
+    end if;
+    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
+      pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
+    v_leaf := pgque._carry_over(v_lease);
+    if v_leaf = 0 then
+      with new as (
+        insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
+        on conflict do nothing
+        returning set_ev_id
+      )
+      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+    else
+      with new as (
+        insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
+        on conflict do nothing
+        returning set_ev_id
+      )
+      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+    end if;
+    if v_new is not null then
+      -- The batch is another one now: an old snapshot must not use what it shows.
+      perform pgque._append_position(v_lease, v_leaf);
+      if v_queue.queue_keyed then
+        v_rows := pgque._with_bodies(v_sub.sub_queue, v_rows);
+      end if;
+    end if;
+  end if;
+
+  if v_new is not null and p_what <> 'ack' then
+    v_items := array(
+      select pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + case when v_sub.sub_role = 'pool' then 1 else v_lease.pos_attempt end,
+        null, null, v_lease.pos_worker)
+      from pg_catalog.unnest(v_rows) r
+      where r.ev_id = any (v_new));
+  end if;
+  if v_sub.sub_role = 'pool' then
+    with gone as (
+      -- Whatever somebody else has locked is being taken over.
+      delete from pgque.retry_queue r
+      where (r.ev_owner, r.ev_id) in (
+        select e.ev_owner, e.ev_id from pgque.retry_queue e
+        where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
+        order by e.ev_id
+        for update skip locked)
+      returning r.*
+    )
+    select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
+      v_new || pg_catalog.array_agg(g.ev_id)
+    into v_items, v_new
+    from gone g;
+  end if;
+
+  if p_what = 'archive' then
+    perform pgque._archive(v_queue, v_sub, v_items, p_reason);
+  elsif p_what <> 'ack' then
+    foreach v_item in array v_items loop
+      if p_what = 'dead'
+        or (p_what = 'nack' and (coalesce(v_item.ev_retry, 0) >= v_queue.queue_max_retries
+          or (v_sub.sub_role = 'pool' and v_item.ev_receives >= v_queue.queue_max_receive_attempts)))
+      then
+        v_item.ev_error := coalesce(p_reason, v_item.ev_error);
+        perform pgque._bury(v_queue, v_sub, v_item, coalesce(p_reason, case
+          when p_what = 'dead' then 'dead'
+          when coalesce(v_item.ev_retry, 0) >= v_queue.queue_max_retries then 'retries used up'
+          else 'receive attempts used up'
+        end));
+        continue;
+      end if;
+      v_item.ev_batch := case when p_what = 'visibility' then p_batch end;
+      v_item.ev_worker := case when p_what = 'visibility' then v_item.ev_worker end;
+      if p_what in ('nack', 'retry') then
+        v_item.ev_retry := coalesce(v_item.ev_retry, 0) + 1;
+        v_item.ev_error := p_reason;
+      end if;
+      v_item.ev_retry_after := case
+        when p_what = 'nack' then pgque.clock() + coalesce(p_after, pgque._backoff(v_queue.queue_retry_backoff, v_item.ev_retry))
+        when p_what = 'release' then pgque.clock()
+        else pgque.clock() + p_after
+      end;
+      insert into pgque.retry_queue select v_item.* on conflict do nothing;
+    end loop;
   end if;
 
   if p_ids is null then
@@ -3297,7 +5306,15 @@ begin
       select i.id, i.id = any (v_new) is true,
         case
           when i.id = any (v_new) then null
+          when exists (
+            select from pgque.retry_queue r
+            where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch <> p_batch) then 'lost to another worker'
           when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
+          when exists (
+            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = i.id
+            union all
+            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = i.id) then 'settled already'
+          when v_lease.pos_sub is null or (v_closed and v_sub.sub_role = 'pool') then 'batch not open'
           else 'not in this batch'
         end
       from pg_catalog.unnest(p_ids) i (id);
@@ -3305,75 +5322,213 @@ begin
 end
 $$;
 
--- Puts one event among the dead letters of a consumer; false if it is there.
-create or replace function pgque._add_dead_letter(p_queue_id int, p_consumer int, p_reason text, p_event pgque.event) returns boolean
+-- How long to wait before a message is tried for the n-th time again.
+create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
+language sql volatile as $$
+  select case
+    when p_backoff is null then interval '60 seconds'
+    else make_interval(secs => (least(
+        coalesce((p_backoff->>'cap')::double precision, 3600),
+        coalesce((p_backoff->>'base')::double precision, 1) * power(coalesce((p_backoff->>'factor')::double precision, 2), least(p_n, 100) - 1))
+      * (1 - coalesce((p_backoff->>'jitter')::double precision, 0) * random())))
+  end
+$$;
+
+-- A message nobody will be given again goes where its queue says.
+create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language plpgsql as $$
 begin
-  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, ev_error,
+  if p_queue.queue_drop_policy = 'drop' then
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
+    return;
+  elsif p_queue.queue_drop_policy = 'dead_letter' and p_queue.queue_dead_letter_queue is not null then
+    begin
+      perform pgque._send(
+        (select q.queue_name from pgque.queue q where q.queue_id = p_queue.queue_dead_letter_queue), p_item.ev_type, p_item.ev_data,
+        p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
+        coalesce(p_item.ev_headers, '{}') || jsonb_build_object('pgque_dead', jsonb_build_object(
+          'queue', p_queue.queue_name,
+          'consumer', (select c.co_name from pgque.consumer c where c.co_id = p_sub.sub_consumer),
+          'msg_id', p_item.ev_id, 'reason', p_reason, 'receive_count', p_item.ev_receives,
+          'retry_count', coalesce(p_item.ev_retry, 0), 'dead_at', pgque.clock())),
+        p_item.ev_bytes);
+      return;
+    exception
+      when sqlstate 'PQ003' or sqlstate 'PQ013' then
+        -- It takes nothing now; the message is not to be lost.
+        null;
+    end;
+  end if;
+  perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold');
+end
+$$;
+
+-- Puts a message among the dead letters of a consumer; false if it is there.
+create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
+language plpgsql as $$
+begin
+  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,
     ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
-  values (p_queue_id, p_consumer, pgque.clock(), p_reason, p_reason,
-    p_event.ev_id, p_event.ev_time, p_event.ev_txid, p_event.ev_retry, p_event.ev_type, p_event.ev_data,
-    p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
-    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires)
+  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, coalesce(p_item.ev_error, p_reason),
+    p_item.ev_id, p_item.ev_time, p_item.ev_txid, p_item.ev_retry, p_item.ev_type, p_item.ev_data,
+    p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
+    p_item.ev_headers, p_item.ev_key, p_item.ev_bytes, p_item.ev_expires)
   on conflict on constraint dead_letter_once do nothing;
   return found;
 end
 $$;
 
--- A retry delay; negative ones are refused.
-create or replace function pgque._retry_after(p_after interval, p_batch bigint) returns interval
+-- A span of time that must not be negative.
+create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
 language plpgsql immutable as $$
 begin
-  if p_after is null or p_after < '0' then
+  if p_span < '0' then
     raise exception using
       errcode = 'PQ005',
-      message = pg_catalog.format('retry_after must not be negative, for batch %s', p_batch),
-      hint = 'It is the time to wait before the message is delivered again.';
+      message = pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
+      hint = 'It is a time from now on, such as ''30 seconds''.';
   end if;
-  return p_after;
+  return p_span;
 end
 $$;
 
--- Fails one message of an open batch: it comes again after retry_after, or, if
--- its retries are used up, it becomes a dead letter.  The rest of the batch is
--- not touched; ack() finishes it.
-create or replace function pgque._nack(p_batch bigint, p_msg_id bigint, p_after interval, p_reason text) returns int
+-- The answer about one message of a batch, or an error if it is not there.
+create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
 language plpgsql as $$
-declare
-  v_outcome  record;
 begin
-  select f.* into v_outcome
-  from pgque._fail(p_batch, array[p_msg_id], pgque._retry_after(p_after, p_batch), p_reason, true) f;
-  if v_outcome.reason = 'not in this batch' then
+  if p_outcome.reason = 'not in this batch' then
     raise exception using
       errcode = 'PQ007',
-      message = pg_catalog.format('message %s is not in batch %s', coalesce(p_msg_id::text, 'null'), p_batch),
+      message = pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
       hint = 'Pass a message of this batch, as receive() returned it.';
+  elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
+    perform pgque._no_batch(p_batch);
   end if;
+  return p_outcome;
+end
+$$;
+
+-- Fails one message of an open batch: it comes again after retry_after (null:
+-- as the queue's retry_backoff says, or after a minute), or, if its attempts are
+-- used up, it goes the way of drop_policy.  The rest of the batch is not
+-- touched; ack() finishes it.
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
   return 1;
 end
 $$;
 
-create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default '60 seconds', reason text default null) returns int
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return pgque._nack($1, ($2).msg_id, $3, $4);
-end
-$$;
-
-create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default '60 seconds', reason text default null) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return pgque._nack($1, ($2).msg_id, $3, $4);
+  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  return 1;
 end
 $$;
 
 -- The same for many messages, set-based; one row each with its outcome.
-create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default '60 seconds', reason text default null)
+create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null)
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._fail($1, coalesce($2, '{}'), pgque._retry_after($3, $1), $4, true) f;
+  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+end
+$$;
+
+-- Finishes some messages of a batch; the others stay with it.
+create or replace function pgque.ack(batch_id bigint, msg_ids bigint[]) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_archive  boolean;
+begin
+  select q.queue_archive_on_ack into v_archive
+  from pgque.subscriber s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  return query select f.* from pgque._settle($1, coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
+end
+$$;
+
+-- Gives messages up at once, as if their attempts were used up.
+create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'dead', null, $3) f;
+end
+$$;
+
+-- Finishes messages, all of the batch by default, and keeps them in the archive.
+create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle($1, $2, 'archive', null, 'archived') f;
+end
+$$;
+
+-- Leases are of workers only.
+create or replace function pgque._need_pool(p_batch bigint) returns void
+language plpgsql as $$
+begin
+  if exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int and s.sub_role <> 'pool') then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('batch %s is not leased', p_batch),
+      hint = 'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.';
+  end if;
+end
+$$;
+
+-- Hands messages back, to be taken at once by any worker; their receive_count
+-- stays.  Returns their number.
+create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._need_pool($1);
+  return (select count(*) from pgque._settle($1, $2, 'release', null, null) f where f.ok);
+end
+$$;
+
+-- Sets when a lease ends, counted from now; 0 is release().  Returns the number
+-- of messages still held: 0 when the batch is lost.
+create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._need_pool($1);
+  if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
+    return pgque.release($1);
+  end if;
+  return (select count(*) from pgque._settle($1, null, 'visibility', $2, null) f);
+end
+$$;
+
+-- Adds to a lease; never shortens it.  Returns the number of messages still
+-- held: 0 when the batch is lost.
+create or replace function pgque.extend(batch_id bigint, by interval) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    int;
+  v_lease  pgque.position_0;
+  v_state  record;
+  v_count  int := 0;
+  v_held   int;
+begin
+  perform pgque._need_pool($1);
+  perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
+  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  perform pg_advisory_xact_lock($1);
+  v_lease := pgque._lease(v_sub, $1);
+  v_state := pgque._lease_state($1);
+  if v_lease.pos_fresh > 0 and not v_state.closed then
+    perform pgque._note($1, v_sub, array[v_state.moved - 1], greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2);
+    v_count := v_lease.pos_done_count - v_state.settled;
+  end if;
+  update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
+  where (r.ev_owner, r.ev_id) in (
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked);
+  get diagnostics v_held = row_count;
+  return v_count + v_held;
 end
 $$;
 
@@ -3381,44 +5536,64 @@ $$;
 -- that was done already.
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_outcome  record;
 begin
-  select f.* into v_outcome
-  from pgque._fail($1, array[$2], greatest($3 - pgque.clock(), '0'), null, false) f;
-  if v_outcome.reason = 'not in this batch' then
-    raise exception using
-      errcode = 'PQ007',
-      message = format('event %s is not in batch %s', coalesce($2::text, 'null'), $1),
-      hint = 'Pass an event of this batch, as get_batch_events() returned it.';
-  end if;
-  return v_outcome.ok::int;
+  return (
+    select (pgque._answer(f, $1)).ok::int
+    from pgque._settle($1, array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
 end
 $$;
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + make_interval(secs => $3)) $$;
 
+-- Whether a batch is open in any way.
+create or replace function pgque._is_open(p_batch bigint) returns boolean
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  if v_sub.sub_role = 'pool' then
+    return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
+      or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);
+  end if;
+  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch = p_batch;
+end
+$$;
+
 -- Fails every event of a batch that has no outcome yet; returns their number.
 create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return (
-    select count(*)
-    from pgque._fail($1, null, pgque._retry_after(make_interval(secs => $2), $1), null, false));
+  if not pgque._is_open($1) then
+    perform pgque._no_batch($1);
+  end if;
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null));
 end
 $$;
 
--- Puts what is due back into the log, for its consumer alone.  At most 10,000
--- of each queue a call, in one statement; returns their number.  A queue that
--- is broken is reported and left alone.
+-- The consumers on their own, whose retries come back through the log, and 0:
+-- delayed messages are for everybody.  Workers take theirs where they wait.
+create or replace function pgque._pumped() returns setof int
+language sql stable as $$
+  select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role in ('normal', 'coop_main')
+$$;
+
+-- Puts what is due into the log: retries for their consumer alone, delayed
+-- messages for everybody.  At most 10,000 of each queue a call, in one
+-- statement; returns their number.  A queue that is broken is reported and left
+-- alone.
 create or replace function pgque.maint_retry_events() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set enable_seqscan = off set jit = off as $$
 declare
   v_queue_id  int;
   v_count     int := 0;
 begin
-  for v_queue_id in select distinct r.ev_queue from pgque.retry_queue r where r.ev_retry_after <= pgque.clock() loop
+  for v_queue_id in
+    select distinct r.ev_queue
+    from pgque._pumped() o (id)
+    join pgque.retry_queue r on r.ev_owner = o.id and r.ev_retry_after <= pgque.clock()
+  loop
     begin
       v_count := v_count + pgque._retry_queue(v_queue_id);
     exception
@@ -3442,7 +5617,7 @@ begin
     using (
       select d.ev_owner, d.ev_id
       from pgque.retry_queue d
-      where d.ev_queue = p_queue_id and d.ev_retry_after <= pgque.clock()
+      where d.ev_queue = p_queue_id and d.ev_retry_after <= pgque.clock() and d.ev_owner in (select o from pgque._pumped() o)
       order by d.ev_retry_after
       limit 10000
       for update skip locked
@@ -3452,11 +5627,11 @@ begin
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
-  select q.queue_id * 3 + q.queue_cur_table, d.ev_owner, d.ev_id, d.ev_time, v_txid, d.ev_retry, d.ev_type, d.ev_data,
+  select q.queue_id * 3 + q.queue_cur_table, nullif(d.ev_owner, 0), d.ev_id, d.ev_time, v_txid,
+    case when d.ev_owner = 0 and d.ev_key is not null then 0 else d.ev_retry end, d.ev_type, d.ev_data,
     d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
   from due d
-  join pgque.queue q on q.queue_id = d.ev_queue
-  join pgque.subscriber s on s.sub_id = d.ev_owner;
+  join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
   return v_count;
 end
@@ -3555,14 +5730,20 @@ begin
       message = format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
       hint = 'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).';
   end if;
-  insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_error,
-    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
-  values (pgque.clock(), v_dead.dl_queue_id, v_sub, v_dead.ev_error,
+  insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
+    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
+  select pgque.clock(), v_dead.dl_queue_id, s.sub_id, v_dead.ev_error,
     v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
-    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires)
+    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes,
+    -- One that had expired is given another life.
+    case when v_dead.ev_expires > pgque.clock() then v_dead.ev_expires end,
+    pgque._lane(s, v_dead.ev_key, v_dead.ev_extra1)
+  from pgque.subscriber s
+  where s.sub_id = v_sub
   -- It may wait there already: its consumer was moved back and failed it again.
   on conflict on constraint retry_queue_pkey do update
-  set ev_retry_after = excluded.ev_retry_after, ev_retry = null;
+  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
+    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null, ev_receives = 0;
   return v_dead.ev_id;
 end
 $$;
@@ -3597,8 +5778,271 @@ declare
   v_count  bigint;
 begin
   delete from pgque.dead_letter d
-  where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2;
+  where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
   get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- Moves the dead letters that list_poison() shows to the archive; returns their
+-- number.
+create or replace function pgque.archive_poison(queue_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_dead   pgque.dead_letter;
+  v_sub    pgque.subscriber;
+  v_count  int := 0;
+begin
+  for v_dead in
+    delete from pgque.dead_letter d
+    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
+    returning d.*
+  loop
+    v_sub.sub_queue := v_dead.dl_queue_id;
+    v_sub.sub_consumer := v_dead.dl_consumer_id;
+    v_sub.sub_id := 0;
+    perform pgque._archive(v_queue, v_sub, array[row(null, v_dead.dl_queue_id, v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, 0, v_dead.ev_retry,
+      v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4,
+      v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires, v_dead.ev_error,
+      v_dead.dl_receives, null, null, null)::pgque.retry_queue], 'poison');
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Hands back the batches of workers that got them longer ago than older_than;
+-- returns their number.
+create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0') returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_token  bigint;
+  v_count  int := 0;
+begin
+  for v_token in
+    select o.token
+    from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
+    cross join lateral pgque._lease(v_sub.sub_id, o.token) l
+    where l.pos_time <= pgque.clock() - $3 and not (pgque._lease_state(o.token)).closed
+    union
+    select r.ev_batch
+    from pgque.retry_queue r
+    cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
+    where r.ev_owner = v_sub.sub_id and r.ev_batch is not null and (l.pos_time > pgque.clock() - $3) is not true
+  loop
+    -- A worker that is just settling its batch is left alone.
+    if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then
+      v_count := v_count + 1;
+    end if;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Removes every message of a queue that is committed: pending, leased, delayed,
+-- waiting to be tried again.  Batches that are open report false from then on.
+-- Returns how many messages the slowest consumer had before it.
+create or replace function pgque.purge(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_last   pgque.tick;
+  v_token  bigint;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge()');
+  perform pgque._rebase(v_queue.queue_id);
+  -- Batches before subscribers, as a worker does that acks and receives in one
+  -- transaction; then every subscriber, so that nobody hands out meanwhile.
+  perform pg_advisory_xact_lock(o.token)
+  from pgque.subscriber s
+  cross join lateral unnest((pgque._position(s.sub_id)).pos_open) o (token)
+  where s.sub_queue = v_queue.queue_id and s.sub_role = 'pool';
+  perform from pgque.subscriber s where s.sub_queue = v_queue.queue_id order by s.sub_main nulls first, s.sub_id for no key update;
+  v_count := pgque._depth(v_queue.queue_id);
+  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
+  v_queue := pgque._queue(v_queue.queue_name);
+  v_last := pgque._last_tick(v_queue);
+  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id loop
+    v_pos := pgque._position(v_sub.sub_id);
+    foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
+      perform pg_try_advisory_xact_lock(v_token);
+      perform pgque._note(v_token, v_sub.sub_id, array[0]);
+    end loop;
+    v_pos.pos_open := '{}';
+    v_pos.pos_lapse := null;
+    v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
+    perform pgque._append_position(pgque._at_tick(v_pos, case when v_pos.pos_main is null then v_last end));
+  end loop;
+  -- What somebody settles just now is left to him.
+  delete from pgque.retry_queue r
+  where (r.ev_owner, r.ev_id) in (select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked);
+  return v_count;
+end
+$$;
+
+-- Removes the pending message of a key, that is one which nobody was given yet;
+-- returns 1, or 0 if there is none.
+create or replace function pgque.purge_key(queue_name text, key text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_last   pgque.event;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge_key()');
+  if $2 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('purge_key of queue %I needs a key', v_queue.queue_name),
+      hint = 'To remove everything use pgque.purge(queue).';
+  end if;
+  perform pgque._lock_keys(v_queue.queue_id, array[$2]);
+  v_last := pgque._last_of_key(v_queue.queue_id, $2);
+  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
+  get diagnostics v_count = row_count;
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
+    from pgque.queue q
+    where q.queue_id = v_queue.queue_id;
+    v_count := v_count + 1;
+  end if;
+  return v_count;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- archive: messages that are done with and kept
+-- ---------------------------------------------------------------------------
+
+-- The archive's bucket for a queue and a time.
+create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
+language sql stable as $$
+  select p_queue_id * 100000::bigint + greatest((p_time at time zone 'UTC')::date - date '2000-01-01', 0)
+$$;
+
+-- Makes the leaf of a bucket if it is not there.  Two sessions meet at the lock.
+create or replace function pgque._archive_leaf(p_bucket bigint) returns void
+language plpgsql as $$
+declare
+  v_leaf  text := 'archive_' || p_bucket;
+begin
+  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
+    return;
+  end if;
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
+  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
+    return;
+  end if;
+  execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
+  execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
+  execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
+  execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
+end
+$$;
+
+create or replace function pgque._archive(p_queue pgque.queue, p_sub pgque.subscriber, p_items pgque.retry_queue[], p_outcome text) returns void
+language plpgsql as $$
+declare
+  v_now     timestamptz := pgque.clock();
+  v_bucket  bigint := pgque._bucket(p_queue.queue_id, v_now);
+begin
+  if coalesce(pg_catalog.cardinality(p_items), 0) = 0 then
+    return;
+  end if;
+  perform pgque._archive_leaf(v_bucket);
+  insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,
+    ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
+  select v_bucket, v_now, p_queue.queue_id, p_sub.sub_consumer, coalesce(i.ev_worker, p_sub.sub_worker), p_outcome, i.ev_receives,
+    i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,
+    i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error
+  from pg_catalog.unnest(p_items) i;
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(p_items));
+end
+$$;
+
+-- The newest messages in a queue's archive, or those since a time.
+create or replace function pgque.archive_list(
+  queue_name text, limit_count int default 100, since timestamptz default null,
+  out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
+  out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return query
+    select a.archive_id, v_queue.queue_name, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
+      a.ev_time, a.archived_at, a.arc_receives, a.arc_worker, a.arc_outcome
+    from pgque.archive a
+    left join pgque.consumer c on c.co_id = a.arc_consumer
+    where a.bucket between pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')) and v_queue.queue_id * 100000::bigint + 99999
+      and ($3 is null or a.archived_at >= $3)
+    order by a.archive_id desc
+    limit case when $2 < 0 then 0 else $2 end;
+end
+$$;
+
+-- Sends an archived message again, as a new one, for every consumer; returns the
+-- new id.  It stays in the archive.
+create or replace function pgque.archive_replay(archive_id bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_row  pgque.archive;
+begin
+  select a.* into v_row from pgque.archive a where a.archive_id = $1;
+  if not found then
+    raise exception using
+      errcode = 'PQ010',
+      message = format('not in the archive: %s', coalesce($1::text, 'null')),
+      hint = 'select * from pgque.archive_list(queue) lists what is there.';
+  end if;
+  return pgque._send((select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue), v_row.ev_type, v_row.ev_data,
+    v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
+end
+$$;
+
+-- Drops the days of a queue's archive that ended before a time; returns their
+-- number.
+create or replace function pgque.archive_purge(queue_name text, before timestamptz) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  if $2 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('archive_purge of queue %I needs a time', v_queue.queue_name),
+      hint = 'select pgque.archive_purge(queue, now() - interval ''30 days'');';
+  end if;
+  return pgque._drop_archive(v_queue.queue_id, $2);
+end
+$$;
+
+-- Drops the leaves of a queue's archive, all or those that end before a time.
+create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
+language plpgsql as $$
+declare
+  v_leaf   text;
+  v_count  int := 0;
+begin
+  for v_leaf in
+    select c.relname
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    cross join lateral pg_catalog.substr(c.relname, 9) b
+    where i.inhparent = 'pgque.archive'::regclass and b::bigint / 100000 = p_queue_id
+      and (p_before is null or b::bigint < pgque._bucket(p_queue_id, p_before))
+  loop
+    execute pg_catalog.format('drop table pgque.%I', v_leaf);
+    v_count := v_count + 1;
+  end loop;
   return v_count;
 end
 $$;
@@ -3615,7 +6059,7 @@ declare
 begin
   select min(p.pos_tick) into v_tick
   from pgque.subscriber s
-  cross join lateral pgque._position(s.sub_id) p
+  cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue_id;
   return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
@@ -3655,6 +6099,7 @@ begin
   v_current := format('pgque.%s_%s_%s', '%s', v_id, v_queue.queue_cur_table);
   -- Idle ticks alone are worth a rotation only once they fill some pages.
   if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
+    and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
     and pg_relation_size(format(v_current, 'tick')) < 131072
   then
     return 0;
@@ -3678,6 +6123,7 @@ begin
     if v_needed is distinct from false then
       return 0;
     end if;
+    perform pgque._refresh_waiting(v_id);
     execute format('truncate %s, %s', v_event, v_tick);
   end if;
   update pgque.queue q
@@ -3690,9 +6136,42 @@ exception
 end
 $$;
 
+-- Before a table goes: gives messages with keys that wait and were handed out to
+-- nobody the body that was sent last, and takes out what was purged.
+create or replace function pgque._refresh_waiting(p_queue_id int) returns void
+language plpgsql as $$
+declare
+  v_row    pgque.retry_queue;
+  v_event  pgque.event;
+  v_said   pgque.event[];
+begin
+  for v_row in
+    select r.* from pgque.retry_queue r where r.ev_queue = p_queue_id and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+  loop
+    v_said := pgque._said(p_queue_id, array[pgque._event(v_row)]);
+    if exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2) then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+      continue;
+    end if;
+    v_event := (pgque._with_bodies(p_queue_id, array[pgque._event(v_row)], v_said))[1];
+    update pgque.retry_queue r
+    set ev_type = v_event.ev_type, ev_data = v_event.ev_data, ev_bytes = v_event.ev_bytes, ev_headers = v_event.ev_headers,
+      ev_expires = v_event.ev_expires, ev_extra1 = v_event.ev_extra1
+    where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+  end loop;
+end
+$$;
+
 -- PgQ's second half of a rotation.  Here the first half is enough.
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
+
+-- The bytes of one leaf of the journal, and of what turns with it.
+create or replace function pgque._journal_size(p_leaf int) returns bigint
+language sql volatile as $$
+  select sum(pg_catalog.pg_relation_size(('pgque.' || t.kind || '_' || p_leaf)::regclass))
+  from (values ('position'), ('settled'), ('roster'), ('tally')) t (kind)
+$$;
 
 -- Compacts the journal of positions once the leaf that is written has grown
 -- past 4 MB, at most once a minute.  One call turns writers to the other leaf;
@@ -3711,8 +6190,8 @@ begin
   if not found then
     return 0;
   end if;
-  if pg_relation_size('pgque.position_' || (1 - v_cur)) = 0 and pg_relation_size('pgque.settled_' || (1 - v_cur)) = 0 then
-    if pg_relation_size('pgque.position_' || v_cur) + pg_relation_size('pgque.settled_' || v_cur) < 4194304
+  if pgque._journal_size(1 - v_cur) = 0 then
+    if pgque._journal_size(v_cur) < 4194304
       or v_flipped > clock_timestamp() - interval '1 minute'
     then
       return 0;
@@ -3727,21 +6206,39 @@ begin
   for v_id in
     select s.sub_id
     from pgque.subscriber s
-    where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
+    where s.sub_role = 'pool'
+      or not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
       and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id)
     for no key update skip locked
   loop
     perform pgque._carry_over(pgque._position(v_id));
+    perform pgque._carry_leases(v_id, v_cur);
   end loop;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s in access exclusive mode nowait', 1 - v_cur);
+  -- Whoever reads with an old snapshot gets 40001 where this row changed.
+  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
+  if not found then
+    return 0;
+  end if;
+  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode nowait', 1 - v_cur);
   if exists (
     select from pgque.subscriber s
     where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
       and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id))
+    or exists (
+      select
+      from pgque.subscriber s
+      cross join lateral pgque._position(s.sub_id) p
+      cross join lateral unnest(p.pos_open) o (token)
+      where s.sub_role = 'pool' and not pgque._carried(s.sub_id, o.token, v_cur))
   then
     return 0;
   end if;
-  execute format('truncate pgque.position_%s, pgque.settled_%1$s', 1 - v_cur);
+  -- What was counted goes on counting.
+  execute format(
+    'insert into pgque.tally_%s select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count) from pgque.tally_%s t'
+    ' where exists (select from pgque.queue q where q.queue_id = t.tal_queue) group by 1, 2, 3', v_cur, 1 - v_cur);
+  execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
+  update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
 exception
   when lock_not_available then
@@ -3749,42 +6246,350 @@ exception
 end
 $$;
 
+-- Brings the open batches of a pool to the leaf that is written.  The caller
+-- holds the subscriber's lock, so there are no new ones.
+create or replace function pgque._carry_leases(p_sub int, p_cur int) returns void
+language plpgsql as $$
+declare
+  v_token  bigint;
+begin
+  for v_token in
+    select o.token
+    from pg_catalog.unnest((pgque._position(p_sub)).pos_open) o (token)
+    where not pgque._carried(p_sub, o.token, p_cur) and (pgque._lease(p_sub, o.token)).pos_sub is not null
+      and pg_catalog.pg_try_advisory_xact_lock(o.token)
+  loop
+    if p_cur = 0 then
+      insert into pgque.position_0 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
+      insert into pgque.settled_0 select s.* from pgque.settled_1 s where s.set_batch = v_token on conflict do nothing;
+    else
+      insert into pgque.position_1 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
+      insert into pgque.settled_1 select s.* from pgque.settled_0 s where s.set_batch = v_token on conflict do nothing;
+    end if;
+  end loop;
+end
+$$;
+
+-- Whether a leaf knows all about a batch, or nothing needs to be known.
+create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  if (pgque._lease(p_sub, p_batch)).pos_sub is null then
+    return true;
+  elsif (pgque._lease_state(p_batch)).closed then
+    -- That it is closed must be known wherever the batch is.
+    return case p_cur
+      when 0 then exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
+        or not exists (select from pgque.position_0 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+      else exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
+        or not exists (select from pgque.position_1 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+    end;
+  elsif p_cur = 0 then
+    return exists (select from pgque.position_0 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+      and not exists (
+        select from pgque.settled_1 s
+        where s.set_batch = p_batch and not exists (select from pgque.settled_0 n where n.set_batch = s.set_batch and n.set_ev_id = s.set_ev_id));
+  end if;
+  return exists (select from pgque.position_1 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+    and not exists (
+      select from pgque.settled_0 s
+      where s.set_batch = p_batch and not exists (select from pgque.settled_1 n where n.set_batch = s.set_batch and n.set_ev_id = s.set_ev_id));
+end
+$$;
+
 -- Moves consumers that lag beyond the queue's retention period forward to the
 -- last tick before it, so that a consumer which never comes back can not fill
--- the disk.  What it misses is counted in its position.  Returns the number of
--- subscribers moved.
+-- the disk.  What it misses, and what waits for it longer than that, goes the
+-- way of drop_policy.  Returns the number of subscribers moved.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_queue     pgque.queue;
   v_cutoff    timestamptz;
   v_to        pgque.tick;
-  v_id        int;
+  v_sub       pgque.subscriber;
   v_position  pgque.position_0;
+  v_lease     pgque.position_0;
+  v_token     bigint;
+  v_item      pgque.retry_queue;
   v_count     int := 0;
 begin
-  select pgque.clock() - q.queue_retention_period into v_cutoff from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
+  v_cutoff := pgque.clock() - v_queue.queue_retention_period;
   execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
   into v_to using v_cutoff;
-  if v_to.tick_id is null then
-    return 0;
-  end if;
-  for v_id in
-    select s.sub_id
-    from pgque.subscriber s
-    where s.sub_queue = p_queue_id and (pgque._position(s.sub_id)).pos_tick < v_to.tick_id
-    for no key update skip locked
-  loop
-    v_position := pgque._position(v_id);
-    if v_position.pos_tick < v_to.tick_id then
-      if v_position.pos_main is null then
-        v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
-        v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
-        perform pgque._append_position(pgque._at_tick(v_position, v_to));
-      else
-        perform pgque._append_position(pgque._at_tick(v_position, null));
+  if v_to.tick_id is not null then
+    for v_sub in
+      select s.*
+      from pgque.subscriber s
+      where s.sub_queue = p_queue_id and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
+      for no key update skip locked
+    loop
+      v_position := pgque._position(v_sub.sub_id);
+      -- What workers hold they may finish, but not from the log.
+      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
+        v_lease := pgque._lease(v_sub.sub_id, v_token);
+        if v_lease.pos_tick < v_to.tick_id and pg_try_advisory_xact_lock(v_token) and not (pgque._lease_state(v_token)).closed then
+          perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
+        end if;
+      end loop;
+      if v_sub.sub_role = 'pool' then
+        v_position := pgque._next_from(v_position);
+      end if;
+      if v_position.pos_tick < v_to.tick_id then
+        if v_position.pos_main is null then
+          perform pgque._drop_behind(v_queue, v_sub, v_position, v_to);
+          v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
+          v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
+          perform pgque._append_position(pgque._at_tick(v_position, v_to));
+        else
+          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed') where v_position.pos_batch is not null;
+          perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
+        end if;
       end if;
       v_count := v_count + 1;
+    end loop;
+  end if;
+  for v_item in
+    delete from pgque.retry_queue r
+    where (r.ev_owner, r.ev_id) in (
+      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
+        and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+        -- A dead letter that was requeued has its time again.
+        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      for update skip locked)
+    returning r.*
+  loop
+    select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
+    if found then
+      perform pgque._bury(v_queue, v_sub, v_item, 'retention period passed');
     end if;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- What a consumer has before it up to a tick and will not get any more.
+create or replace function pgque._drop_behind(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position_0, p_to pgque.tick) returns void
+language plpgsql as $$
+declare
+  v_rows   text := pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(p_sub, p_position, p_to.tick_snapshot)
+    || case when p_position.pos_batch is not null then pgque._unsettled_condition(p_position) else '' end);
+  v_event  pgque.event;
+  v_said   pgque.event[];
+  v_count  bigint;
+begin
+  if p_queue.queue_drop_policy = 'drop' then
+    execute pg_catalog.format('select count(*) from (%s) e', v_rows) into v_count;
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', v_count);
+    return;
+  end if;
+  if not p_queue.queue_keyed and not p_queue.queue_expiring and (p_queue.queue_dead_letter_queue is null or p_queue.queue_drop_policy = 'hold') then
+    -- The same as below, set-based.
+    execute pg_catalog.format(
+      'insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,'
+      ' ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
+      ' select $1, $2, pgque.clock(), $3, coalesce(e.ev_retry, 0), $4, coalesce(e.ev_error, $3),'
+      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+      ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
+      ' from (%s) e order by e.ev_id on conflict do nothing', v_rows)
+    using p_queue.queue_id, p_sub.sub_consumer, 'retention period passed'::text, p_queue.queue_drop_policy = 'hold';
+    return;
+  end if;
+  for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
+    if v_event.ev_key is not null then
+      v_said := pgque._said(p_queue.queue_id, array[v_event]);
+      continue when exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
+      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event], v_said))[1];
+    end if;
+    if v_event.ev_expires <= pgque.clock() then
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    else
+      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+    end if;
+  end loop;
+end
+$$;
+
+-- The condition on e for what a subscriber has before it, as a snapshot shows
+-- it: not behind its position, and not handed out from its window.
+create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position_0, p_snapshot pg_snapshot) returns text
+language sql stable as $$
+  select coalesce(pgque._xid_condition(p_position.pos_snapshot, p_snapshot), 'false')
+    || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
+    || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
+      || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
+$$;
+
+-- How many messages the slowest consumer has before it or in its workers' hands,
+-- and how many are delayed.
+create or replace function pgque._depth(p_queue_id int) returns bigint
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_count  bigint;
+  v_own    bigint := 0;
+  v_most   bigint := 0;
+begin
+  if pg_catalog.pg_current_xact_id_if_assigned() is not null then
+    -- What this transaction sent is in no snapshot.
+    execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
+    into v_own using pg_catalog.pg_current_xact_id();
+  end if;
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
+    v_pos := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
+    execute pg_catalog.format('select count(*) from (%s) e',
+      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot())
+        || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
+    -- What has its outcome in an open batch waits elsewhere, or is done.
+    v_count := v_count + v_own - (
+      select count(*)
+      from (
+        select s.set_ev_id from pgque.settled_0 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
+        union
+        select s.set_ev_id from pgque.settled_1 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
+      ) s)
+      + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
+      + coalesce((
+        select sum(l.pos_done_count - s.settled)
+        from pg_catalog.unnest(v_pos.pos_open) o (token)
+        cross join lateral pgque._lease(v_sub.sub_id, o.token) l
+        cross join lateral pgque._lease_state(o.token) s
+        where not s.closed), 0);
+    v_most := greatest(v_most, v_count);
+  end loop;
+  return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);
+end
+$$;
+
+-- Takes what expired out of the retry queue; in the log it is passed over.
+-- Returns the number of messages.
+create or replace function pgque.expire_messages(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_gone   record;
+  v_count  bigint := 0;
+begin
+  for v_gone in
+    with gone as (
+      delete from pgque.retry_queue r
+      where (r.ev_owner, r.ev_id) in (
+        -- One with a key that nobody was given yet may have a newer body.
+        select e.ev_owner, e.ev_id from pgque.retry_queue e
+        where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+          and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
+        for update skip locked)
+      returning r.ev_owner
+    )
+    select g.ev_owner, count(*) as n from gone g group by g.ev_owner
+  loop
+    perform pgque._tally(v_queue.queue_id, v_gone.ev_owner, 'expired', v_gone.n);
+    v_count := v_count + v_gone.n;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Deletes dead letters whose message has expired meanwhile; returns their
+-- number.
+create or replace function pgque.delete_expired(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_count  bigint;
+begin
+  delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- Runs the reapers whose schedule says that it is time.
+create or replace function pgque.maint_expire() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_config  pgque.config;
+  v_now     bigint := extract(epoch from pgque.clock());
+  v_count   int := 0;
+begin
+  select c.* into v_config from pgque.config c;
+  if v_config.expire_every is not null and v_now >= coalesce(pg_sequence_last_value('pgque.expire_ran'), 0) + extract(epoch from v_config.expire_every) then
+    perform setval('pgque.expire_ran', v_now);
+    v_count := coalesce((select sum(pgque.expire_messages(q.queue_name)) from pgque.queue q), 0);
+  end if;
+  -- So that no consumer has to, and others wait for it.
+  perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
+  from pgque.queue q, generate_series(0, 1) d (days)
+  where q.queue_archive_on_ack;
+  if v_config.delete_expired_every is not null
+    and v_now >= coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0) + extract(epoch from v_config.delete_expired_every)
+  then
+    perform setval('pgque.delete_expired_ran', v_now);
+    v_count := v_count + coalesce((select sum(pgque.delete_expired(q.queue_name)) from pgque.queue q), 0);
+  end if;
+  return v_count;
+end
+$$;
+
+-- Sets how often a reaper runs: an interval, or an empty string for never.
+-- Returns what holds now.
+create or replace function pgque.set_schedule(job text, every text) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._init();
+  if $1 = 'expire' then
+    update pgque.config c set expire_every = nullif($2, '')::interval;
+  elsif $1 = 'delete_expired' then
+    update pgque.config c set delete_expired_every = nullif($2, '')::interval;
+  else
+    raise data_exception using message = 'no such job';
+  end if;
+  return $2;
+exception
+  when data_exception or check_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
+      detail = sqlerrm,
+      hint = 'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.';
+end
+$$;
+
+-- Judges, for pools that nobody receives from, what lapsed for the last time:
+-- messages whose attempts are used up.  Never one that is leased.
+create or replace function pgque.maint_lapsed() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber;
+  v_queue  pgque.queue;
+  v_pos    pgque.position_0;
+  v_rows   pgque.retry_queue[];
+  v_count  int := 0;
+begin
+  for v_sub in select s.* from pgque.subscriber s where s.sub_role = 'pool' loop
+    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+    continue when v_queue.queue_restored;
+    v_pos := pgque._position(v_sub.sub_id);
+    if v_pos.pos_lapse <= pgque.clock() and v_queue.queue_max_receive_attempts = 1 then
+      perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for no key update skip locked;
+      continue when not found;
+      perform pgque._append_position(pgque._reap(v_queue, v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
+    end if;
+    v_rows := array(
+      select r
+      from (
+        select r.* from pgque.retry_queue r
+        where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
+        for update skip locked
+      ) r);
+    perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
+    v_count := v_count + cardinality(v_rows);
   end loop;
   return v_count;
 end
@@ -3802,6 +6607,8 @@ declare
   v_last      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
+  v_lease     pgque.position_0;
+  v_token     bigint;
   v_rows      text;
 begin
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
@@ -3815,6 +6622,17 @@ begin
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
     v_position := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
+        v_lease := pgque._lease(v_sub.sub_id, v_token);
+        continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
+        perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
+      end loop;
+      v_position := pgque._next_from(v_position);
+      v_position.pos_open := '{}';
+      v_position.pos_lapse := null;
+      perform pgque._append_position(v_position);
+    end if;
     if v_position.pos_main is null then
       -- Everything behind its position, less what it finished of the window.
       v_rows := pgque._rows_sql(p_queue_id, format(
@@ -3837,6 +6655,10 @@ begin
       coalesce(' or not pg_visible_in_snapshot(e.ev_txid, ' || quote_literal(v_position.pos_next_snapshot) || ')', ''))
     using pgque.clock();
   end loop;
+  perform pgque._refresh_waiting(p_queue_id);
+  update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
+  from pgque.subscriber s
+  where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
   perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
@@ -3849,6 +6671,47 @@ begin
 end
 $$;
 
+-- Turns to the other leaf of the idempotency keys once one has grown past 4 MB,
+-- and empties the old one as soon as hardly any of its keys holds any more: what
+-- does goes along.
+create or replace function pgque._compact_idempotency() returns int
+language plpgsql as $$
+declare
+  v_cur   int := (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1);
+  v_all   bigint;
+  v_live  bigint;
+begin
+  if pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass) < 4194304
+    and pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0
+  then
+    return 0;
+  end if;
+  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
+  if not found then
+    return 0;
+  end if;
+  if pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0 then
+    update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
+    return 1;
+  end if;
+  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
+  execute pg_catalog.format('select count(*), count(*) filter (where i.idem_expires > $1) from pgque.idempotency_%s i', 1 - v_cur)
+  into v_all, v_live using pgque.clock();
+  if v_live * 2 > v_all then
+    return 0;
+  end if;
+  execute pg_catalog.format(
+    'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where i.idem_expires > $1 on conflict do nothing', v_cur, 1 - v_cur)
+  using pgque.clock();
+  execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
+  update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+
 -- Empties side tables that hold nothing live, so that not even their dead rows
 -- stay.  A table in use is left alone.
 create or replace function pgque._sweep() returns int
@@ -3856,10 +6719,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_count  int := 0;
 begin
-  delete from pgque.idempotency_key k where k.idem_expires < pgque.clock();
-  if pg_relation_size('pgque.idempotency_key') > 0 and not exists (select from pgque.idempotency_key) then
-    v_count := v_count + pgque._empty('pgque.idempotency_key', 'true');
-  end if;
+  v_count := v_count + pgque._compact_idempotency();
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;
@@ -3906,7 +6766,8 @@ create or replace function pgque.maint_operations(out func_name text, out func_a
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   return query
-    select 'pgque.maint_retry_events'::text, null::text
+    select f.func_name, null::text
+    from (values ('pgque.maint_retry_events'), ('pgque.maint_lapsed'), ('pgque.maint_expire')) f (func_name)
     union all
     select f.func_name, q.queue_name
     from pgque.queue q, (values ('pgque.maint_retain'), ('pgque.maint_rotate_tables_step1')) f (func_name)
@@ -4013,7 +6874,12 @@ begin
     select least(
       clock_timestamp() + interval '1 second',
       clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
-      (select min(r.ev_retry_after) from pgque.retry_queue r))
+      (
+        select min(r.due)
+        from pgque._pumped() o (id)
+        cross join lateral (
+          select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
+        ) r))
     from pgque.queue q);
 end
 $$;
@@ -4295,7 +7161,7 @@ declare
   v_old    pgque.tick;
 begin
   if $1 is not null then
-    perform pgque._queue($1);
+    i_queue_name := (pgque._queue($1)).queue_name;
   end if;
   for v_queue in select q.* from pgque.queue q where $1 is null or q.queue_name = $1 order by q.queue_name loop
     v_last := null;
@@ -4341,7 +7207,7 @@ declare
   v_tick  pgque.tick;
 begin
   if $1 is not null then
-    perform pgque._queue($1);
+    i_queue_name := (pgque._queue($1)).queue_name;
   end if;
   if $2 is not null and $1 is not null and not exists (
     select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1)).queue_id)
@@ -4356,6 +7222,9 @@ begin
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     v_pos := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
     v_tick := null;
     if pgque._missing_leaf(v_sub.sub_queue) is null then
       v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
@@ -4407,7 +7276,211 @@ begin
     ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
     ' coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, %L::text'
     ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
-    $1, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
+    v_queue.queue_name, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
+end
+$$;
+
+-- Everything a queue knows about its messages, or about one: a row for each
+-- consumer that has to do with it.  At most p_limit of each kind.
+create or replace function pgque._messages(
+  p_queue pgque.queue, p_id bigint, p_limit int,
+  out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
+  out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
+  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
+) returns setof record
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_lease  pgque.position_0;
+  v_token  bigint;
+  v_rows   pgque.event[];
+  v_and    text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
+  v_name   text;
+begin
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id and s.sub_main is null order by s.sub_id loop
+    v_name := (select c.co_name from pgque.consumer c where c.co_id = v_sub.sub_consumer);
+    v_pos := pgque._position(v_sub.sub_id);
+    -- in the hands of workers
+    foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
+      v_lease := pgque._lease(v_sub.sub_id, v_token);
+      continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
+      return query
+        select e.ev_id, v_name, case when t.until > v_now then 'processing' else 'retry' end,
+          e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time,
+          t.until, coalesce(e.ev_retry, 0) + 1, coalesce(e.ev_retry, 0),
+          e.ev_error, e.ev_expires, v_lease.pos_worker, case when t.until > v_now then v_token end, null::bigint
+        from pg_catalog.unnest(pgque._unsettled_rows(v_sub, v_lease, case when p_id is not null then array[p_id] end)) e,
+          lateral (select coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until) as until) t
+        limit p_limit;
+    end loop;
+    -- in the log
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
+    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %s) e',
+      pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and), p_limit)
+    into v_rows;
+    return query
+      select e.ev_id, v_name,
+        case
+          when e.ev_expires <= v_now then 'expired'
+          when v_pos.pos_batch is not null and pg_catalog.pg_visible_in_snapshot(e.ev_txid, v_pos.pos_next_snapshot)
+            and e.ev_id <= coalesce(v_pos.pos_last_id, 9223372036854775807) then 'processing'
+          when e.ev_owner is not null then 'retry'
+          else 'pending'
+        end,
+        e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time, e.ev_time, coalesce(e.ev_retry, 0), coalesce(e.ev_retry, 0),
+        e.ev_error, e.ev_expires, null::text, v_pos.pos_batch, null::bigint
+      from pg_catalog.unnest(case when p_queue.queue_keyed then pgque._with_bodies(p_queue.queue_id, v_rows) else v_rows end) e
+      where not exists (select from pg_catalog.unnest(case when e.ev_key is not null then pgque._said(p_queue.queue_id, array[e]) end) s where s.ev_owner = -2);
+  end loop;
+  return query
+    (select r.ev_id, c.co_name,
+      case
+        when r.ev_expires <= v_now and (r.ev_batch is null or r.ev_retry_after <= v_now) then 'expired'
+        when r.ev_owner = 0 then 'delayed'
+        when r.ev_batch is not null and r.ev_retry_after > v_now then 'processing'
+        when r.ev_receives = 0 then 'pending'
+        else 'retry'
+      end,
+      r.ev_type, r.ev_data, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_time, r.ev_retry_after, greatest(r.ev_receives, r.ev_retry), coalesce(r.ev_retry, 0),
+      r.ev_error, r.ev_expires, r.ev_worker, case when r.ev_retry_after > v_now then r.ev_batch end, null::bigint
+    from pgque.retry_queue r
+    left join pgque.subscriber s on s.sub_id = r.ev_owner
+    left join pgque.consumer c on c.co_id = s.sub_consumer
+    where r.ev_queue = p_queue.queue_id and (p_id is null or r.ev_id = p_id)
+    order by r.ev_id
+    limit p_limit);
+  return query
+    (select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
+      d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
+      d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = p_queue.queue_id and (p_id is null or d.ev_id = p_id)
+    order by d.ev_id
+    limit p_limit);
+  return query
+    (select a.ev_id, c.co_name, 'archived', a.ev_type, a.ev_data, a.ev_headers, a.ev_key, a.ev_bytes, a.ev_time, null::timestamptz,
+      a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
+    from pgque.archive a
+    left join pgque.consumer c on c.co_id = a.arc_consumer
+    where a.bucket between p_queue.queue_id * 100000::bigint and p_queue.queue_id * 100000::bigint + 99999 and (p_id is null or a.ev_id = p_id)
+    order by a.archive_id desc
+    limit p_limit);
+end
+$$;
+
+-- The messages of a queue, all or those of one status, without touching
+-- anything.  With several consumers a message is listed for each.
+create or replace function pgque.list_messages(
+  queue_name text, only_status text default null, limit_count int default 100,
+  out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
+  out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
+  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('unknown status %L, for queue %I', $2, v_queue.queue_name),
+      hint = 'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.';
+  elsif $3 is null or $3 < 0 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('limit_count must not be negative, for queue %I', v_queue.queue_name),
+      hint = 'It is the greatest number of messages to list.';
+  end if;
+  return query
+    select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
+      m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id
+    from pgque._messages(v_queue, null, case when $2 is null then $3 else 100000 end) m
+    where $2 is null or m.status = $2
+    order by m.msg_id, m.consumer_name
+    limit $3;
+end
+$$;
+
+-- Where one message stands with each consumer that still knows it; PQ010 if
+-- none does.
+create or replace function pgque.message_status(
+  queue_name text, msg_id bigint,
+  out consumer_name text, out status text, out receive_count int, out retry_count int, out available_at timestamptz,
+  out worker text, out batch_id bigint, out last_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return query
+    select m.consumer_name, m.status, m.receive_count, m.retry_count, m.available_at, m.worker, m.batch_id, m.last_error
+    from pgque._messages(v_queue, $2, 100) m
+    order by m.consumer_name;
+  if not found then
+    raise exception using
+      errcode = 'PQ010',
+      message = format('message not found: %s of queue %I', coalesce($2::text, 'null'), v_queue.queue_name),
+      hint = 'Every consumer is done with it, or it was never committed.';
+  end if;
+end
+$$;
+
+-- The workers of a queue, or of all, that hold messages.
+create or replace function pgque.list_workers(
+  queue_name text default null, consumer_name text default null,
+  out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+begin
+  if $1 is not null then
+    v_queue := pgque._queue($1);
+  end if;
+  return query
+    select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until)
+    from pgque.subscriber s
+    join pgque.queue q on q.queue_id = s.sub_queue
+    join pgque.consumer c on c.co_id = s.sub_consumer
+    cross join lateral (
+      select l.pos_worker as worker, o.token, l.pos_done_count - t.settled as messages, l.pos_time as at, coalesce(t.until, l.pos_until) as until
+      from unnest((pgque._position(s.sub_id)).pos_open) o (token)
+      cross join lateral pgque._lease(s.sub_id, o.token) l
+      cross join lateral pgque._lease_state(o.token) t
+      where l.pos_sub is not null and not t.closed
+      union all
+      select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
+      from pgque.retry_queue r
+      where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+    ) h
+    where s.sub_role = 'pool' and ($1 is null or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
+    group by q.queue_name, c.co_name, h.worker
+    order by q.queue_name, c.co_name, h.worker;
+end
+$$;
+
+-- Messages that were delivered more than once without an outcome, or died of
+-- that: what may kill its workers.
+create or replace function pgque.list_poison(
+  queue_name text, limit_count int default 100,
+  out msg_id bigint, out consumer_name text, out receive_count int, out last_error text, out status text, out dl_id bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return query
+    select m.msg_id, m.consumer_name, m.receive_count, m.last_error, m.status, m.dl_id
+    from pgque._messages(v_queue, null, 100000) m
+    left join pgque.dead_letter d on d.dl_id = m.dl_id
+    where m.receive_count > m.retry_count + 1 or d.dl_reason = 'receive attempts used up'
+    order by m.receive_count desc, m.msg_id
+    limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
 
@@ -4440,6 +7513,17 @@ begin
         ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)),
         ('pgque_queue_paused', v_queue.queue_paused::int)
       ) m (metric, value);
+    return query
+      select 'pgque_messages_' || t.tal_what || '_total', v_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
+      from (select * from pgque.tally_0 union all select * from pgque.tally_1) t
+      left join pgque.subscriber s on s.sub_id = t.tal_sub
+      left join pgque.consumer c on c.co_id = s.sub_consumer
+      where t.tal_queue = v_queue.queue_id
+      group by t.tal_what, c.co_name;
+    return query
+      select 'pgque_messages_in_flight', v_queue.queue_name, w.consumer, sum(w.messages)::double precision
+      from pgque.list_workers(v_queue.queue_name) w
+      group by w.consumer;
     return query
       select m.metric, i.queue_name, i.consumer_name, m.value::double precision
       from pgque.get_consumer_info(v_queue.queue_name) i
@@ -4533,7 +7617,8 @@ begin
 
     check_name := 'retries';
     select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
-    from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_retry_after < pgque.clock();
+    from pgque.retry_queue r
+    where r.ev_queue = v_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
     status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
     detail := format('%s due', v_found.n);
     advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
@@ -4709,27 +7794,10 @@ comment on function pgque.send(text, text) is
   'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
 comment on function pgque.send(text, jsonb) is
   'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
-comment on function pgque.send(text, text, text) is
-  'Same as send(queue_name, payload), with a message type that consumers can choose a handler by.';
-comment on function pgque.send(text, text, jsonb) is
-  'Same as send(queue_name, type_name, payload text) for JSON.';
 comment on function pgque.send(text, text, text, text) is
   'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
-comment on function pgque.send(text, text, text, jsonb) is
-  'Same as send(queue_name, type_name, payload), with headers: a JSON object that travels with the message through retry and dead letter. '
-  'PQ005 headers is not an object.';
-comment on function pgque.send(text, text, jsonb, jsonb) is
-  'Same as send(queue_name, type_name, payload text, headers) for JSON.';
-comment on function pgque.send(text, text, bytea, jsonb) is
-  'Same as send(queue_name, type_name, payload text, headers) for bytes, any of them; consumers find them in payload_bytes.';
-comment on function pgque.send_batch(text, text, text[]) is
-  'Appends one message for each element of the array in one statement and returns their ids in the order of the input: all or '
-  'none. A NULL element is a message with a NULL payload; an empty array sends nothing and returns {}. '
-  'PQ001 no such queue, PQ005 the array is NULL, PQ013 the queue is paused.';
 comment on function pgque.send_batch(text, text[]) is
   'Same as send_batch(queue_name, type_name, payloads) with type default.';
-comment on function pgque.send_batch(text, text, jsonb[]) is
-  'Same as send_batch(queue_name, type_name, payloads) for JSON.';
 comment on function pgque.send_batch(text, jsonb[]) is
   'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
 comment on function pgque.send_idem(text, text, text, text, interval, text) is
@@ -4773,12 +7841,10 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   '25000 not READ COMMITTED.';
 
 -- consume
-comment on function pgque.subscribe(text, text, text) is
+comment on function pgque.subscribe(text, text, text, boolean) is
   'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
   'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
   'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
-comment on function pgque.subscribe(text, text) is
-  'Same as subscribe(queue_name, consumer_name, ''latest'').';
 comment on function pgque.register_consumer(text, text) is
   'PgQ''s name for subscribe(queue_name, consumer_name).';
 comment on function pgque.register_consumer_at(text, text, bigint) is
@@ -4789,11 +7855,13 @@ comment on function pgque.unsubscribe(text, text) is
   'went, 0 if it was none. PQ001 no such queue.';
 comment on function pgque.unregister_consumer(text, text) is
   'PgQ''s name for unsubscribe.';
-comment on function pgque.receive(text, text, int, text) is
+comment on function pgque.receive(text, text, int, text, interval, bigint) is
   'Hands out the consumer''s next messages in the order of their ids, at most max_return, as one batch; no rows if there are none. Until '
-  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker it is the batch of that registered worker. '
-  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once. PQ001 no such queue, PQ005 max_return is below 1 '
-  'or the consumer has workers, PQ011 not subscribed, 40001 retry the transaction.';
+  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
+  '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
+  'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
+  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25001). PQ001 no such queue, PQ005 max_return is below 1 '
+  'or visibility_timeout is not positive, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
   'Finishes a batch: exactly the messages that were handed out with it. Returns 1, or 0 if the batch is not open, because it was finished '
   'before or another worker has taken it over.';
@@ -5098,13 +8166,75 @@ comment on table pgque.position_1 is 'Journal of positions, second leaf. Interna
 comment on table pgque.settled_0 is 'Messages of open batches that were failed already, first leaf. Internal.';
 comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
 comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
-comment on table pgque.idempotency_key is 'Keys of send_idem() until their ttl ends. Internal.';
 comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
 comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
 comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
 comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
 comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
 comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';
+comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
+  'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
+  '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
+  'ttl: not delivered after; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
+  'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
+comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for jsonb, stored in its canonical form.';
+comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for bytes: received in payload_bytes, payload is null.';
+comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many messages with options, all or none; ids in input order. Each option is an array as long as payloads, or null; see send(). PQ005 for another length.';
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for jsonb.';
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for bytes.';
+comment on function pgque.ack(bigint, bigint[]) is
+  'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
+  'lost to another worker, batch not open. With archive_on_ack they are kept in the archive.';
+comment on function pgque.dead(bigint, bigint[], text) is
+  'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
+comment on function pgque.archive(bigint, bigint[]) is
+  'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
+comment on function pgque.release(bigint, bigint[]) is
+  'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
+comment on function pgque.set_visibility(bigint, interval) is
+  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+comment on function pgque.extend(bigint, interval) is
+  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+comment on function pgque.list_workers(text, text) is
+  'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
+comment on function pgque.reclaim(text, text, interval) is
+  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches.';
+comment on function pgque.list_poison(text, int) is
+  'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
+comment on function pgque.archive_poison(text) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
+comment on function pgque.list_messages(text, text, int) is
+  'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
+  'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
+comment on function pgque.message_status(text, bigint) is
+  'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
+comment on function pgque.purge(text) is
+  'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
+comment on function pgque.purge_key(text, text) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
+comment on function pgque.archive_list(text, int, timestamptz) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+comment on function pgque.archive_replay(bigint) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
+comment on function pgque.archive_purge(text, timestamptz) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
+comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.set_default_config(text, text) is
+  'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
+comment on function pgque.set_schedule(text, text) is
+  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired; off by default). '
+  'every is an interval, an empty string turns it off. PQ005 for an invalid one, and the old one stays.';
+comment on function pgque.expire_messages(text) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
+comment on function pgque.delete_expired(text) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
+comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
+comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
+comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
+comment on table pgque.idempotency_0 is 'Keys of send_idem() until their ttl ends, first leaf. Internal.';
+comment on table pgque.idempotency_1 is 'Keys of send_idem() until their ttl ends, second leaf. Internal.';
+comment on table pgque.tally_0 is 'Counts of messages that were dropped, expired or archived, first leaf. Internal: see metrics().';
+comment on table pgque.tally_1 is 'Counts of messages that were dropped, expired or archived, second leaf. Internal.';
+comment on table pgque.roster_0 is 'For workers, where the messages of big windows lie, first leaf: a cache. Internal.';
+comment on table pgque.roster_1 is 'For workers, where the messages of big windows lie, second leaf: a cache. Internal.';
 -- ---------------------------------------------------------------------------
 -- grants
 -- ---------------------------------------------------------------------------
@@ -5135,6 +8265,10 @@ language sql immutable as $$
     ('_open_slot', 'pgque_writer'),
     ('_row_event', 'pgque_writer'),
     ('_url_encode', 'pgque_writer'),
+    ('_send_as', 'pgque_writer'),
+    ('_send_all', 'pgque_writer'),
+    ('_send_many', 'pgque_writer'),
+    ('_no_payloads', 'pgque_writer'),
     -- consume
     ('subscribe', 'pgque_reader'),
     ('register_consumer', 'pgque_reader'),
@@ -5145,6 +8279,12 @@ language sql immutable as $$
     ('ack', 'pgque_reader'),
     ('finish_batch', 'pgque_reader'),
     ('nack', 'pgque_reader'),
+    ('archive', 'pgque_reader'),
+    ('release', 'pgque_reader'),
+    ('extend', 'pgque_reader'),
+    ('set_visibility', 'pgque_reader'),
+    ('list_workers', 'pgque_reader'),
+    ('message_status', 'pgque_reader'),
     ('next_batch', 'pgque_reader'),
     ('next_batch_info', 'pgque_reader'),
     ('next_batch_custom', 'pgque_reader'),
@@ -5180,6 +8320,20 @@ language sql immutable as $$
     ('pause', 'pgque_admin'),
     ('resume', 'pgque_admin'),
     ('drop_queue', 'pgque_admin'),
+    ('rename_queue', 'pgque_admin'),
+    ('set_default_config', 'pgque_admin'),
+    ('set_schedule', 'pgque_admin'),
+    ('purge', 'pgque_admin'),
+    ('purge_key', 'pgque_admin'),
+    ('expire_messages', 'pgque_admin'),
+    ('delete_expired', 'pgque_admin'),
+    ('reclaim', 'pgque_admin'),
+    ('list_messages', 'pgque_admin'),
+    ('list_poison', 'pgque_admin'),
+    ('archive_poison', 'pgque_admin'),
+    ('archive_list', 'pgque_admin'),
+    ('archive_replay', 'pgque_admin'),
+    ('archive_purge', 'pgque_admin'),
     ('ticker', 'pgque_admin'),
     ('force_next_tick', 'pgque_admin'),
     ('force_tick', 'pgque_admin'),
@@ -5193,6 +8347,8 @@ language sql immutable as $$
     ('maint_rotate_tables_step1', 'pgque_admin'),
     ('maint_rotate_tables_step2', 'pgque_admin'),
     ('maint_retain', 'pgque_admin'),
+    ('maint_lapsed', 'pgque_admin'),
+    ('maint_expire', 'pgque_admin'),
     ('maint_tables', 'pgque_admin'),
     ('get_batch_cursor', 'pgque_admin'),
     ('dlq_inspect', 'pgque_admin'),
@@ -5264,7 +8420,7 @@ begin
       execute format('grant execute on %s %s to %s', v_func.kind, v_func.sig, v_func.roles);
     end if;
   end loop;
-  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'config'] loop
+  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'archive', 'config'] loop
     if not has_table_privilege('pgque_admin', 'pgque.' || v_table, 'select') then
       execute format('grant select on pgque.%I to pgque_admin', v_table);
     end if;

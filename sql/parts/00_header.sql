@@ -21,8 +21,10 @@
 --   position   where consumers stand
 --   consume    subscribe, receive, ack
 --   read       windows without side effects
---   workers    several processes share one position
---   fail       nack, retry, dead letters
+--   workers    competing processes, leases, redelivery, keys
+--   subconsumers  PgQ's cooperative consumers
+--   outcomes   ack, nack, retry, dead letters, purge
+--   archive    messages that are done with and kept
 --   maintain   rotation, compaction, retention, restore
 --   schedule   the loop and pg_cron
 --   observe    information, metrics, health
@@ -30,7 +32,8 @@
 --   grants     which role may call what
 --
 -- Rules that hold throughout, and that a change must keep:
---   * take locks in this order: queue row, consumer row, worker row, leaf;
+--   * take locks in this order: queue row, a batch's advisory lock, consumer
+--     row, worker row, leaf; whoever has them in another order only tries;
 --   * a transaction's id is known before its event is stored, so every tick
 --     either saw the transaction finished or lists it as running;
 --   * a leaf is emptied only under its own lock, after looking at its rows.

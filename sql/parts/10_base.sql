@@ -55,3 +55,20 @@ begin
   end if;
 end
 $$;
+
+-- Whether a retry_backoff setting makes sense: seconds, a factor, at most so
+-- many seconds, and how much of it is left to chance.
+create or replace function pgque._backoff_valid(p_backoff jsonb) returns boolean
+language sql immutable as $$
+  select case
+    when p_backoff is null then true
+    when jsonb_typeof(p_backoff) <> 'object' then false
+    when exists (
+      select from jsonb_each(p_backoff) b
+      where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number') then false
+    else coalesce((p_backoff->>'base')::numeric, 1) between 0 and 31536000
+      and coalesce((p_backoff->>'factor')::numeric, 2) between 1 and 1000
+      and coalesce((p_backoff->>'cap')::numeric, 3600) between 0 and 31536000
+      and coalesce((p_backoff->>'jitter')::numeric, 0) between 0 and 1
+  end
+$$;

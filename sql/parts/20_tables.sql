@@ -2,6 +2,25 @@
 -- tables
 -- ---------------------------------------------------------------------------
 
+-- Adds columns that earlier versions did not have; an upgrade locks only the
+-- tables that lack one.  p_columns is what follows ADD COLUMN, one a line.
+create or replace function pgque._add_columns(p_table text, p_columns text) returns void
+language plpgsql as $$
+declare
+  v_column  text;
+begin
+  foreach v_column in array pg_catalog.string_to_array(pg_catalog.btrim(p_columns, E' \n'), E';\n') loop
+    v_column := pg_catalog.btrim(v_column, E' \n;');
+    if not exists (
+      select from pg_catalog.pg_attribute a
+      where a.attrelid = p_table::regclass and a.attname = pg_catalog.split_part(v_column, ' ', 1) and not a.attisdropped)
+    then
+      execute pg_catalog.format('alter table %s add column %s', p_table, v_column);
+    end if;
+  end loop;
+end
+$$;
+
 -- One row, made by pgque._init().
 create table if not exists pgque.config (
   config_id       int not null default 1
@@ -108,7 +127,7 @@ create table if not exists pgque.subscriber (
   sub_consumer  int not null
     constraint subscriber_consumer_fkey references pgque.consumer,
   sub_role      text not null default 'normal'
-    constraint subscriber_role check (sub_role in ('normal', 'coop_main', 'coop_member')),
+    constraint subscriber_role_known check (sub_role in ('normal', 'coop_main', 'coop_member', 'pool')),
   sub_main      int,
   sub_worker    text
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
@@ -135,14 +154,6 @@ create table if not exists pgque.journal (
     constraint journal_cur_range check (journal_cur in (0, 1)),
   journal_flipped_at  timestamptz not null default '-infinity'
 );
-do $$
-begin
-  if not exists (select from pg_attribute a where a.attrelid = 'pgque.journal'::regclass and a.attname = 'journal_epoch_cur') then
-    alter table pgque.journal add column journal_epoch_cur int not null default 0
-      constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
-  end if;
-end
-$$;
 
 create table if not exists pgque.position_0 (
   pos_sub        int not null,
@@ -247,14 +258,29 @@ create table if not exists pgque.dead_letter (
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
 
-create table if not exists pgque.idempotency_key (
-  idem_queue    int not null
-    constraint idempotency_key_queue_fkey references pgque.queue on delete cascade,
+-- What send_idem() sent, in two leaves; of a key the row with the highest
+-- idem_n is true.
+create table if not exists pgque.idempotency_0 (
+  idem_queue    int not null,
   idem_key      text not null,
+  idem_n        bigint not null,
   idem_ev_id    bigint not null,
   idem_expires  timestamptz not null,
-  constraint idempotency_key_pkey primary key (idem_queue, idem_key)
+  constraint idempotency_0_pkey primary key (idem_queue, idem_key, idem_n)
 );
+create table if not exists pgque.idempotency_1 (
+  like pgque.idempotency_0,
+  constraint idempotency_1_pkey primary key (idem_queue, idem_key, idem_n)
+);
+do $$
+begin
+  if to_regclass('pgque.idempotency_key') is not null then
+    insert into pgque.idempotency_0 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
+    select k.idem_queue, k.idem_key, 1, k.idem_ev_id, k.idem_expires from pgque.idempotency_key k;
+    drop table pgque.idempotency_key;
+  end if;
+end
+$$;
 
 -- What sinks staged and have not committed, in two leaves; which of them takes
 -- new rows a sequence says, which turns without a dead row.  Unlogged: after a crash a sink finds
@@ -310,6 +336,139 @@ create table if not exists pgque.sink_epoch_1 (
   constraint sink_epoch_1_pkey primary key (sink_id, epoch, part)
 );
 
+-- What happened to messages that nobody will see again, and how often, in two
+-- leaves; metrics() adds them up.
+create table if not exists pgque.tally_0 (
+  tal_queue  int not null,
+  tal_sub    int not null,
+  tal_what   text not null,
+  tal_count  bigint not null
+);
+create table if not exists pgque.tally_1 (
+  like pgque.tally_0
+);
+
+-- For workers, the messages of a window that is longer than a batch, in order
+-- and with their addresses, a hundred a row: a cache, in two leaves.
+create unlogged table if not exists pgque.roster_0 (
+  ros_sub        int not null,
+  ros_from       bigint not null,
+  ros_to         bigint not null,
+  ros_id_hi      bigint not null,
+  ros_ids        bigint[] not null,
+  ros_leaves     smallint[] not null,
+  ros_tids       tid[] not null,
+  ros_keyed      boolean not null,
+  ros_filenodes  oid[] not null,
+  ros_xid        xid8 not null,
+  ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored
+);
+create unlogged table if not exists pgque.roster_1 (
+  like pgque.roster_0 including generated
+);
+
+-- Messages that were done with and shall be kept.  A leaf holds one day of one
+-- queue; bucket = queue_id * 100000 + days since 2000-01-01.
+create sequence if not exists pgque.archive_id_seq;
+create table if not exists pgque.archive (
+  bucket         bigint not null,
+  archive_id     bigint not null default pg_catalog.nextval('pgque.archive_id_seq'),
+  archived_at    timestamptz not null,
+  arc_queue      int not null,
+  arc_consumer   int not null,
+  arc_worker     text,
+  arc_outcome    text not null,
+  arc_receives   int not null,
+  ev_id          bigint not null,
+  ev_time        timestamptz not null,
+  ev_retry       int,
+  ev_type        text,
+  ev_data        text,
+  ev_extra1      text,
+  ev_extra2      text,
+  ev_extra3      text,
+  ev_extra4      text,
+  ev_headers     jsonb,
+  ev_key         text,
+  ev_bytes       bytea,
+  ev_expires     timestamptz,
+  ev_error       text
+) partition by list (bucket);
+
+-- When the reapers ran last, in seconds since 1970: a register that leaves no
+-- dead rows.
+create sequence if not exists pgque.expire_ran minvalue 0;
+create sequence if not exists pgque.delete_expired_ran minvalue 0;
+
+-- Columns that came later.
+--   queue_own                the settings that are the queue's own; the others
+--                            follow config.defaults
+--   queue_keyed, queue_expiring  whether a message ever had a key, a ttl
+--   pos_worker, pos_until    whose a worker's batch is and how long
+--   pos_fresh                how many messages it took from the log; rows of
+--                            other consumers have null
+--   pos_shelf                how many from the retry queue
+--   pos_keys                 the order keys of its messages
+--   pos_open, pos_prune      batches that may be open, and when to look again
+--   pos_lapse                no lease ends before this
+--   pos_paid                 throughput: paid up to here
+--   set_ev_id                0: nothing of the batch is left in the log; below:
+--                            set_until is where its lease ends
+--   ev_batch, ev_worker      a waiting message's last batch, and its worker
+--   ev_lane                  its order key
+do $$
+begin
+  perform pgque._add_columns('pgque.journal', $c$
+    journal_epoch_cur int not null default 0 constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
+    journal_idem_cur int not null default 0 constraint journal_idem_cur_range check (journal_idem_cur in (0, 1));
+    journal_emptied_at timestamptz not null default '-infinity'$c$);
+  perform pgque._add_columns('pgque.config', $c$
+    defaults jsonb not null default '{}' constraint config_defaults check (jsonb_typeof(defaults) = 'object');
+    expire_every interval default '1 minute' constraint config_expire_every check (expire_every > '0');
+    delete_expired_every interval constraint config_delete_expired_every check (delete_expired_every > '0')$c$);
+  perform pgque._add_columns('pgque.queue', $c$
+    queue_own jsonb not null default '{}' constraint queue_own_object check (jsonb_typeof(queue_own) = 'object');
+    queue_visibility_timeout interval not null default '30 seconds' constraint queue_visibility_timeout_range check (queue_visibility_timeout > '0' and queue_visibility_timeout <= '1 year');
+    queue_max_receive_attempts int not null default 5 constraint queue_max_receive_attempts_range check (queue_max_receive_attempts >= 1);
+    queue_drop_policy text not null default 'dead_letter' constraint queue_drop_policy_known check (queue_drop_policy in ('drop', 'dead_letter', 'hold'));
+    queue_dead_letter_queue int constraint queue_dead_letter_queue_other check (queue_dead_letter_queue <> queue_id);
+    queue_retry_backoff jsonb constraint queue_retry_backoff_valid check (pgque._backoff_valid(queue_retry_backoff));
+    queue_message_ttl interval not null default '0' constraint queue_message_ttl_range check (queue_message_ttl >= '0' and queue_message_ttl <= '100 years');
+    queue_max_depth bigint not null default 0 constraint queue_max_depth_range check (queue_max_depth >= 0);
+    queue_throughput_limit int not null default 0 constraint queue_throughput_limit_range check (queue_throughput_limit >= 0);
+    queue_archive_on_ack boolean not null default false;
+    queue_keyed boolean not null default false;
+    queue_expiring boolean not null default false$c$);
+  for v_leaf in 0..1 loop
+    perform pgque._add_columns('pgque.position_' || v_leaf, $c$
+      pos_worker text;
+      pos_until timestamptz;
+      pos_fresh int;
+      pos_shelf int;
+      pos_keys text[];
+      pos_open bigint[];
+      pos_prune int;
+      pos_lapse timestamptz;
+      pos_paid timestamptz$c$);
+    perform pgque._add_columns('pgque.settled_' || v_leaf, 'set_until timestamptz');
+  end loop;
+  perform pgque._add_columns('pgque.subscriber', $c$
+    sub_keyed boolean not null default false$c$);
+  perform pgque._add_columns('pgque.retry_queue', $c$
+    ev_receives int not null default 0;
+    ev_batch bigint;
+    ev_worker text;
+    ev_lane text$c$);
+  perform pgque._add_columns('pgque.dead_letter', $c$
+    dl_receives int not null default 0;
+    dl_held boolean not null default false$c$);
+  if not exists (select from pg_constraint c where c.conrelid = 'pgque.subscriber'::regclass and c.conname = 'subscriber_role_known') then
+    alter table pgque.subscriber drop constraint if exists subscriber_role,
+      add constraint subscriber_role_known check (sub_role in ('normal', 'coop_main', 'coop_member', 'pool'));
+  end if;
+end
+$$;
+
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is
 -- there, and an upgrade must not.
 do $$
@@ -326,11 +485,30 @@ begin
   if to_regclass('pgque.window_map_id') is null then
     create index window_map_id on pgque.window_map (map_queue, map_from, map_to, map_id_hi);
   end if;
+  if to_regclass('pgque.retry_queue_queue') is null then
+    create index retry_queue_queue on pgque.retry_queue (ev_queue, ev_id);
+  end if;
+  -- Of one consumer what is due; delayed messages have no consumer (0) yet.
+  if to_regclass('pgque.retry_queue_owner_due') is null then
+    create index retry_queue_owner_due on pgque.retry_queue (ev_owner, ev_retry_after);
+  end if;
   if to_regclass('pgque.retry_queue_due') is null then
     create index retry_queue_due on pgque.retry_queue (ev_retry_after);
   end if;
-  if to_regclass('pgque.idempotency_key_expires') is null then
-    create index idempotency_key_expires on pgque.idempotency_key (idem_expires);
+  if to_regclass('pgque.retry_queue_batch') is null then
+    create index retry_queue_batch on pgque.retry_queue (ev_batch) where ev_batch is not null;
+  end if;
+  if to_regclass('pgque.retry_queue_lane') is null then
+    create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
+  end if;
+  if to_regclass('pgque.retry_queue_key') is null then
+    create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
+  end if;
+  if to_regclass('pgque.roster_0_id') is null then
+    create index roster_0_id on pgque.roster_0 (ros_sub, ros_from, ros_to, ros_id_hi);
+  end if;
+  if to_regclass('pgque.roster_1_id') is null then
+    create index roster_1_id on pgque.roster_1 (ros_sub, ros_from, ros_to, ros_id_hi);
   end if;
 end
 $$;

@@ -2,14 +2,17 @@
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
 
--- The queue's row, or PQ001.
+-- The row of a queue that is named, or meant by its queue_uid; or PQ001.
 create or replace function pgque._queue(p_queue text) returns pgque.queue
 language plpgsql as $$
 declare
   v_queue  pgque.queue;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_name = p_queue;
-  if not found then
+  if not found and p_queue ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
+    select q.* into v_queue from pgque.queue q where q.queue_uid = p_queue::uuid;
+  end if;
+  if v_queue.queue_id is null then
     perform pgque._no_queue(p_queue);
   end if;
   return v_queue;
@@ -50,6 +53,7 @@ begin
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
   else
     execute pg_catalog.format('create index %I on pgque.%I (ev_txid)', v_leaf || '_txid', v_leaf);
+    perform pgque._create_key_index(v_leaf);
     execute pg_catalog.format(
       'alter table pgque.%I alter slot set default %s, alter ev_id set default pg_catalog.nextval(%L),'
       ' alter ev_time set default pgque.clock(), alter ev_txid set default pg_catalog.pg_current_xact_id()',
@@ -59,26 +63,117 @@ begin
 end
 $$;
 
+-- The index by which senders and receivers find what was said about a key;
+-- messages without one are not in it.
+create or replace function pgque._create_key_index(p_leaf text) returns void
+language plpgsql as $$
+begin
+  execute pg_catalog.format(
+    'create unique index %I on pgque.%I (ev_key, ev_id, ev_retry) where ev_key is not null and (ev_owner is null or ev_owner <= 0)',
+    p_leaf || '_key', p_leaf);
+end
+$$;
+
+-- An upgrade makes it for the queues that are there.
+do $$
+declare
+  v_leaf  text;
+begin
+  for v_leaf in
+    select l.relname
+    from pg_class l
+    join pg_inherits i on i.inhrelid = l.oid
+    where i.inhparent = 'pgque.event'::regclass and to_regclass('pgque.' || l.relname || '_key') is null
+  loop
+    perform pgque._create_key_index(v_leaf);
+  end loop;
+end
+$$;
+
 -- The settings of a queue, as data: parameter name and type.  The column is
 -- queue_<name>; its default is the setting's default and its check constraint
 -- the setting's range.
-create or replace function pgque._setting_type(p_param text) returns text
+create or replace function pgque._setting_types() returns table (param text, type text)
 language sql immutable as $$
-  select case
-    when p_param in ('ticker_max_count', 'max_retries') then 'int'
-    when p_param in ('ticker_max_lag', 'ticker_idle_period', 'rotation_period', 'retention_period') then 'interval'
-    when p_param in ('ticker_paused', 'external_ticker') then 'boolean'
-  end
+  values
+    ('ticker_max_count', 'int'), ('ticker_max_lag', 'interval'), ('ticker_idle_period', 'interval'),
+    ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
+    ('rotation_period', 'interval'), ('retention_period', 'interval'),
+    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('throughput_limit', 'int'),
+    ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
+    ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean')
 $$;
 
--- Columns and SQL values of the settings in a JSON object; null is the
--- default.  PgQ's names with the prefix queue_ are understood too.
+create or replace function pgque._setting_type(p_param text) returns text
+language sql immutable as $$ select t.type from pgque._setting_types() t where t.param = p_param $$;
+
+-- A parameter's name without PgQ's prefix queue_; PQ005 if there is none such.
+create or replace function pgque._setting(p_name text, p_for text) returns text
+language plpgsql as $$
+declare
+  v_param  text := pg_catalog.regexp_replace(p_name, '^queue_', '');
+begin
+  if pgque._setting_type(v_param) is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('unknown parameter %L for %s', p_name, p_for),
+      hint = 'Parameters: ' || (select pg_catalog.string_agg(t.param, ', ') from pgque._setting_types() t) || '.';
+  end if;
+  return v_param;
+end
+$$;
+
+-- The value of a setting as SQL.  Null is the default: the global one, or else
+-- the column's.  A queue as a value is its id.
+create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text) returns text
+language plpgsql as $$
+declare
+  v_type  text := pgque._setting_type(p_param);
+begin
+  if p_param = 'retention_period' and p_value::interval = '0' then
+    p_value := null;
+  end if;
+  if p_value is null and p_queue is not null then
+    p_value := (select c.defaults->>p_param from pgque.config c);
+  end if;
+  if p_value is null then
+    return 'default';
+  elsif v_type = 'queue' then
+    return pgque._dead_letter_target(p_value, p_queue);
+  end if;
+  return pg_catalog.format('%L::%s', p_value, v_type);
+end
+$$;
+
+-- The id of the queue that shall take another one's dead letters.  A name that
+-- ends in .dlq makes it if it is new.
+create or replace function pgque._dead_letter_target(p_target text, p_queue text) returns int
+language plpgsql as $$
+declare
+  v_target  pgque.queue;
+begin
+  if p_target like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target) then
+    perform pgque._create_queue(p_target, '{}');
+  end if;
+  v_target := pgque._queue(p_target);
+  if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
+    or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
+  then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
+      hint = 'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().';
+  end if;
+  return v_target.queue_id;
+end
+$$;
+
+-- Columns and SQL values of the settings in a JSON object.
 create or replace function pgque._settings_sql(p_queue text, p_config jsonb, out columns text[], out vals text[])
 language plpgsql as $$
 declare
   v_pair   record;
   v_param  text;
-  v_type   text;
 begin
   columns := '{}';
   vals := '{}';
@@ -89,52 +184,80 @@ begin
       hint = 'For example {"max_retries": 3, "rotation_period": "1 hour"}.';
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
-    v_param := pg_catalog.regexp_replace(v_pair.key, '^queue_', '');
-    v_type := pgque._setting_type(v_param);
-    if v_type is null then
-      raise exception using
-        errcode = 'PQ005',
-        message = pg_catalog.format('unknown parameter %L for queue %I', v_pair.key, p_queue),
-        hint = 'Parameters: ticker_max_count, ticker_max_lag, ticker_idle_period, ticker_paused, external_ticker, rotation_period, retention_period, max_retries.';
-    end if;
+    v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
-    vals := vals || coalesce(pg_catalog.quote_literal(v_pair.value) || '::' || v_type, 'default');
+    vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue);
   end loop;
 end
+$$;
+
+-- The queue's own settings after a change: null takes one back.
+create or replace function pgque._own_settings(p_own jsonb, p_config jsonb) returns jsonb
+language sql immutable as $$
+  select pg_catalog.jsonb_strip_nulls(p_own || coalesce(
+    pg_catalog.jsonb_object_agg(pg_catalog.regexp_replace(e.key, '^queue_', ''), e.value), '{}'))
+  from pg_catalog.jsonb_each(p_config) e
 $$;
 
 -- Creates a queue with its tables and first tick; 0 when the name is taken.
 -- config is a JSON object of parameters.
 create or replace function pgque.create_queue(queue_name text, config jsonb default '{}') returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._check_queue_name($1);
+  return pgque._create_queue($1, $2);
+end
+$$;
+
+create or replace function pgque._check_queue_name(p_name text) returns void
+language plpgsql as $$
+begin
+  if coalesce(p_name, '') = '' or pg_catalog.octet_length(p_name) > 57 then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('invalid queue name: %s', coalesce(pg_catalog.quote_ident(pg_catalog.left(p_name, 100)), 'null')),
+      hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
+  elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('invalid queue name: %I', p_name),
+      hint = 'It looks like a queue_uid, by which every function finds a queue too.';
+  elsif p_name like '%.dlq' then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('reserved queue name: %I', p_name),
+      hint = 'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.';
+  end if;
+end
+$$;
+
+create or replace function pgque._create_queue(p_queue text, p_config jsonb) returns int
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_id        int;
   v_seq       text;
   v_settings  record;
 begin
-  if coalesce(create_queue.queue_name, '') = '' or octet_length(create_queue.queue_name) > 57 then
-    raise exception using
-      errcode = 'PQ004',
-      message = format('invalid queue name: %s', coalesce(quote_ident(left(create_queue.queue_name, 100)), 'null')),
-      hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
-  end if;
-  v_settings := pgque._settings_sql(create_queue.queue_name, create_queue.config);
+  perform pgque._init();
+  v_settings := pgque._settings_sql(p_queue,
+    (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config));
   -- Two sessions that create one name meet here; the second sees the first.
-  perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(create_queue.queue_name));
-  if exists (select from pgque.queue q where q.queue_name = create_queue.queue_name) then
+  perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(p_queue));
+  if exists (select from pgque.queue q where q.queue_name = p_queue) then
     return 0;
   end if;
-  perform pgque._init();
   v_id := nextval(pg_get_serial_sequence('pgque.queue', 'queue_id'));
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
   execute format('grant usage on sequence %s to pgque_writer', v_seq);
-  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_xid'
+  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
-    || ') values ($1, $2, $3, $4, pg_catalog.pg_current_xact_id()'
+    || ') values ($1, $2, $3, $4, $5, pg_catalog.pg_current_xact_id()'
     || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
-  using v_id, create_queue.queue_name, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass;
+  using v_id, p_queue, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass,
+    pgque._own_settings('{}', p_config);
+  perform pgque._note_expiring(v_id);
   for n in 0..2 loop
     perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
@@ -149,7 +272,7 @@ exception
     -- A creator whose snapshot is older than the name's commit.
     return 0;
   when data_exception or check_violation then
-    perform pgque._bad_setting(create_queue.queue_name, create_queue.config, sqlerrm);
+    perform pgque._bad_setting(p_queue, p_config, sqlerrm);
 end
 $$;
 
@@ -177,20 +300,30 @@ create or replace function pgque.alter_queue(queue_name text, config jsonb) retu
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue := pgque._queue(alter_queue.queue_name);
-  v_settings  record := pgque._settings_sql(alter_queue.queue_name, alter_queue.config);
+  v_settings  record;
   v_sets      text;
 begin
+  v_settings := pgque._settings_sql(v_queue.queue_name, alter_queue.config);
   select string_agg(c.col || ' = ' || c.val || ', ', '') into v_sets
   from unnest(v_settings.columns, v_settings.vals) c (col, val);
   if v_sets is not null then
-    execute 'update pgque.queue q set ' || v_sets || 'queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
-    using v_queue.queue_id;
+    execute 'update pgque.queue q set ' || v_sets
+      || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
+    using v_queue.queue_id, alter_queue.config;
+    perform pgque._note_expiring(v_queue.queue_id);
   end if;
   return cardinality(v_settings.columns);
 exception
   when data_exception or check_violation then
     perform pgque._bad_setting(alter_queue.queue_name, alter_queue.config, sqlerrm);
 end
+$$;
+
+-- Notes for good that messages of a queue may expire.
+create or replace function pgque._note_expiring(p_queue_id int) returns void
+language sql volatile as $$
+  update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
+  where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
 -- Sets one parameter; NULL restores the default.
@@ -204,10 +337,79 @@ declare
   v_queue  pgque.queue := pgque._queue(queue_config.queue_name);
 begin
   return query
-    select substr(e.key, 7), e.value
+    select substr(e.key, 7),
+      case when e.key = 'queue_dead_letter_queue' then (select q.queue_name from pgque.queue q where q.queue_id = v_queue.queue_dead_letter_queue)
+        else e.value end
     from jsonb_each_text(to_jsonb(v_queue)) e
     where pgque._setting_type(substr(e.key, 7)) is not null
     order by 1;
+end
+$$;
+
+-- Sets what holds for every queue that has no value of its own, at once and for
+-- queues to come; null goes back to the built-in default.
+create or replace function pgque.set_default_config(param text, value text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_param   text;
+  v_column  text;
+  v_value   text;
+  v_fits    boolean;
+  v_count   int;
+begin
+  v_param := pgque._setting(coalesce($1, ''), 'all queues');
+  v_column := 'queue_' || v_param;
+  if v_param = 'dead_letter_queue' then
+    raise exception using
+      errcode = 'PQ005',
+      message = 'dead_letter_queue has no global default',
+      hint = 'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.';
+  end if;
+  v_value := pgque._setting_sql(v_param, $2, null);
+  if v_value <> 'default' then
+    -- The range that the column's constraint names.
+    execute format('select true from (select %s as %I) q where %s',
+      v_value, v_column, coalesce((
+        select string_agg('(' || pg_get_expr(c.conbin, c.conrelid) || ')', ' and ')
+        from pg_constraint c
+        join pg_attribute a on a.attrelid = c.conrelid and c.conkey = array[a.attnum]
+        where c.conrelid = 'pgque.queue'::regclass and c.contype = 'c' and a.attname = v_column), 'true'))
+    into v_fits;
+    if v_fits is null then
+      raise check_violation using message = 'out of range';
+    end if;
+  end if;
+  perform pgque._init();
+  update pgque.config c set defaults = pgque._own_settings(c.defaults, jsonb_build_object(v_param, case when v_value <> 'default' then $2 end));
+  execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
+  get diagnostics v_count = row_count;
+  perform pgque._note_expiring(q.queue_id) from pgque.queue q;
+  return v_count;
+exception
+  when data_exception or check_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('invalid default for %I: %s', v_param, quote_nullable($2)),
+      detail = sqlerrm,
+      hint = 'The old one stays. Counts are integers, periods are intervals such as ''2 hours''; null restores the built-in default.';
+end
+$$;
+
+-- Gives a queue another name; its id, queue_uid, stays.
+create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  perform pgque._check_queue_name($2);
+  update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
+  return 1;
+exception
+  when unique_violation then
+    raise exception using
+      errcode = 'PQ002',
+      message = format('queue exists: %I', $2),
+      hint = 'Choose another name.';
 end
 $$;
 
@@ -240,16 +442,28 @@ declare
   v_queue  pgque.queue;
   v_leaf   text;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_name = drop_queue.queue_name for no key update;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(drop_queue.queue_name)).queue_id for no key update;
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
-  if drop_queue.force is not true and exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
-    raise exception using
-      errcode = 'PQ006',
-      message = format('queue %I has consumers', v_queue.queue_name),
-      hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+  if drop_queue.force is not true then
+    if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('queue %I has consumers', v_queue.queue_name),
+        hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+    elsif exists (select from pgque.retry_queue r where r.ev_queue = v_queue.queue_id)
+      or exists (select from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)
+      or exists (select from pgque.queue q where q.queue_dead_letter_queue = v_queue.queue_id)
+    then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('queue %I holds delayed messages or dead letters, or takes those of another queue', v_queue.queue_name),
+        hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
+    end if;
   end if;
+  update pgque.queue q set queue_dead_letter_queue = null, queue_xid = pgque._queue_xid(q) where q.queue_dead_letter_queue = v_queue.queue_id;
+  perform pgque._drop_archive(v_queue.queue_id, null);
   delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null;
   delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;

@@ -34,6 +34,12 @@ begin
 end
 $$;
 
+-- When a message that is sent to a queue now expires; null is never.
+create or replace function pgque._expires(p_queue pgque.queue, p_ttl interval default null) returns timestamptz
+language sql volatile as $$
+  select case when coalesce(p_ttl, p_queue.queue_message_ttl) > '0' then pgque.clock() + coalesce(p_ttl, p_queue.queue_message_ttl) end
+$$;
+
 -- Appends one event and returns its id.  The transaction's id is taken before
 -- the queue row is read, and one statement reads the row and stores the event
 -- (see sql/README.md, "Writers and rotation").
@@ -56,23 +62,23 @@ begin
       hint = 'Text goes into payload, bytes into payload_bytes; the other one is null.';
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
-    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes)
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, p_type, p_data,
-    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes
+    p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
+    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = p_queue and q.queue_open
+  where q.queue_name = p_queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1))
   returning event.ev_id into v_id;
   if v_id is null then
-    perform pgque._open_queue(p_queue);
-    return pgque._send(p_queue, p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
+    return pgque._send(pgque._need_open(p_queue), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
   end if;
   return v_id;
 end
 $$;
 
--- Says why a queue takes no events, or, when it came out of a dump, makes it
--- take them.
-create or replace function pgque._open_queue(p_queue text) returns void
+-- The name of a queue that takes events.  Says why it takes none, or, when it
+-- came out of a dump, makes it take them.
+create or replace function pgque._need_open(p_queue text) returns text
 language plpgsql as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue);
@@ -84,6 +90,276 @@ begin
       hint = 'An administrator opens it again with pgque.resume(name).';
   end if;
   perform pgque._rebase(v_queue.queue_id);
+  return v_queue.queue_name;
+end
+$$;
+
+-- Whether a queue with max_depth has room for so many messages more; PQ003 if
+-- not.  All that somebody waits for has an id above the oldest of it, so far from
+-- the limit the ids answer; near it the messages are counted, since rolled-back
+-- sends take ids too.
+create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_oldest  bigint;
+begin
+  select least(min(p.pos_event_seq), (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)) into v_oldest
+  from pgque.subscriber s
+  cross join lateral pgque._oldest_need(s.sub_id) p
+  where s.sub_queue = p_queue.queue_id;
+  if coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_oldest + p_count > p_queue.queue_max_depth
+    and pgque._depth(p_queue.queue_id) + p_count > p_queue.queue_max_depth
+  then
+    raise exception using
+      errcode = 'PQ003',
+      message = format('queue full: %I', p_queue.queue_name),
+      detail = format('max_depth is %s.', p_queue.queue_max_depth),
+      hint = 'Try again when consumers have caught up, or raise max_depth. Nothing was sent.';
+  end if;
+  return true;
+end
+$$;
+
+-- Sends a message with options.
+create or replace function pgque._send_as(
+  p_queue text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
+  p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if p_key is null and p_delay is null and p_deliver_at is null and p_ttl is null then
+    return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes);
+  end if;
+  return (pgque._send_all(p_queue, p_type,
+    case when p_bytes is null then array[p_data] end, case when p_bytes is not null then array[p_bytes] end,
+    array[p_headers], array[p_key], array[p_delay], array[p_deliver_at], array[p_ttl], array[p_partition_key]))[1];
+end
+$$;
+
+-- Sends many messages with options, given as arrays of one length or null; all
+-- or none.  Ids in input order; to take them first is faster than to have them
+-- returned.  What is delayed waits in the retry queue, for everybody (owner 0).
+create or replace function pgque._send_all(
+  p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
+  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
+) returns bigint[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_count  int := coalesce(cardinality(p_data), cardinality(p_bytes));
+  v_now    timestamptz := pgque.clock();
+  v_queue  pgque.queue;
+  v_wrong  text;
+  v_plain  boolean[];
+  v_ids    bigint[];
+  v_due    timestamptz[];
+  v_ends   timestamptz[];
+  v_txid   xid8 := pg_current_xact_id();
+begin
+  -- Counted from 1, whatever the caller's arrays are.
+  p_data := p_data[:]; p_bytes := p_bytes[:]; p_headers := p_headers[:]; p_keys := p_keys[:]; p_delays := p_delays[:];
+  p_deliver_ats := p_deliver_ats[:]; p_ttls := p_ttls[:]; p_partition_keys := p_partition_keys[:];
+  v_queue := pgque._queue(p_queue);
+  select string_agg(a.name, ', ') into v_wrong
+  from (values ('headers', cardinality(p_headers)), ('keys', cardinality(p_keys)), ('delays', cardinality(p_delays)),
+    ('deliver_ats', cardinality(p_deliver_ats)), ('ttls', cardinality(p_ttls)), ('partition_keys', cardinality(p_partition_keys))) a (name, n)
+  where a.n <> v_count;
+  if v_wrong is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
+      hint = 'Pass null for an element, or for the whole array, to leave it out.';
+  end if;
+  select case
+      when o.delay < '0' then 'the delay of a message for queue %I is negative'
+      when o.delay is not null and o.deliver_at is not null then 'a message for queue %I has both delay and deliver_at'
+      when o.ttl < '0' then 'the ttl of a message for queue %I is negative'
+      when o.key = '' or octet_length(o.key) > 1000 then 'the key of a message for queue %I must have 1 to 1000 bytes'
+    end
+  into v_wrong
+  from unnest(p_delays, p_deliver_ats, p_ttls, p_keys) o (delay, deliver_at, ttl, key)
+  where o.delay < '0' or (o.delay is not null and o.deliver_at is not null) or o.ttl < '0' or o.key = '' or octet_length(o.key) > 1000
+  limit 1;
+  if v_wrong is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format(v_wrong, v_queue.queue_name),
+      hint = 'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.';
+  end if;
+  perform pgque._headers(v_queue.queue_name, h) from unnest(p_headers) h where h is not null;
+  if not v_queue.queue_open then
+    perform pgque._need_open(v_queue.queue_name);
+    v_queue := pgque._queue(v_queue.queue_name);
+  end if;
+  select array_agg(p_keys[g] is null), array_agg(case when d.due > v_now then d.due end), array_agg(pgque._expires(v_queue, p_ttls[g]))
+  into v_plain, v_due, v_ends
+  from generate_series(1, v_count) g
+  cross join lateral (select coalesce(p_deliver_ats[g], v_now + p_delays[g]) as due offset 0) d;
+  if (not v_queue.queue_keyed and false = any (v_plain))
+    or (not v_queue.queue_expiring and v_ends <> array_fill(null::timestamptz, array[v_count]))
+  then
+    -- Once in a queue's life, so that those who read it know what to look for.
+    update pgque.queue q
+    set queue_keyed = q.queue_keyed or false = any (v_plain),
+      queue_expiring = q.queue_expiring or v_ends <> array_fill(null::timestamptz, array[v_count]),
+      queue_xid = pgque._queue_xid(q)
+    where q.queue_id = v_queue.queue_id
+      and ((not q.queue_keyed and false = any (v_plain))
+        or (not q.queue_expiring and v_ends <> array_fill(null::timestamptz, array[v_count])));
+  end if;
+  if v_queue.queue_max_depth > 0 and true = any (v_plain) then
+    perform pgque._room(v_queue, cardinality(array_positions(v_plain, true)));
+  end if;
+
+  v_ids := array(select case when p then nextval(v_queue.queue_event_seq) end from unnest(v_plain) p);
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+  select q.slot, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from (
+    select q.queue_id * 3 + q.queue_cur_table as slot
+    from pgque.queue q
+    where q.queue_id = v_queue.queue_id and not q.queue_restored
+    offset 0
+  ) q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  where m.id is not null and m.due is null;
+  insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
+  select m.due, v_queue.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  where m.id is not null and m.due is not null;
+  if false = any (v_plain) then
+    perform pgque._lock_keys(v_queue.queue_id, p_keys);
+    for v_n in 1..v_count loop
+      continue when v_plain[v_n];
+      v_ids[v_n] := pgque._send_keyed(v_queue, p_type, p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
+    end loop;
+  end if;
+  return v_ids;
+end
+$$;
+
+-- What is done about a key of a queue is done under its lock.  They are taken in
+-- one order, so that two batches can not wait for each other; for a great many
+-- keys one lock stands for all.
+create or replace function pgque._lock_keys(p_queue_id int, p_keys text[]) returns void
+language plpgsql as $$
+declare
+  v_class   int := pg_catalog.hashtext('pgque.key ' || p_queue_id);
+  v_hashes  int[] := array(select distinct pg_catalog.hashtext(k.key) from pg_catalog.unnest(p_keys) k (key) where k.key is not null order by 1);
+begin
+  if pg_catalog.cardinality(v_hashes) > 200 then
+    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue_id);
+    return;
+  end if;
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue_id);
+  perform pg_catalog.pg_advisory_xact_lock(v_class, h.hash) from (select h.hash from pg_catalog.unnest(v_hashes) h (hash) order by 1) h;
+end
+$$;
+
+-- Sends a message with a key.  While one with that key is pending, it takes the
+-- place of its body: a row with the same id and the next number (ev_retry) is
+-- appended, which only readers of keys see (owner 0).  Whoever hands the message
+-- out appends a seal (owner -1), and a purge a row of owner -2; after either
+-- the next send is a message of its own.  The unique index stops a transaction
+-- whose snapshot does not show the last of these rows; such a transaction locks
+-- the queue's row too, so that the table can not change either.
+create or replace function pgque._send_keyed(
+  p_queue pgque.queue, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
+  p_due timestamptz, p_expires timestamptz, p_partition_key text
+) returns bigint
+language plpgsql as $$
+declare
+  v_txid  xid8 := pg_catalog.pg_current_xact_id();
+  v_last  pgque.event;
+  v_id    bigint;
+begin
+  if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    perform from pgque.queue q where q.queue_id = p_queue.queue_id for share;
+  end if;
+  -- One that is delayed has been handed out to nobody.
+  update pgque.retry_queue r
+  set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
+  where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_owner = 0 and (r.ev_expires > pgque.clock()) is not false
+  returning r.ev_id into v_id;
+  if v_id is not null then
+    return v_id;
+  end if;
+  v_last := pgque._last_of_key(p_queue.queue_id, p_key);
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
+    and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)
+  then
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
+    select q.queue_id * 3 + q.queue_cur_table, 0, v_last.ev_id, v_last.ev_time, v_txid, v_last.ev_retry + 1, p_type, p_data, p_bytes, p_headers,
+      p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
+    -- Workers may have put it aside without handing it out.
+    update pgque.retry_queue r
+    set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
+    where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_id = v_last.ev_id;
+    return v_last.ev_id;
+  end if;
+  if p_queue.queue_max_depth > 0 then
+    perform pgque._room(p_queue, 1);
+  end if;
+  v_id := pg_catalog.nextval(p_queue.queue_event_seq);
+  if p_due is not null then
+    insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers,
+      ev_key, ev_expires, ev_extra1)
+    values (p_due, p_queue.queue_id, 0, v_id, pgque.clock(), v_txid, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key);
+  else
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
+    select q.queue_id * 3 + q.queue_cur_table, v_id, pgque.clock(), v_txid, 0, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
+  end if;
+  return v_id;
+exception
+  when unique_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = pg_catalog.format('key %L of queue %I changed since this transaction began', p_key, p_queue.queue_name),
+      hint = 'Retry the transaction.';
+end
+$$;
+
+-- The newest row that says something about a key.
+create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_last  pgque.event;
+begin
+  execute (
+    select 'select (e.e).* from (' || pg_catalog.string_agg(pg_catalog.format(
+      '(select row(e.*)::pgque.event as e from pgque.event_%s_%s e where e.ev_key = $1 and (e.ev_owner is null or e.ev_owner <= 0)'
+      ' order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)', p_queue_id, n), ' union all ')
+      || ') e order by (e.e).ev_id desc, (e.e).ev_retry desc limit 1'
+    from pg_catalog.generate_series(0, 2) n)
+  into v_last using p_key;
+  return v_last;
+end
+$$;
+
+-- Whether some consumer can not get a pending message any more, or reads it as
+-- part of a whole window.
+create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_txid  xid8;
+begin
+  execute (
+    select pg_catalog.string_agg(pg_catalog.format(
+      'select e.ev_txid from pgque.event_%s_%s e where e.ev_key = $1 and e.ev_id = $2 and e.ev_retry = 0 and (e.ev_owner is null or e.ev_owner <= 0)',
+      p_queue_id, n), ' union all ')
+    from pg_catalog.generate_series(0, 2) n)
+  into v_txid using p_key, p_id;
+  return v_txid is null or exists (
+    select
+    from pgque.subscriber s
+    cross join lateral pgque._position(s.sub_id) n
+    cross join lateral (select (case when s.sub_role = 'pool' then pgque._next_from(n) else n end).*) p
+    where s.sub_queue = p_queue_id and s.sub_main is null
+      and not exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_id = p_id)
+      and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
+        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot)
+          and (p_id <= p.pos_done_id or p.pos_batch is not null and p_id <= coalesce(p.pos_last_id, 9223372036854775807))));
 end
 $$;
 
@@ -104,28 +380,43 @@ language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null,
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
 
-create or replace function pgque.send(queue_name text, type_name text, payload text) returns bigint
-language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
-
-create or replace function pgque.send(queue_name text, type_name text, payload jsonb) returns bigint
-language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, null, null) $$;
-
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
 
--- With headers, a JSON object that travels with the message; and bytes.
-create or replace function pgque.send(queue_name text, type_name text, payload text, headers jsonb) returns bigint
-language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, $4, null) $$;
+-- With options: headers, a JSON object that travels with the message; a key, of
+-- which one message at a time is pending; when to deliver it and how long it is
+-- worth something; and the key that keeps the order (see subscribe).
+create or replace function pgque.send(
+  queue_name text, type_name text, payload text, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$
+  select case
+    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3, $9, null, null, null, $4, null)
+    else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
 
-create or replace function pgque.send(queue_name text, type_name text, payload jsonb, headers jsonb) returns bigint
-language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, null, null, null, null, $4, null) $$;
+create or replace function pgque.send(
+  queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$
+  select case
+    when $5 is null and $6 is null and $7 is null and $8 is null then pgque._send($1, $2, $3::pg_catalog.text, $9, null, null, null, $4, null)
+    else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
 
-create or replace function pgque.send(queue_name text, type_name text, payload bytea, headers jsonb default null) returns bigint
-language sql as $$ select pgque._send($1, $2, null, null, null, null, null, $4, $3) $$;
+create or replace function pgque.send(
+  queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
+  deliver_at timestamptz default null, ttl interval default null, partition_key text default null
+) returns bigint
+language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
-create or replace function pgque.send_batch(queue_name text, type_name text, payloads text[]) returns bigint[]
+create or replace function pgque._send_many(queue_name text, type_name text, payloads text[]) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8;
@@ -133,22 +424,19 @@ declare
   v_seq   regclass;
   v_ids   bigint[];
 begin
-  if $3 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('payloads for queue %I must not be null', $1),
-      hint = 'Pass an array; an empty one sends nothing.';
-  elsif cardinality($3) = 0 then
+  if pgque._no_payloads($1, cardinality($3)) then
     return '{}';
   end if;
   v_txid := pg_current_xact_id();
-  select q.queue_id, q.queue_event_seq into v_id, v_seq from pgque.queue q where q.queue_name = $1 and q.queue_open;
+  select q.queue_id, q.queue_event_seq into v_id, v_seq
+  from pgque.queue q
+  where q.queue_name = $1 and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
-    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)
-    select q.slot, p.id, q.at, v_txid, $2, p.payload
+    insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)
+    select q.slot, p.id, q.at, v_txid, $2, p.payload, q.ends
     from (
-      select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at
+      select q.queue_id * 3 + q.queue_cur_table as slot, pgque.clock() as at, pgque._expires(q) as ends
       from pgque.queue q
       where q.queue_id = v_id and q.queue_open
       offset 0
@@ -157,22 +445,67 @@ begin
       return v_ids;
     end if;
   end if;
-  perform pgque._open_queue($1);
-  return pgque.send_batch($1, $2, $3);
+  return pgque._send_many(pgque._need_open($1), $2, $3);
+end
+$$;
+
+-- Whether there is nothing to send; PQ005 for a null array.
+create or replace function pgque._no_payloads(p_queue text, p_count int) returns boolean
+language plpgsql as $$
+begin
+  if p_count is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      hint = 'Pass an array; an empty one sends nothing.';
+  end if;
+  return p_count = 0;
 end
 $$;
 
 create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, 'default', $2) $$;
-
-create or replace function pgque.send_batch(queue_name text, type_name text, payloads jsonb[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, $2, $3::pg_catalog.text[]) $$;
+language sql as $$ select pgque._send_many($1, 'default', $2) $$;
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
-language sql as $$ select pgque.send_batch($1, 'default', $2::pg_catalog.text[]) $$;
+language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
+
+-- With options, an array each.
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case
+    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3)
+    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
+    else pgque._send_all($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case
+    when $4 is null and $5 is null and $6 is null and $7 is null and $8 is null and $9 is null then pgque._send_many($1, $2, $3::pg_catalog.text[])
+    when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}'
+    else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
+  end
+$$;
+
+create or replace function pgque.send_batch(
+  queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
+  deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
+) returns bigint[]
+language sql as $$
+  select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
+$$;
 
 -- Sends unless the same key was sent within ttl; then the first id comes back.
--- The primary key makes two senders of one key meet; the second waits.
+-- Keys are noted in two leaves, of which pgque.journal names the one that is
+-- written.  Of two senders of one key the second waits; one whose snapshot does
+-- not show what the first did gets 40001.
 create or replace function pgque.send_idem(
   queue text, type text, payload text, idem_key text,
   ttl interval default '1 hour', partition_key text default null,
@@ -181,7 +514,9 @@ create or replace function pgque.send_idem(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);
-  v_txid   xid8 := pg_current_xact_id();
+  v_last   pgque.idempotency_0;
+  v_leaf   int;
+  v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
   if $4 is null or $5 is null or $5 <= '0' then
     raise exception using
@@ -189,31 +524,48 @@ begin
       message = format('send_idem to queue %I needs a key and a positive ttl', $1),
       hint = 'Without a key use pgque.send().';
   end if;
-  if not v_queue.queue_open then
-    perform pgque._open_queue($1);
+  perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
+  v_leaf := pgque._idem_leaf();
+  select k.* into v_last
+  from (
+    select * from pgque.idempotency_0 union all select * from pgque.idempotency_1
+  ) k
+  where k.idem_queue = v_queue.queue_id and k.idem_key = $4
+  order by k.idem_n desc
+  limit 1;
+  if v_last.idem_expires > pgque.clock() then
+    event_id := v_last.idem_ev_id;
+    deduped := true;
+    return;
   end if;
-  loop
-    select k.idem_ev_id into event_id
-    from pgque.idempotency_key k
-    where k.idem_queue = v_queue.queue_id and k.idem_key = $4 and k.idem_expires > pgque.clock();
-    if found then
-      deduped := true;
-      return;
-    end if;
-    insert into pgque.idempotency_key as k (idem_queue, idem_key, idem_ev_id, idem_expires)
-    values (v_queue.queue_id, $4, nextval(v_queue.queue_event_seq), pgque.clock() + $5)
-    on conflict on constraint idempotency_key_pkey do update
-    set idem_ev_id = excluded.idem_ev_id, idem_expires = excluded.idem_expires
-    where k.idem_expires <= pgque.clock()
-    returning k.idem_ev_id into event_id;
-    exit when found;
-    -- Another sender was first; look what it sent.
-  end loop;
+  event_id := pgque._send(v_queue.queue_name, $2, $3, $6, null, null, null, null, null);
   deduped := false;
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1)
-  select q.queue_id * 3 + q.queue_cur_table, event_id, pgque.clock(), v_txid, $2, $3, $6
-  from pgque.queue q
-  where q.queue_id = v_queue.queue_id and not q.queue_restored;
+  if v_leaf = 0 or v_old_snapshot then
+    insert into pgque.idempotency_0 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5);
+  end if;
+  if v_leaf = 1 or v_old_snapshot then
+    insert into pgque.idempotency_1 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
+    values (v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5);
+  end if;
+exception
+  when unique_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
+      hint = 'Retry the transaction.';
+end
+$$;
+
+-- Which leaf of the idempotency keys is written; see _journal_leaf().
+create or replace function pgque._idem_leaf() returns int
+language plpgsql as $$
+declare
+  v_leaf  int;
+begin
+  perform pgque._journal_leaf();
+  select j.journal_idem_cur into v_leaf from pgque.journal j where j.journal_id = 1;
+  return v_leaf;
 end
 $$;
 

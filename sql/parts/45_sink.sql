@@ -25,7 +25,7 @@ begin
   if not p_seen then
     perform pgque._no_queue(p_queue);
   end if;
-  perform pgque._open_queue(p_queue);
+  perform pgque._need_open(p_queue);
   return (select q.queue_id * 3 + q.queue_cur_table from pgque.queue q where q.queue_name = p_queue);
 end
 $$;
@@ -37,12 +37,13 @@ $$;
 -- to _open_slot(), since the row would be lost silently otherwise.  The
 -- functions run with the rights of whoever inserts.
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers)
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(q.slot, pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
-    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers)
+    coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
   from (select new.queue, new.type, new.payload, new.headers offset 0) n
   left join lateral (
-    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
     where q.queue_name = n.queue
     offset 0
@@ -68,11 +69,12 @@ begin
   if new.sink_id is not null and not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
     return null;
   end if;
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
-    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes
+    new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes,
+    case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = new.queue and q.queue_open and (new.payload is null or new.payload_bytes is null);
+  where q.queue_name = new.queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1)) and (new.payload is null or new.payload_bytes is null);
   if found then
     return new;
   end if;
@@ -270,9 +272,9 @@ begin
   end if;
   -- Compaction moves rows from leaf to leaf.
   lock table pgque.sink_attempt_0, pgque.sink_attempt_1, pgque.sink_stage_0, pgque.sink_stage_1 in access share mode;
-  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes)
+  insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
-    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes
+    coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
   from (
     select u.attempt
     from unnest($3) with ordinality u (attempt, n)
@@ -288,7 +290,8 @@ begin
     order by n
   ) s
   left join lateral (
-    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq
+    select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
     where q.queue_name = s.queue
     offset 0

@@ -128,6 +128,7 @@ create or replace function pgque._new_batch_id(p_position pgque.position_0) retu
 language sql volatile as $$
   select (greatest(
       (p_position.pos_last_batch >> 20) + 1,
+      case when p_position.pos_fresh is not null then p_position.pos_seq + 1 end,
       ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
     | (p_position.pos_sub & 1048575)
 $$;

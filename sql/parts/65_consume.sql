@@ -15,7 +15,9 @@ begin
   join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
   where q.queue_name = p_queue;
   if not found then
-    perform pgque._queue(p_queue);
+    if (pgque._queue(p_queue)).queue_name <> p_queue then
+      return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
+    end if;
     raise exception using
       errcode = 'PQ011',
       message = pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
@@ -104,10 +106,26 @@ $$;
 
 -- Subscribes a consumer; it starts at start_at, by default at the newest tick.
 -- 1 when new, 0 when it was subscribed already (its position stays).
-create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text) returns int
+-- keyed_order is for workers: messages with one key, or else one partition key,
+-- are handed out one at a time, in order.
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_new  int := pgque._subscribe($1, $2, 'normal', $3);
+  v_sub  pgque.subscriber;
 begin
-  return pgque._subscribe($1, $2, 'normal', $3);
+  if $4 is true then
+    v_sub := pgque._subscriber($1, $2);
+    if v_new = 0 and not v_sub.sub_keyed then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
+        hint = 'Unsubscribe it first, or subscribe another consumer.';
+    elsif v_new = 1 then
+      update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
+    end if;
+  end if;
+  return v_new;
 end
 $$;
 
@@ -118,7 +136,7 @@ declare
   v_co     int;
 begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue for share;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue)).queue_id for share;
   if not found then
     perform pgque._no_queue(p_queue);
   end if;
@@ -156,11 +174,8 @@ begin
 end
 $$;
 
-create or replace function pgque.subscribe(queue_name text, consumer_name text) returns int
-language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
-
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
-language sql as $$ select pgque.subscribe($1, $2, 'latest') $$;
+language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
 
 -- Subscribes at a tick, or moves a known consumer there: its open batch is
 -- dropped.  1 when new, 0 when moved.
@@ -171,9 +186,9 @@ declare
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
-    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest');
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false);
   end if;
-  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text) = 1 then
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false) = 1 then
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name);
@@ -276,6 +291,7 @@ begin
   p_position.pos_last_id := null;
   p_position.pos_batch := null;
   p_position.pos_attempt := 1;
+  p_position.pos_fresh := 0 * p_position.pos_fresh;
   return p_position;
 end
 $$;
@@ -326,9 +342,12 @@ $$;
 -- A batch that is still open comes again, with its id and its messages, less
 -- those that were settled one by one.  No message, no batch, no rows.
 --
--- With a worker, the batch belongs to that worker (see "workers").
-create or replace function pgque.receive(queue_name text, consumer_name text, max_return int default 100, worker text default null)
-returns setof pgque.delivery
+-- With a worker, messages are leased to it for visibility_timeout, and each call
+-- gets others (see "workers").  ack_batch is finished first.
+create or replace function pgque.receive(
+  queue_name text, consumer_name text, max_return int default 100, worker text default null,
+  visibility_timeout interval default null, ack_batch bigint default null
+) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
   v_sub      pgque.subscriber;
@@ -346,6 +365,13 @@ declare
   v_more     boolean;
   v_count    bigint := 0;
   v_next_id  bigint;
+  v_queue    pgque.queue;
+  v_sifted   record;
+  v_sifts    boolean;
+  v_look     bigint;
+  v_looked   bigint := 0;
+  v_skip     bigint[];
+  v_leaf     int;
 begin
   if receive.max_return is null or receive.max_return < 1 then
     raise exception using
@@ -354,10 +380,22 @@ begin
       hint = 'It is the greatest number of messages to hand out.';
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
-  if receive.worker is not null then
+  if v_sub.sub_role <> 'coop_main' and receive.worker is not null then
+    return query select * from pgque._hand_out(v_sub, v_max, receive.worker, receive.visibility_timeout, receive.ack_batch);
+    return;
+  end if;
+  if receive.ack_batch is not null then
+    perform pgque.ack(receive.ack_batch);
+  end if;
+  if receive.visibility_timeout is not null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('visibility_timeout is for workers, not for consumer %I of queue %I', receive.consumer_name, receive.queue_name),
+      hint = 'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.';
+  elsif receive.worker is not null then
     v_member := pgque._worker(v_sub, receive.worker);
-  elsif v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers(receive.queue_name, receive.consumer_name);
+  else
+    perform pgque._need_alone(v_sub, receive.queue_name, receive.consumer_name);
   end if;
   -- An idle poll takes no lock, writes nothing and needs no transaction id.
   v_ahead := pgque._position(v_sub.sub_id);
@@ -369,6 +407,11 @@ begin
   end if;
 
   v_cursor := pgque._lock_position(v_sub.sub_id);
+  if v_sub.sub_role <> (select s.sub_role from pgque.subscriber s where s.sub_id = v_sub.sub_id) then
+    -- Workers share it since this call began.
+    return query select * from pgque.receive($1, $2, $3, $4, $5);
+    return;
+  end if;
   if v_cursor.pos_seq <> v_ahead.pos_seq then
     v_ahead := v_cursor;
   end if;
@@ -393,14 +436,44 @@ begin
       v_batch := pgque._open_window(v_batch, v_sub.sub_queue, v_max);
       exit when v_batch.pos_next_tick is null;
     end if;
-    v_rows := pgque._batch_sql(v_sub, v_batch, v_and, v_max);
+    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+    v_sifts := v_queue.queue_keyed or v_queue.queue_expiring;
+    if v_sifts and not v_open then
+      -- Each key takes a lock; what is not delivered is looked through quickly.
+      v_look := case when v_queue.queue_keyed then 200 else greatest(1000, least(v_max, 10000)) end;
+      v_max := least(v_max, v_look);
+    end if;
+    v_rows := pgque._batch_sql(v_sub, v_batch, v_and, coalesce(v_look, v_max));
     v_query := format(
       'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
       ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
       ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
       ' from (%s) e order by e.ev_id limit ',
       v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows);
-    if v_max <= 1000 then
+    if v_sifts then
+      v_sifted := pgque._sift_batch(v_queue, v_sub, v_rows, v_max, v_look);
+      v_count := v_sifted.looked;
+      v_next_id := v_sifted.next_id;
+      v_skip := v_sifted.skip;
+      return query
+        select e.ev_id, v_batch.pos_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
+          e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
+          coalesce(e.ev_retry, 0) + v_batch.pos_attempt, e.ev_error, e.ev_expires, v_queue.queue_name
+        from unnest(v_sifted.rows) e;
+      if v_count > 0 and not found and not v_open then
+        -- Nothing of it is to be delivered: go on behind it, now or next time.
+        v_looked := v_looked + v_count * case when v_queue.queue_keyed then 10 else 1 end;
+        v_batch.pos_last_id := v_next_id - 1;
+        v_batch.pos_done_count := v_batch.pos_done_count + v_count;
+        v_batch := pgque._as_batch_of(v_batch, pgque._behind(pgque._as_batch_of(v_cursor, v_batch), v_batch));
+        v_batch.pos_batch := v_token;
+        v_count := 0;
+        v_next_id := null;
+        v_skip := null;
+        exit when v_looked > 10000;
+        continue;
+      end if;
+    elsif v_max <= 1000 then
       -- The row after the last one says where the batch ends.
       for v_row in execute v_query || (v_max + 1) loop
         if v_count = v_max then
@@ -437,7 +510,7 @@ begin
     return;
   elsif v_count = 0 then
     -- Nothing but empty windows: remember that, so that they can be reclaimed.
-    if v_batch.pos_tick > v_cursor.pos_tick then
+    if v_batch.pos_tick > v_cursor.pos_tick or v_batch.pos_done_id is distinct from v_cursor.pos_done_id then
       v_batch.pos_batch := null;
       perform pgque._append_position(pgque._as_batch_of(v_cursor, v_batch));
     end if;
@@ -445,10 +518,64 @@ begin
   end if;
   v_batch.pos_last_id := v_next_id - 1;
   v_batch.pos_done_count := v_batch.pos_done_count + v_count;
-  perform pgque._append_position(v_batch);
+  v_leaf := pgque._journal_leaf();
+  if cardinality(v_skip) > 0 then
+    perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, v_skip, null, v_leaf);
+  end if;
+  perform pgque._append_position(v_batch, v_leaf);
   if v_member is not null then
     perform pgque._append_position(pgque._behind(v_cursor, v_batch));
   end if;
+end
+$$;
+
+-- The messages of a batch of a queue with keys or expiry: those that are to be
+-- delivered, and those of the slice that are not.  p_max null: the batch was
+-- handed out before and comes again.
+create or replace function pgque._sift_batch(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_rows text, p_max bigint, p_look bigint,
+  out rows pgque.event[], out looked bigint, out next_id bigint, out skip bigint[]
+)
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_rows   pgque.event[];
+  v_ids    bigint[];
+  v_claim  record;
+begin
+  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e', p_rows, p_look + 1)
+  into v_rows;
+  looked := coalesce(pg_catalog.cardinality(v_rows), 0);
+  if p_look is null or looked = 0 then
+    rows := pgque._with_bodies(p_queue.queue_id, v_rows);
+    return;
+  end if;
+  if looked > p_look then
+    next_id := (v_rows[looked]).ev_id;
+    v_rows := v_rows[:p_look];
+  end if;
+  v_claim := pgque._claim(p_queue, v_rows);
+  v_ids := array(
+    select e.ev_id from pg_catalog.unnest(v_claim.rows) e
+    where e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone) and (e.ev_expires > v_now) is not false
+    order by e.ev_id
+    limit p_max + 1);
+  if pg_catalog.cardinality(v_ids) > p_max then
+    next_id := v_ids[p_max + 1];
+    v_ids := v_ids[:p_max];
+  end if;
+  -- The slice: what is before next_id.
+  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and e.ev_id <> all (v_ids));
+  looked := pg_catalog.cardinality(skip) + pg_catalog.cardinality(v_ids);
+  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where e.ev_id = any (v_ids) order by e.ev_id);
+  insert into pgque.retry_queue
+  select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
+  where e.ev_id = any (v_claim.busy) and e.ev_id = any (skip)
+  on conflict do nothing;
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', (
+    select count(*) from pg_catalog.unnest(v_claim.rows) e
+    where e.ev_id = any (skip) and e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone)));
+  perform pgque._seal(p_queue.queue_id, rows);
 end
 $$;
 
@@ -499,8 +626,24 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_batch  pgque.position_0 := pgque._lock_batch(ack.batch_id);
+  v_role     text;
+  v_archive  boolean;
+  v_count    bigint;
+  v_batch    pgque.position_0;
 begin
+  select s.sub_role, q.queue_archive_on_ack into v_role, v_archive
+  from pgque.subscriber s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
+  if v_archive then
+    select count(*) into v_count from pgque._settle(ack.batch_id, null, 'archive', null, 'acked');
+    if v_role = 'pool' then
+      return (v_count > 0)::int;
+    end if;
+  elsif v_role = 'pool' then
+    return pgque._close_lease(ack.batch_id);
+  end if;
+  v_batch := pgque._lock_batch(ack.batch_id);
   if v_batch.pos_sub is null then
     return 0;
   end if;
@@ -528,14 +671,13 @@ declare
   v_prev   pgque.tick;
   v_cur    pgque.tick;
 begin
-  if v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers($1, $2);
-  end if;
+  perform pgque._need_alone(v_sub, $1, $2);
   v_batch := pgque._position(v_sub.sub_id);
   if v_batch.pos_next_tick is null and (pgque._open_window(v_batch, v_sub.sub_queue, 0)).pos_next_tick is null then
     return;
   end if;
   v_batch := pgque._lock_position(v_sub.sub_id);
+  perform pgque._need_alone(pgque._subscriber($1, $2), $1, $2);
   v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
   if v_batch.pos_batch is null then
     if v_batch.pos_next_tick is null then
@@ -666,7 +808,21 @@ create or replace function pgque.get_batch_events(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_open  record := pgque._open_batch($1);
+  v_sub   pgque.subscriber := v_open.sub;
+  v_rows  pgque.event[];
+  v_said  pgque.event[];
 begin
+  if (select q.queue_keyed from pgque.queue q where q.queue_id = v_sub.sub_queue) then
+    execute format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._batch_sql(v_open.sub, v_open.pos)) into v_rows;
+    v_said := pgque._said(v_sub.sub_queue, v_rows);
+    v_rows := array(
+      select e from unnest(pgque._with_bodies(v_sub.sub_queue, v_rows, v_said)) e
+      where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
+      order by e.ev_id);
+    perform pgque._seal(v_sub.sub_queue, v_rows);
+    return query execute format('select %s from unnest($1) e', pgque._event_columns()) using v_rows;
+    return;
+  end if;
   return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos));
 end
 $$;

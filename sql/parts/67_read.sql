@@ -129,7 +129,8 @@ $$;
 
 -- The query for what became visible between two ticks: what everybody gets
 -- and, with a consumer, its retries.  It says the same whenever it is run, so a
--- message's lifetime is held against the window's end, not the clock.
+-- message's lifetime is held against the window's end, not the clock, and each
+-- body that was sent for a key is a row (owner 0), with the id of the first.
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
 ) returns text
@@ -147,8 +148,8 @@ begin
   v_to := pgque._need_tick(v_queue, p_to);
   v_cond := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot)
     || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
-    || case when p_consumer is null then 'e.ev_owner is null'
-      else pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
+    || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
+      else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', p_types) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
   return pg_catalog.format('select %s from (%s) e order by e.ev_id',
@@ -200,9 +201,7 @@ declare
   v_queue     pgque.queue;
   v_position  pgque.position_0;
 begin
-  if v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers($1, $2);
-  end if;
+  perform pgque._need_alone(v_sub, $1, $2);
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);
@@ -228,9 +227,7 @@ declare
 begin
   perform pgque._subscribe($1, $2, 'normal', $3);
   v_sub := pgque._subscriber($1, $2);
-  if v_sub.sub_role = 'coop_main' then
-    perform pgque._has_workers($1, $2);
-  end if;
+  perform pgque._need_alone(v_sub, $1, $2);
   v_key := hashtext(v_sub.sub_queue || ' ' || v_sub.sub_consumer);
   if not pg_try_advisory_lock(v_class, v_key) then
     select a.pid, a.application_name into v_holder
@@ -258,6 +255,7 @@ declare
   v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1))).tick_snapshot);
   v_rows      pgque.event[];
 begin
+  perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
     raise exception using
       errcode = 'PQ005',
@@ -276,7 +274,7 @@ begin
       end
     from unnest($3, $4) with ordinality i (id, reason, n)
     left join unnest(v_rows) r on r.ev_id = i.id
-    left join lateral (select pgque._add_dead_letter(v_sub.sub_queue, v_sub.sub_consumer, i.reason, r) as ok where r.ev_id is not null offset 0) b on true
+    left join lateral (select pgque._add_dead_letter(pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + 1, null, null, null), v_sub.sub_consumer, i.reason, false) as ok where r.ev_id is not null offset 0) b on true
     order by i.n;
 end
 $$;

@@ -1,220 +1,1005 @@
 -- ---------------------------------------------------------------------------
--- workers: several processes share one position
+-- workers: competing processes, leases, redelivery
 -- ---------------------------------------------------------------------------
 
--- A consumer's position says what was handed out; each worker's own row says
--- which batch it holds.  A worker that is done with its batch has an empty
--- row, which holds nothing back.
+-- A consumer whose messages workers compete for is a pool.  A hand-out is one
+-- row in the journal of positions: it says what was handed out, to whom, until
+-- when, and by that where the next one begins.  Its pos_seq is the batch id
+-- without the subscriber's bits, so that a batch is found by its id.  That a
+-- batch is closed is a row in the journal of settled messages.  So neither is
+-- updated, and a worker needs no row of its own: names may come and go.
+--
+-- The log is for first deliveries.  Whatever comes again (a lease ended, a nack,
+-- a release) waits in the retry queue, and is leased from there: ev_retry_after
+-- is when it may be taken, ev_batch who has it.  So one rule serves all: who
+-- takes a message that is due overwrites ev_batch, and from then on the old
+-- batch id no longer fits.
+--
+-- Locks: hand-outs of one pool meet at the subscriber's row; whatever is said
+-- about a batch meets at an advisory lock on its id, which a hand-out only
+-- tries.  A hand-out is not done in REPEATABLE READ, whose snapshot may be older
+-- than its lock; what is said about a batch is, since it either inserts a row
+-- under a primary key or locks one.
 
-create or replace function pgque._has_workers(p_queue text, p_consumer text) returns void
+-- Where a pool goes on behind its newest hand-out.
+create or replace function pgque._next_from(p_position pgque.position_0) returns pgque.position_0
+language plpgsql immutable as $$
+begin
+  if p_position.pos_fresh > 0 then
+    if p_position.pos_last_id is null then
+      return pgque._past_window(p_position);
+    end if;
+    p_position.pos_done_id := p_position.pos_last_id;
+  end if;
+  p_position.pos_last_id := null;
+  p_position.pos_fresh := 0;
+  return p_position;
+end
+$$;
+
+-- The hand-out of a batch, or null.
+create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position_0
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position_0;
+begin
+  -- Both leaves in one statement: it may move from one to the other.
+  select p.* into v_position
+  from (select * from pgque.position_0 union all select * from pgque.position_1) p
+  where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20
+  limit 1;
+  if v_position.pos_last_batch = p_batch and v_position.pos_fresh is not null then
+    return v_position;
+  elsif pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+    -- An old snapshot may see neither leaf's row: then this is 40001.
+    perform pgque._journal_leaf();
+  end if;
+  return null;
+end
+$$;
+
+-- What was said about the log part of a batch: whether it is closed, how many of
+-- its messages have an outcome, how often its end was moved (negative) and
+-- where to.
+create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+language plpgsql set enable_seqscan = off as $$
+begin
+  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id > 0), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+    (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
+  into closed, settled, moved, until
+  from (
+    select s.set_ev_id, s.set_until from pgque.settled_0 s where s.set_batch = p_batch
+    union
+    select s.set_ev_id, s.set_until from pgque.settled_1 s where s.set_batch = p_batch
+  ) s;
+end
+$$;
+
+-- Notes messages of a batch as settled (ids above 0) or something about all of
+-- it (see pgque.settled_0).  Returns the ids that were new.  An old snapshot
+-- writes to both leaves, and gets 40001 if what it does not see is there.
+create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
+language plpgsql as $$
+declare
+  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
+  v_leaf          int := coalesce(p_leaf, pgque._journal_leaf());
+  v_new           bigint[];
+begin
+  if v_leaf = 0 or v_old_snapshot then
+    with new as (
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until)
+      select p_batch, i.id, p_sub, p_until from pg_catalog.unnest(p_ids) i (id)
+      on conflict do nothing
+      returning set_ev_id
+    )
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+  end if;
+  if v_leaf = 1 or v_old_snapshot then
+    with new as (
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub, set_until)
+      select p_batch, i.id, p_sub, p_until from pg_catalog.unnest(p_ids) i (id)
+      on conflict do nothing
+      returning set_ev_id
+    )
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+  end if;
+  return v_new;
+end
+$$;
+
+-- ack() of a whole lease.  The messages that wait in the retry queue under its
+-- id are done as well: nobody has taken them.
+create or replace function pgque._close_lease(p_batch bigint) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_sub     int;
+  v_lease   pgque.position_0;
+  v_count   int := 0;
+  v_done    int := 0;
+begin
+  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  perform pg_catalog.pg_advisory_xact_lock(p_batch);
+  if pg_catalog.current_setting('transaction_isolation') = 'read committed' then
+    -- The usual case in one statement.
+    if pgque._journal_leaf() = 0 then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, v_sub
+      from (select * from pgque.position_0 union all select * from pgque.position_1) p
+      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+        and not exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
+      limit 1
+      on conflict do nothing;
+    else
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, v_sub
+      from (select * from pgque.position_0 union all select * from pgque.position_1) p
+      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+        and not exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
+      limit 1
+      on conflict do nothing;
+    end if;
+    if found then
+      return 1;
+    end if;
+  end if;
+  v_lease := pgque._lease(v_sub, p_batch);
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, v_sub, array[0])), 0);
+  end if;
+  -- Whatever somebody else has locked is being taken over.
+  delete from pgque.retry_queue r
+  where (r.ev_owner, r.ev_id) in (
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
+  get diagnostics v_count = row_count;
+  return (v_count + v_done > 0)::int;
+end
+$$;
+
+-- A hand-out to a worker: first what waits in the retry queue, then from the
+-- log, at most p_max messages together.
+create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
+returns setof pgque.delivery
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_now      timestamptz := pgque.clock();
+  v_queue    pgque.queue;
+  v_first    pgque.position_0;
+  v_pos      pgque.position_0;
+  v_slice    record;
+  v_token    bigint;
+  v_max      bigint := p_max;
+  v_waiting  record;
+  v_lapsed   boolean;
+  v_sifted   record;
+  v_rows     pgque.event[];
+  v_count    bigint := 0;
+  v_looked   bigint := 0;
+begin
+  perform pgque._need_read_committed('receive() for a worker');
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
+  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
+    raise exception using
+      errcode = 'PQ004',
+      message = pg_catalog.format('invalid worker name for queue %I', v_queue.queue_name),
+      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+  elsif p_timeout <= '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', v_queue.queue_name),
+      hint = 'It is how long the worker has before others get its messages.';
+  end if;
+  if p_ack is not null then
+    if v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
+      perform pgque.ack(p_ack);
+    else
+      perform pgque._close_lease(p_ack);
+    end if;
+  end if;
+  if p_sub.sub_role = 'normal' then
+    perform pgque._make_pool(p_sub, v_queue.queue_name);
+  end if;
+
+  -- An idle poll takes no lock, writes nothing and needs no transaction id.
+  v_first := pgque._position(p_sub.sub_id);
+  v_pos := pgque._next_from(v_first);
+  if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
+    and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
+    and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+  then
+    return;
+  end if;
+
+  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  if not found
+    or exists (select from pgque.position_0 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
+    or exists (select from pgque.position_1 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
+  then
+    v_pos := pgque._next_from(pgque._lock_position(p_sub.sub_id));
+  end if;
+  v_first := v_pos;
+  v_now := pgque.clock();
+  v_token := pgque._new_batch_id(v_pos);
+  v_pos.pos_worker := p_worker;
+  v_pos.pos_until := v_now + coalesce(p_timeout, v_queue.queue_visibility_timeout);
+  v_pos.pos_shelf := 0;
+  v_pos.pos_keys := null;
+  if v_now >= v_pos.pos_lapse or pg_catalog.cardinality(v_pos.pos_open) >= v_pos.pos_prune then
+    v_pos := pgque._reap(v_queue, p_sub, v_pos, v_now);
+  end if;
+  if v_queue.queue_throughput_limit > 0 then
+    -- What was not used within the last second is lost.
+    v_pos.pos_paid := greatest(v_pos.pos_paid, v_now - interval '1 second');
+    v_max := least(v_max, pg_catalog.floor(extract(epoch from v_now - v_pos.pos_paid) * v_queue.queue_throughput_limit + 0.000001)::bigint);
+  end if;
+
+  if v_max > 0 and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now) then
+    select t.* into v_waiting from pgque._take_waiting(v_queue, p_sub, v_pos, v_token, v_max, v_now) t;
+    v_pos.pos_shelf := v_waiting.taken;
+    v_lapsed := v_waiting.lapsed;
+    if v_waiting.taken > 0 then
+      return query
+        select r.ev_id, v_token, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
+          r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
+          r.ev_receives, r.ev_error, r.ev_expires, v_queue.queue_name
+        from pgque.retry_queue r
+        where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token
+        order by r.ev_id;
+    end if;
+  end if;
+
+  -- What lapsed may be poison: nothing else goes with it.
+  while v_max > v_pos.pos_shelf and v_lapsed is not true and v_looked < 10000 loop
+    v_pos := pgque._next_from(v_pos);
+    if v_pos.pos_next_tick is null then
+      v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
+      exit when v_pos.pos_next_tick is null;
+    end if;
+    v_slice := pgque._slice(p_sub, v_pos, case when p_sub.sub_keyed or v_looked > 0 then 1000 else v_max - v_pos.pos_shelf end);
+    if v_slice.keyed and pg_catalog.cardinality(v_slice.ids) > 200 then
+      -- Each key takes a lock.
+      v_slice := pgque._slice(p_sub, v_pos, 200);
+    end if;
+    v_looked := v_looked + coalesce(pg_catalog.cardinality(v_slice.ids), 1) * case when v_slice.keyed then 10 else 1 end;
+    v_pos.pos_done_count := pg_catalog.cardinality(v_slice.ids);
+    v_pos.pos_last_id := case when v_slice.more then v_slice.ids[pg_catalog.cardinality(v_slice.ids)] end;
+    if v_slice.ids is null then
+      v_pos := pgque._past_window(v_pos);
+    elsif p_sub.sub_keyed or v_slice.keyed or pg_catalog.cardinality(v_slice.ids) > v_max - v_pos.pos_shelf then
+      execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+      into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
+      perform pgque._need_rows(v_rows, v_slice.ids);
+      v_sifted := pgque._sift(v_queue, p_sub, v_pos, v_rows, v_token, v_max - v_pos.pos_shelf, v_now);
+      v_pos := v_sifted.pos;
+      return query
+        select e.ev_id, v_token, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
+          e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
+          1, e.ev_error, e.ev_expires, v_queue.queue_name
+        from pg_catalog.unnest(v_sifted.rows) e;
+      get diagnostics v_count = row_count;
+      v_pos.pos_fresh := v_count;
+      exit when v_count > 0;
+      v_pos.pos_fresh := 1;
+    else
+      return query execute pg_catalog.format(
+        'select e.ev_id, $4, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+        ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+        ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $5'
+        ' from (%s) e where e.ev_expires is null or e.ev_expires > $6 order by e.ev_id', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+      using v_slice.ids, v_slice.tids, v_slice.leaves, v_token, v_queue.queue_name, v_now;
+      get diagnostics v_count = row_count;
+      if v_count < pg_catalog.cardinality(v_slice.ids) then
+        execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+        into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
+        perform pgque._need_rows(v_rows, v_slice.ids);
+        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_slice.ids) - v_count);
+        -- They are no part of the batch.
+        perform pgque._note(v_token, p_sub.sub_id, array(select e.ev_id from pg_catalog.unnest(v_rows) e where e.ev_expires <= v_now))
+        where v_count > 0;
+      end if;
+      v_pos.pos_fresh := v_count;
+      exit when v_count > 0;
+      v_pos.pos_fresh := 1;   -- for _next_from(): this slice is behind us
+    end if;
+    v_count := 0;
+  end loop;
+
+  if v_count = 0 then
+    v_pos := pgque._next_from(v_pos);
+  end if;
+  if v_count + v_pos.pos_shelf > 0 then
+    v_pos.pos_last_batch := v_token;
+    v_pos.pos_seq := (v_token >> 20) - 1;
+    if v_queue.queue_throughput_limit > 0 then
+      v_pos.pos_paid := v_pos.pos_paid + (v_count + v_pos.pos_shelf) * interval '1 second' / v_queue.queue_throughput_limit;
+    end if;
+    if v_count > 0 then
+      v_pos.pos_open := coalesce(v_pos.pos_open, '{}') || v_token;
+      v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
+      v_pos.pos_lapse := least(v_pos.pos_lapse, v_pos.pos_until);
+    end if;
+  elsif (v_pos.pos_tick, v_pos.pos_next_tick, v_pos.pos_done_id, v_pos.pos_open, v_pos.pos_lapse)
+    is not distinct from (v_first.pos_tick, v_first.pos_next_tick, v_first.pos_done_id, v_first.pos_open, v_first.pos_lapse)
+  then
+    return;
+  end if;
+  -- As _append_position() does, in READ COMMITTED and under the lock.
+  v_pos.pos_seq := v_pos.pos_seq + 1;
+  v_pos.pos_time := v_now;
+  if pgque._journal_leaf() = 0 then
+    insert into pgque.position_0 select v_pos.*;
+  else
+    insert into pgque.position_1 select v_pos.*;
+  end if;
+end
+$$;
+
+-- Makes a consumer on its own a pool of workers.
+create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
+language plpgsql as $$
+begin
+  if (pgque._lock_position(p_sub.sub_id)).pos_batch is not null then
+    raise exception using
+      errcode = 'PQ006',
+      message = pg_catalog.format('consumer %s of queue %I holds a batch of its own', pgque._subscriber_name(p_sub), p_queue),
+      hint = 'Finish it before workers share the consumer.';
+  end if;
+  update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
+end
+$$;
+
+-- The next messages of a pool's window, at most p_max: their ids and where they
+-- lie, whether there are more, and whether any has a key.  A window that is
+-- longer than that is read once, in order, into the roster.
+create or replace function pgque._slice(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint,
+  out ids bigint[], out leaves smallint[], out tids tid[], out more boolean, out keyed boolean
+)
+language plpgsql as $$
+declare
+  v_rows       text;
+  v_filenodes  oid[];
+  v_row        record;
+  v_known      boolean := false;
+  v_from       int;
+  v_done       bigint := coalesce(p_pos.pos_done_id, 0);
+begin
+  if p_pos.pos_done_id is null and p_pos.pos_next_event_seq - p_pos.pos_event_seq <= p_max then
+    v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
+    if v_rows is not null then
+      execute pg_catalog.format(
+        'select array_agg(e.ev_id order by e.ev_id), array_agg(e.leaf order by e.ev_id), array_agg(e.tid order by e.ev_id), bool_or(e.keyed)'
+        ' from (%s order by ev_id limit %s) e', v_rows, p_max + 1)
+      into ids, leaves, tids, keyed;
+    end if;
+  else
+    for v_try in 1..5 loop
+      v_filenodes := pgque._filenodes(p_sub.sub_queue);
+      -- The row that holds v_done itself comes too: it says that there is a roster.
+      for v_row in
+        select r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed
+        from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
+        where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi >= v_done
+          and r.ros_valid and r.ros_filenodes = v_filenodes
+        order by r.ros_id_hi
+      loop
+        v_known := true;
+        -- The ids rise, so what is behind v_done is found by bisection.  There may
+        -- be two rosters of a window.
+        v_from := pg_catalog.width_bucket(greatest(v_done, ids[pg_catalog.cardinality(ids)]), v_row.ros_ids) + 1;
+        continue when v_from > pg_catalog.cardinality(v_row.ros_ids);
+        ids := ids || v_row.ros_ids[v_from:];
+        leaves := leaves || v_row.ros_leaves[v_from:];
+        tids := tids || v_row.ros_tids[v_from:];
+        keyed := coalesce(keyed, false) or v_row.ros_keyed;
+        exit when pg_catalog.cardinality(ids) > p_max;
+      end loop;
+      exit when v_known or pgque._make_roster(p_sub, p_pos) = 0;
+      if v_try = 5 then
+        perform pgque._rewritten();
+      end if;
+    end loop;
+  end if;
+  more := pg_catalog.cardinality(ids) > p_max;
+  if more then
+    ids := ids[:p_max];
+    leaves := leaves[:p_max];
+    tids := tids[:p_max];
+  end if;
+end
+$$;
+
+-- Where the messages of a window lie that belong to a subscriber; null if there
+-- can be none.
+create or replace function pgque._addresses_sql(p_sub pgque.subscriber, p_pos pgque.position_0, p_xids text) returns text
+language sql stable as $$
+  -- One that was moved back can meet an event and its own retry in one window.
+  select case when p_pos.pos_tick < p_pos.pos_high then 'select distinct on (u.ev_id) u.* from (' || a.sql || ') u' else a.sql end
+  from (
+  select pg_catalog.string_agg(pg_catalog.format('select e.ev_id, %s::smallint as leaf, e.ctid as tid, e.ev_key is not null as keyed from pgque.event_%s_%s e where %s',
+    n, p_sub.sub_queue, n, pgque._slice_condition(p_xids, p_sub.sub_id, p_pos.pos_done_id, null)), ' union all ') as sql
+  from pg_catalog.generate_series(0, 2) n
+  where p_xids is not null and pg_catalog.pg_relation_size(pg_catalog.format('pgque.event_%s_%s', p_sub.sub_queue, n)::regclass) > 0
+  ) a
+$$;
+
+-- Returns the number of rows: 0 when the window is empty.
+create or replace function pgque._make_roster(p_sub pgque.subscriber, p_pos pgque.position_0) returns int
+language plpgsql as $$
+declare
+  v_rows   text;
+  v_count  int;
+begin
+  -- The whole window, so that whoever asks for another part of it finds it too.
+  p_pos.pos_done_id := null;
+  v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
+  if v_rows is null then
+    return 0;
+  end if;
+  execute pg_catalog.format(
+    $q$
+    insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid)
+    select $1, $4, $2, max(e.ev_id), array_agg(e.ev_id order by e.n), array_agg(e.leaf order by e.n), array_agg(e.tid order by e.n), bool_or(e.keyed),
+      pgque._filenodes($3), pg_catalog.pg_current_xact_id()
+    from (select e.*, row_number() over (order by e.ev_id) as n from (%s) e) e
+    group by (e.n - 1) / 100
+    $q$, (select j.journal_cur from pgque.journal j where j.journal_id = 1), v_rows)
+  using p_sub.sub_id, p_pos.pos_next_tick, p_sub.sub_queue, p_pos.pos_tick;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner
+-- shall not see the arrays: it would weigh each element.
+create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
+language plpgsql immutable as $$
+declare
+  v_sql  text;
+begin
+  if p_leaves[1] = all (p_leaves) then
+    return pg_catalog.format(
+      'select e.* from pgque.event_%s_%s e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null',
+      p_queue_id, p_leaves[1]);
+  end if;
+  for n in 0..2 loop
+    if n = any (p_leaves) then
+      v_sql := pg_catalog.concat_ws(' union all ', v_sql, pg_catalog.format(
+        'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
+        ' and e.ev_id = any ((select $1)::bigint[])',
+        p_queue_id, n));
+    end if;
+  end loop;
+  return v_sql;
+end
+$$;
+
+-- The rows that a roster named must be where it said.
+create or replace function pgque._need_rows(p_rows pgque.event[], p_ids bigint[]) returns void
+language plpgsql as $$
+begin
+  if coalesce(pg_catalog.cardinality(p_rows), 0) <> pg_catalog.cardinality(p_ids) then
+    perform pgque._rewritten();
+  end if;
+end
+$$;
+
+create or replace function pgque._rewritten() returns void
 language plpgsql as $$
 begin
   raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-    hint = 'Use pgque.receive_coop(queue, consumer, subconsumer).';
+    errcode = 'serialization_failure',
+    message = 'a table of the queue was rewritten while it was read',
+    hint = 'Retry the transaction.';
 end
 $$;
 
--- The subscriber row of a worker, or null.
-create or replace function pgque._find_worker(p_main int, p_worker text) returns int
-language plpgsql as $$
+-- The rows of a pool's batch that came from the log, those with p_ids or all,
+-- less what is settled.
+create or replace function pgque._lease_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_slice   record;
+  v_ids     bigint[];
+  v_leaves  smallint[];
+  v_tids    tid[];
+  v_rows    pgque.event[];
 begin
-  return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker);
+  v_slice := pgque._slice(p_sub, p_lease, greatest(p_lease.pos_done_count, 1000));
+  if v_slice.ids is null then
+    perform pgque._rewritten();
+  end if;
+  select pg_catalog.array_agg(m.id), pg_catalog.array_agg(m.leaf), pg_catalog.array_agg(m.tid)
+  into v_ids, v_leaves, v_tids
+  from unnest(v_slice.ids, v_slice.leaves, v_slice.tids) m (id, leaf, tid)
+  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or m.id = any (p_ids));
+  if v_ids is null then
+    return null;
+  end if;
+  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_leaves))
+  into v_rows using v_ids, v_tids, v_leaves;
+  perform pgque._need_rows(v_rows, v_ids);
+  if (select q.queue_keyed from pgque.queue q where q.queue_id = p_sub.sub_queue) then
+    v_rows := pgque._with_bodies(p_sub.sub_queue, v_rows);
+  end if;
+  return v_rows;
 end
 $$;
 
-create or replace function pgque._worker(p_main pgque.subscriber, p_worker text) returns int
+-- Looks at every batch of a pool that may be open.  Whatever is left of one whose
+-- lease ended goes to the retry queue, to be taken at once; until somebody does,
+-- the old batch id stays good.  A batch that its worker is just speaking about
+-- is alive.
+create or replace function pgque._reap(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_now timestamptz)
+returns pgque.position_0
 language plpgsql as $$
 declare
-  v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
+  v_token  bigint;
+  v_lease  pgque.position_0;
+  v_state  record;
+  v_open   bigint[] := '{}';
+  v_lapse  timestamptz;
 begin
-  if v_sub is null then
-    raise exception using
-      errcode = 'PQ011',
-      message = pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().';
-  end if;
-  return v_sub;
+  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+    v_state := pgque._lease_state(v_token);
+    continue when v_state.closed;
+    v_lease := pgque._lease(p_sub.sub_id, v_token);
+    continue when v_lease.pos_sub is null;
+    if coalesce(v_state.until, v_lease.pos_until) <= p_now then
+      if pg_catalog.pg_try_advisory_xact_lock(v_token) then
+        v_state := pgque._lease_state(v_token);
+        continue when v_state.closed;
+        if coalesce(v_state.until, v_lease.pos_until) <= p_now then
+          perform pgque._shelve(p_queue, p_sub, v_lease, p_now);
+          continue;
+        end if;
+      else
+        v_state.until := p_now + interval '1 second';
+      end if;
+    end if;
+    v_open := v_open || v_token;
+    v_lapse := least(v_lapse, coalesce(v_state.until, v_lease.pos_until));
+  end loop;
+  p_pos.pos_open := v_open;
+  p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
+  p_pos.pos_lapse := v_lapse;
+  return p_pos;
 end
 $$;
 
--- Makes a worker known; its consumer too if it is new.  A consumer that reads
--- on its own is changed only if convert_normal says so: its open batch is
--- closed without being finished, and its messages come again.
-create or replace function pgque.register_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
-) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+-- Moves what is left of a batch from the log to the retry queue, still under its
+-- batch id, to be taken from p_due on.
+create or replace function pgque._shelve(p_queue pgque.queue, p_sub pgque.subscriber, p_lease pgque.position_0, p_due timestamptz) returns bigint[]
+language plpgsql as $$
 declare
-  v_main      pgque.subscriber;
-  v_position  pgque.position_0;
+  v_rows  pgque.event[] := pgque._unsettled_rows(p_sub, p_lease, null);
 begin
-  if coalesce($3, '') = '' or octet_length($3) > 1000 then
-    raise exception using
-      errcode = 'PQ004',
-      message = format('invalid worker name for consumer %I of queue %I', $2, $1),
-      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+  perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array[0]);
+  if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+    -- What an old snapshot does not see is found by the primary key.
+    perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r));
   end if;
-  perform pgque._subscribe($1, $2, 'coop_main', 'latest');
-  v_main := pgque._subscriber($1, $2);
-  if pgque._find_worker(v_main.sub_id, $3) is not null then
-    return 0;
-  end if;
-  v_position := pgque._lock_position(v_main.sub_id);
-  if v_main.sub_role = 'normal' then
-    if $4 is not true then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('consumer %I of queue %I reads on its own', $2, $1),
-        hint = 'Call it with convert_normal => true to give it workers.';
+  insert into pgque.retry_queue
+  select (pgque._waiting(r, p_sub, coalesce(r.ev_retry, 0) + 1, p_due, p_lease.pos_last_batch, p_lease.pos_worker)).* from pg_catalog.unnest(v_rows) r
+  -- A pool that was moved back may have the message waiting already.
+  on conflict do nothing;
+  return array(select r.ev_id from pg_catalog.unnest(v_rows) r);
+end
+$$;
+
+-- The rows of a batch from the log that have no outcome yet.
+create or replace function pgque._unsettled_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return (
+    select pg_catalog.array_agg(r)
+    from pg_catalog.unnest(pgque._lease_rows(p_sub, p_lease, p_ids)) r
+    where not exists (select from pgque.settled_0 s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id)
+      and not exists (select from pgque.settled_1 s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id));
+end
+$$;
+
+-- The key whose order a pool keeps.
+create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+language sql immutable as $$ select case when p_sub.sub_keyed then coalesce(p_key, p_extra1) end $$;
+
+-- An event as it waits for a subscriber in the retry queue.
+create or replace function pgque._waiting(
+  p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
+) returns pgque.retry_queue
+language sql volatile as $$
+  select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
+    p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
+    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
+    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
+$$;
+
+-- How many messages that lapsed go out together: fewer each time, and on the
+-- last attempt each is alone.
+create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
+language sql immutable as $$
+  select case
+    when least(p_attempts, 5) - p_receives <= 1 then 1
+    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - p_receives - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
+  end
+$$;
+
+-- Leases messages that wait in the retry queue and are due.  Those whose
+-- attempts are used up, or that expired, are not handed out but done with.
+create or replace function pgque._take_waiting(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_token bigint, p_max bigint, p_now timestamptz,
+  out taken int, out lapsed boolean
+)
+language plpgsql as $$
+declare
+  v_rows   pgque.retry_queue[];
+  v_good   pgque.retry_queue[];
+  v_ids    bigint[];
+  v_busy   bigint[] := '{}';
+  v_piece  bigint;
+begin
+  taken := 0;
+  for v_try in 1..100 loop
+    if p_sub.sub_keyed then
+      v_rows := pgque._heads_of_lanes(p_sub, p_pos, p_max, p_now, v_busy);
+    else
+      v_rows := array(
+        select r
+        from (
+          select r.* from pgque.retry_queue r
+          where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (v_busy)
+          order by r.ev_retry_after, r.ev_id
+          limit p_max
+          for update skip locked
+        ) r);
     end if;
-    update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
-    if v_position.pos_batch is not null then
-      v_position.pos_batch := null;
-      v_position.pos_last_id := null;
-      perform pgque._append_position(v_position);
+    exit when pg_catalog.cardinality(v_rows) = 0;
+    v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
+    -- The others are gone, or wait for who is replacing them.
+    v_busy := v_busy || array(
+      select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
+    v_rows := v_good;
+    lapsed := v_rows[1].ev_batch is not null;
+    v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
+    v_ids := array(
+      select r.ev_id
+      from pg_catalog.unnest(v_rows) r
+      where (r.ev_batch is not null) = lapsed and (not lapsed or r.ev_receives = v_rows[1].ev_receives)
+      limit v_piece);
+    if pg_catalog.cardinality(v_ids) > 0 then
+      update pgque.retry_queue r
+      set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_ids);
+      taken := pg_catalog.cardinality(v_ids);
+      exit;
     end if;
+  end loop;
+end
+$$;
+
+-- Of messages that wait and are due, those that may be delivered.  The others
+-- are taken out: expired, or their attempts are used up.
+create or replace function pgque._weed(p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz)
+returns pgque.retry_queue[]
+language plpgsql as $$
+declare
+  v_row   pgque.retry_queue;
+  v_good  pgque.retry_queue[] := '{}';
+  v_busy  bigint[];
+begin
+  foreach v_row in array p_rows loop
+    if v_row.ev_key is not null and v_row.ev_receives = 0 then
+      v_row := pgque._claim_waiting(p_queue, p_sub, v_row);
+      continue when v_row.ev_id is null;
+    end if;
+    if v_row.ev_expires <= p_now then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    elsif v_row.ev_receives >= p_queue.queue_max_receive_attempts then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+      perform pgque._bury(p_queue, p_sub, v_row, coalesce(case when v_row.ev_batch is null then v_row.ev_error end, 'receive attempts used up'));
+    else
+      v_good := v_good || v_row;
+    end if;
+  end loop;
+  return v_good;
+end
+$$;
+
+-- With keyed order: of keys that wait and are not out the first message, if it is
+-- due.  It looks at what is due; only if that is much, and mostly not first of
+-- its key, at each key.
+create or replace function pgque._heads_of_lanes(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[]
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_out  text[] := pgque._lanes_out(p_sub, p_pos);
+  v_due  bigint[];
+begin
+  v_due := array(
+    select r.ev_id from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+  if pg_catalog.cardinality(v_due) = 1000 then
+    v_due := v_due || array(
+      with recursive lane (lane) as (
+        (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
+        union all
+        select (
+          select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane > l.lane order by r.ev_lane limit 1)
+        from lane l
+        where l.lane is not null
+      )
+      select h.ev_id
+      from lane l
+      cross join lateral (
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h);
   end if;
-  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null);
-  return 1;
+  return array(
+    select r
+    from (
+      select r.*
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+        and (r.ev_lane is null
+          or r.ev_lane <> all (v_out)
+            -- A message of the key that is out may be one that was sent later.
+            and not exists (
+              select from pgque.retry_queue o
+              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
+                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
+      order by r.ev_batch is null, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+
+-- The keys of a pool's messages that came from the log and are out.
+create or replace function pgque._lanes_out(p_sub pgque.subscriber, p_pos pgque.position_0) returns text[]
+language plpgsql as $$
+declare
+  v_token  bigint;
+  v_state  record;
+  v_lease  pgque.position_0;
+  v_lanes  text[] := '{}';
+begin
+  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+    v_state := pgque._lease_state(v_token);
+    continue when v_state.closed;
+    v_lease := pgque._lease(p_sub.sub_id, v_token);
+    if v_state.settled = 0 then
+      v_lanes := v_lanes || v_lease.pos_keys;
+    else
+      v_lanes := v_lanes || array(
+        select pgque._lane(p_sub, e.ev_key, e.ev_extra1) from pg_catalog.unnest(pgque._unsettled_rows(p_sub, v_lease, null)) e);
+    end if;
+  end loop;
+  return array_remove(v_lanes, null);
+end
+$$;
+
+-- Goes through the rows of a slice, for queues and consumers with keys, and
+-- returns what is handed out, at most p_max.  A message whose key is out or
+-- waits already, or is just being replaced, goes to the retry queue; what was
+-- purged or expired is left out.  The slice ends where it stopped.
+create or replace function pgque._sift(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_rows pgque.event[], p_token bigint, p_max bigint, p_now timestamptz,
+  out pos pgque.position_0, out rows pgque.event[]
+)
+language plpgsql as $$
+declare
+  v_row     pgque.event;
+  v_lane    text;
+  v_out     text[];
+  v_skip    bigint[] := '{}';
+  v_claim   record;
+  v_looked  int := 0;
+begin
+  pos := p_pos;
+  rows := '{}';
+  v_claim := pgque._claim(p_queue, p_rows);
+  if p_sub.sub_keyed then
+    pos.pos_keys := '{}';
+    v_out := pgque._lanes_out(p_sub, p_pos);
+  end if;
+  foreach v_row in array v_claim.rows loop
+    if pg_catalog.cardinality(rows) = p_max then
+      -- What follows stays in the window.
+      pos.pos_last_id := (v_claim.rows[v_looked]).ev_id;
+      exit;
+    end if;
+    v_looked := v_looked + 1;
+    v_lane := pgque._lane(p_sub, v_row.ev_key, v_row.ev_extra1);
+    if v_row.ev_id = any (v_claim.gone) then
+      v_skip := v_skip || v_row.ev_id;
+    elsif v_row.ev_expires <= p_now then
+      v_skip := v_skip || v_row.ev_id;
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    elsif v_row.ev_id = any (v_claim.busy)
+      or v_lane = any (v_out) or v_lane = any (pos.pos_keys)
+      or (v_lane is not null and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = v_lane))
+    then
+      v_skip := v_skip || v_row.ev_id;
+      insert into pgque.retry_queue
+      select (pgque._waiting(v_row, p_sub, 0, p_now, null, null)).*
+      on conflict do nothing;
+    else
+      rows := rows || v_row;
+      if v_lane is not null then
+        pos.pos_keys := pos.pos_keys || v_lane;
+      end if;
+    end if;
+  end loop;
+  pos.pos_done_count := v_looked;
+  perform pgque._seal(p_queue.queue_id, rows);
+  if pg_catalog.cardinality(rows) > 0 and pg_catalog.cardinality(v_skip) > 0 then
+    perform pgque._note(p_token, p_sub.sub_id, v_skip);
+  end if;
+end
+$$;
+
+-- What was said about messages after they were sent: bodies (owner 0), seals
+-- (-1), purges (-2).
+create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_said  pgque.event[];
+begin
+  execute (
+    select 'select array_agg(row(e.*)::pgque.event order by e.ev_id, e.ev_retry) from ('
+      || pg_catalog.string_agg(pg_catalog.format(
+        'select e.* from pgque.event_%s_%s e where e.ev_key = any ($1) and e.ev_id = any ($2) and e.ev_owner <= 0'
+        ' and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n), ' union all ')
+      || ') e'
+    from pg_catalog.generate_series(0, 2) n)
+  into v_said
+  using array(select r.ev_key from pg_catalog.unnest(p_rows) r where r.ev_key is not null),
+    array(select r.ev_id from pg_catalog.unnest(p_rows) r where r.ev_key is not null);
+  return coalesce(v_said, '{}');
+end
+$$;
+
+-- Messages with the newest body that their key was given, in order.
+create or replace function pgque._with_bodies(p_queue_id int, p_rows pgque.event[], p_said pgque.event[] default null) returns pgque.event[]
+language plpgsql as $$
+begin
+  p_said := coalesce(p_said, pgque._said(p_queue_id, p_rows));
+  if pg_catalog.cardinality(p_said) = 0 then
+    return p_rows;
+  end if;
+  return (
+    select pg_catalog.array_agg(
+      case
+        when s.ev_id is null then r
+        else row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, s.ev_type, s.ev_data, s.ev_extra1, s.ev_extra2, s.ev_extra3,
+          s.ev_extra4, s.ev_headers, r.ev_key, s.ev_bytes, s.ev_expires, r.ev_error)::pgque.event
+      end
+      order by r.ev_id)
+    from pg_catalog.unnest(p_rows) r
+    left join lateral (
+      select s.* from pg_catalog.unnest(p_said) s where s.ev_id = r.ev_id and s.ev_owner = 0 order by s.ev_retry desc limit 1
+    ) s on r.ev_key is not null);
+end
+$$;
+
+-- Before messages with keys are handed out for the first time: takes their keys'
+-- locks and reads their bodies.  busy: somebody is replacing it, and is not
+-- waited for; gone: it was purged.
+create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
+language plpgsql as $$
+declare
+  v_said  pgque.event[];
+begin
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  busy := array(
+    select r.ev_id
+    from pg_catalog.unnest(p_rows) r
+    where r.ev_key is not null
+      and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0)
+      and not (pg_catalog.pg_try_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id)
+        and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.ev_key))));
+  -- Under the locks nothing more is said.
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
+  rows := pgque._with_bodies(p_queue.queue_id, p_rows, v_said);
+end
+$$;
+
+-- Notes that messages with keys were handed out: their bodies stay as they are.
+create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
+language plpgsql as $$
+declare
+  v_said  pgque.event[];
+begin
+  if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
+    return;
+  end if;
+  if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+    -- So that the table is the one where senders write, or this one gets 40001.
+    perform from pgque.queue q where q.queue_id = p_queue_id for share;
+  end if;
+  v_said := pgque._said(p_queue_id, p_rows);
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+  select q.queue_id * 3 + q.queue_cur_table, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(),
+    coalesce((select max(s.ev_retry) from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id), 0) + 1, r.ev_key
+  from pg_catalog.unnest(p_rows) r, pgque.queue q
+  where q.queue_id = p_queue_id and r.ev_key is not null
+    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
 exception
   when unique_violation then
-    return 0;
+    raise exception using
+      errcode = 'serialization_failure',
+      message = 'the key of a message changed since this transaction began',
+      hint = 'Retry the transaction.';
 end
 $$;
 
-create or replace function pgque.subscribe_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
-) returns int
-language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
-
--- Removes a worker.  If it holds a batch: with batch_handling 0 that is an
--- error (PQ006), with 1 its messages go through retry and dead letters.
-create or replace function pgque.unregister_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
-) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_main      pgque.subscriber := pgque._subscriber($1, $2);
-  v_sub       int;
-  v_position  pgque.position_0;
-begin
-  perform pgque._lock_position(v_main.sub_id);
-  v_sub := pgque._find_worker(v_main.sub_id, $3);
-  if v_sub is null then
-    return 0;
-  end if;
-  v_position := pgque._lock_position(v_sub);
-  if v_position.pos_batch is not null then
-    if $4 is distinct from 1 then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
-    end if;
-    perform pgque._fail(v_position.pos_batch, null, '0', 'worker unregistered', true);
-  end if;
-  delete from pgque.subscriber s where s.sub_id = v_sub;
-  return 1;
-end
-$$;
-
-create or replace function pgque.unsubscribe_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
-) returns int
-language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
-
--- Says that a worker is alive, so that dead_interval counts from now.
-create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_position  pgque.position_0;
-begin
-  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
-  perform pgque._append_position(v_position, pgque._carry_over(v_position));
-  return 1;
-end
-$$;
-
--- Gives the oldest batch whose worker was silent for longer than
--- p_dead_interval to another worker, under a new batch id: from then on the
--- old id is dead.
-create or replace function pgque._take_over(p_main int, p_sub int, p_dead_interval interval) returns void
+-- The same for one that went to the retry queue before anybody got it; null if
+-- it can not be handed out now.
+create or replace function pgque._claim_waiting(p_queue pgque.queue, p_sub pgque.subscriber, p_row pgque.retry_queue) returns pgque.retry_queue
 language plpgsql as $$
 declare
-  v_own   pgque.position_0;
-  v_dead  pgque.position_0;
-  v_id    int;
-  v_leaf  int;
+  v_event  pgque.event := pgque._event(p_row);
+  v_claim  record;
 begin
-  select p.pos_sub into v_id
-  from pgque.subscriber s
-  cross join lateral pgque._position(s.sub_id) p
-  where s.sub_main = p_main and s.sub_id <> p_sub and p.pos_batch is not null and p.pos_time < pgque.clock() - p_dead_interval
-  order by p.pos_time
-  limit 1;
-  if not found then
-    return;
+  v_claim := pgque._claim(p_queue, array[v_event]);
+  if p_row.ev_id = any (v_claim.gone) then
+    delete from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
+    return null;
+  elsif p_row.ev_id = any (v_claim.busy) then
+    return null;
   end if;
-  perform pgque._lock_position(p_main);
-  v_own := pgque._lock_position(p_sub);
-  if v_own.pos_batch is not null then
-    return;
-  end if;
-  -- A worker that holds its own lock is alive.
-  perform from pgque.subscriber s where s.sub_id = v_id for no key update skip locked;
-  if not found then
-    return;
-  end if;
-  v_dead := pgque._position(v_id);
-  if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
-    return;
-  end if;
-  v_leaf := pgque._carry_over(v_own);
-  if pgque._carry_over(v_dead) <> v_leaf then
-    -- The journal turned in between, and can not turn again under these locks.
-    v_leaf := pgque._carry_over(v_own);
-  end if;
-  v_own := pgque._as_batch_of(v_own, v_dead);
-  v_own.pos_attempt := v_dead.pos_attempt + 1;
-  v_own.pos_batch := pgque._new_batch_id(v_own);
-  v_own.pos_last_batch := v_own.pos_batch;
-  perform pgque._append_position(v_own, v_leaf);
-  if v_leaf = 0 then
-    insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
-  else
-    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
-  end if;
-  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
+  perform pgque._seal(p_queue.queue_id, v_claim.rows);
+  v_event := v_claim.rows[1];
+  update pgque.retry_queue r
+  set ev_type = v_event.ev_type, ev_data = v_event.ev_data, ev_extra1 = v_event.ev_extra1, ev_headers = v_event.ev_headers,
+    ev_bytes = v_event.ev_bytes, ev_expires = v_event.ev_expires
+  where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
+  p_row.ev_expires := v_event.ev_expires;
+  return p_row;
 end
 $$;
 
--- receive() for one of several workers of a consumer, which is registered on
--- first use.  Every worker gets messages of its own.  With dead_interval, the
--- batch of a worker that was silent for longer is taken over first.
-create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null
-) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_main  int;
+-- A waiting message as the event it was.
+create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
+language sql immutable as $$
+  select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
+    p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
+    p_row.ev_expires, p_row.ev_error)::pgque.event
+$$;
+
+-- Counts what nobody will see again.
+create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
+language plpgsql as $$
 begin
-  perform pgque._queue($1);
-  select s.sub_id into v_main
-  from pgque.queue q
-  join pgque.consumer c on c.co_name = $2
-  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-  where q.queue_name = $1;
-  if pgque._find_worker(v_main, $3) is null then
-    perform pgque.register_subconsumer($1, $2, $3);
-    v_main := (pgque._subscriber($1, $2)).sub_id;
+  if p_count > 0 then
+    if pgque._journal_leaf() = 0 then
+      insert into pgque.tally_0 values (p_queue_id, p_sub, p_what, p_count);
+    else
+      insert into pgque.tally_1 values (p_queue_id, p_sub, p_what, p_count);
+    end if;
   end if;
-  if $5 is not null then
-    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $5);
+end
+$$;
+
+-- What a subscriber still needs: its position, or, of a pool, the oldest of its
+-- open batches.
+create or replace function pgque._oldest_need(p_sub int) returns pgque.position_0
+language plpgsql as $$
+declare
+  v_pos    pgque.position_0 := pgque._position(p_sub);
+  v_lease  pgque.position_0;
+begin
+  select l.* into v_lease
+  from pg_catalog.unnest(v_pos.pos_open) o (token)
+  cross join lateral pgque._lease(p_sub, o.token) l
+  where l.pos_tick < v_pos.pos_tick and not (pgque._lease_state(o.token)).closed
+  order by l.pos_tick
+  limit 1;
+  if found then
+    return v_lease;
   end if;
-  return query select * from pgque.receive($1, $2, $4, $3);
+  return v_pos;
 end
 $$;

@@ -11,7 +11,7 @@ declare
 begin
   select min(p.pos_tick) into v_tick
   from pgque.subscriber s
-  cross join lateral pgque._position(s.sub_id) p
+  cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue_id;
   return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
@@ -51,6 +51,7 @@ begin
   v_current := format('pgque.%s_%s_%s', '%s', v_id, v_queue.queue_cur_table);
   -- Idle ticks alone are worth a rotation only once they fill some pages.
   if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
+    and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
     and pg_relation_size(format(v_current, 'tick')) < 131072
   then
     return 0;
@@ -74,6 +75,7 @@ begin
     if v_needed is distinct from false then
       return 0;
     end if;
+    perform pgque._refresh_waiting(v_id);
     execute format('truncate %s, %s', v_event, v_tick);
   end if;
   update pgque.queue q
@@ -86,9 +88,42 @@ exception
 end
 $$;
 
+-- Before a table goes: gives messages with keys that wait and were handed out to
+-- nobody the body that was sent last, and takes out what was purged.
+create or replace function pgque._refresh_waiting(p_queue_id int) returns void
+language plpgsql as $$
+declare
+  v_row    pgque.retry_queue;
+  v_event  pgque.event;
+  v_said   pgque.event[];
+begin
+  for v_row in
+    select r.* from pgque.retry_queue r where r.ev_queue = p_queue_id and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+  loop
+    v_said := pgque._said(p_queue_id, array[pgque._event(v_row)]);
+    if exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2) then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+      continue;
+    end if;
+    v_event := (pgque._with_bodies(p_queue_id, array[pgque._event(v_row)], v_said))[1];
+    update pgque.retry_queue r
+    set ev_type = v_event.ev_type, ev_data = v_event.ev_data, ev_bytes = v_event.ev_bytes, ev_headers = v_event.ev_headers,
+      ev_expires = v_event.ev_expires, ev_extra1 = v_event.ev_extra1
+    where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
+  end loop;
+end
+$$;
+
 -- PgQ's second half of a rotation.  Here the first half is enough.
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
+
+-- The bytes of one leaf of the journal, and of what turns with it.
+create or replace function pgque._journal_size(p_leaf int) returns bigint
+language sql volatile as $$
+  select sum(pg_catalog.pg_relation_size(('pgque.' || t.kind || '_' || p_leaf)::regclass))
+  from (values ('position'), ('settled'), ('roster'), ('tally')) t (kind)
+$$;
 
 -- Compacts the journal of positions once the leaf that is written has grown
 -- past 4 MB, at most once a minute.  One call turns writers to the other leaf;
@@ -107,8 +142,8 @@ begin
   if not found then
     return 0;
   end if;
-  if pg_relation_size('pgque.position_' || (1 - v_cur)) = 0 and pg_relation_size('pgque.settled_' || (1 - v_cur)) = 0 then
-    if pg_relation_size('pgque.position_' || v_cur) + pg_relation_size('pgque.settled_' || v_cur) < 4194304
+  if pgque._journal_size(1 - v_cur) = 0 then
+    if pgque._journal_size(v_cur) < 4194304
       or v_flipped > clock_timestamp() - interval '1 minute'
     then
       return 0;
@@ -123,21 +158,39 @@ begin
   for v_id in
     select s.sub_id
     from pgque.subscriber s
-    where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
+    where s.sub_role = 'pool'
+      or not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
       and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id)
     for no key update skip locked
   loop
     perform pgque._carry_over(pgque._position(v_id));
+    perform pgque._carry_leases(v_id, v_cur);
   end loop;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s in access exclusive mode nowait', 1 - v_cur);
+  -- Whoever reads with an old snapshot gets 40001 where this row changed.
+  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
+  if not found then
+    return 0;
+  end if;
+  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode nowait', 1 - v_cur);
   if exists (
     select from pgque.subscriber s
     where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
       and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id))
+    or exists (
+      select
+      from pgque.subscriber s
+      cross join lateral pgque._position(s.sub_id) p
+      cross join lateral unnest(p.pos_open) o (token)
+      where s.sub_role = 'pool' and not pgque._carried(s.sub_id, o.token, v_cur))
   then
     return 0;
   end if;
-  execute format('truncate pgque.position_%s, pgque.settled_%1$s', 1 - v_cur);
+  -- What was counted goes on counting.
+  execute format(
+    'insert into pgque.tally_%s select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count) from pgque.tally_%s t'
+    ' where exists (select from pgque.queue q where q.queue_id = t.tal_queue) group by 1, 2, 3', v_cur, 1 - v_cur);
+  execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
+  update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
 exception
   when lock_not_available then
@@ -145,42 +198,350 @@ exception
 end
 $$;
 
+-- Brings the open batches of a pool to the leaf that is written.  The caller
+-- holds the subscriber's lock, so there are no new ones.
+create or replace function pgque._carry_leases(p_sub int, p_cur int) returns void
+language plpgsql as $$
+declare
+  v_token  bigint;
+begin
+  for v_token in
+    select o.token
+    from pg_catalog.unnest((pgque._position(p_sub)).pos_open) o (token)
+    where not pgque._carried(p_sub, o.token, p_cur) and (pgque._lease(p_sub, o.token)).pos_sub is not null
+      and pg_catalog.pg_try_advisory_xact_lock(o.token)
+  loop
+    if p_cur = 0 then
+      insert into pgque.position_0 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
+      insert into pgque.settled_0 select s.* from pgque.settled_1 s where s.set_batch = v_token on conflict do nothing;
+    else
+      insert into pgque.position_1 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
+      insert into pgque.settled_1 select s.* from pgque.settled_0 s where s.set_batch = v_token on conflict do nothing;
+    end if;
+  end loop;
+end
+$$;
+
+-- Whether a leaf knows all about a batch, or nothing needs to be known.
+create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  if (pgque._lease(p_sub, p_batch)).pos_sub is null then
+    return true;
+  elsif (pgque._lease_state(p_batch)).closed then
+    -- That it is closed must be known wherever the batch is.
+    return case p_cur
+      when 0 then exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
+        or not exists (select from pgque.position_0 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+      else exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
+        or not exists (select from pgque.position_1 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+    end;
+  elsif p_cur = 0 then
+    return exists (select from pgque.position_0 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+      and not exists (
+        select from pgque.settled_1 s
+        where s.set_batch = p_batch and not exists (select from pgque.settled_0 n where n.set_batch = s.set_batch and n.set_ev_id = s.set_ev_id));
+  end if;
+  return exists (select from pgque.position_1 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+    and not exists (
+      select from pgque.settled_0 s
+      where s.set_batch = p_batch and not exists (select from pgque.settled_1 n where n.set_batch = s.set_batch and n.set_ev_id = s.set_ev_id));
+end
+$$;
+
 -- Moves consumers that lag beyond the queue's retention period forward to the
 -- last tick before it, so that a consumer which never comes back can not fill
--- the disk.  What it misses is counted in its position.  Returns the number of
--- subscribers moved.
+-- the disk.  What it misses, and what waits for it longer than that, goes the
+-- way of drop_policy.  Returns the number of subscribers moved.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_queue     pgque.queue;
   v_cutoff    timestamptz;
   v_to        pgque.tick;
-  v_id        int;
+  v_sub       pgque.subscriber;
   v_position  pgque.position_0;
+  v_lease     pgque.position_0;
+  v_token     bigint;
+  v_item      pgque.retry_queue;
   v_count     int := 0;
 begin
-  select pgque.clock() - q.queue_retention_period into v_cutoff from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
+  v_cutoff := pgque.clock() - v_queue.queue_retention_period;
   execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
   into v_to using v_cutoff;
-  if v_to.tick_id is null then
-    return 0;
-  end if;
-  for v_id in
-    select s.sub_id
-    from pgque.subscriber s
-    where s.sub_queue = p_queue_id and (pgque._position(s.sub_id)).pos_tick < v_to.tick_id
-    for no key update skip locked
-  loop
-    v_position := pgque._position(v_id);
-    if v_position.pos_tick < v_to.tick_id then
-      if v_position.pos_main is null then
-        v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
-        v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
-        perform pgque._append_position(pgque._at_tick(v_position, v_to));
-      else
-        perform pgque._append_position(pgque._at_tick(v_position, null));
+  if v_to.tick_id is not null then
+    for v_sub in
+      select s.*
+      from pgque.subscriber s
+      where s.sub_queue = p_queue_id and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
+      for no key update skip locked
+    loop
+      v_position := pgque._position(v_sub.sub_id);
+      -- What workers hold they may finish, but not from the log.
+      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
+        v_lease := pgque._lease(v_sub.sub_id, v_token);
+        if v_lease.pos_tick < v_to.tick_id and pg_try_advisory_xact_lock(v_token) and not (pgque._lease_state(v_token)).closed then
+          perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
+        end if;
+      end loop;
+      if v_sub.sub_role = 'pool' then
+        v_position := pgque._next_from(v_position);
+      end if;
+      if v_position.pos_tick < v_to.tick_id then
+        if v_position.pos_main is null then
+          perform pgque._drop_behind(v_queue, v_sub, v_position, v_to);
+          v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
+          v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
+          perform pgque._append_position(pgque._at_tick(v_position, v_to));
+        else
+          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed') where v_position.pos_batch is not null;
+          perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
+        end if;
       end if;
       v_count := v_count + 1;
+    end loop;
+  end if;
+  for v_item in
+    delete from pgque.retry_queue r
+    where (r.ev_owner, r.ev_id) in (
+      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
+        and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+        -- A dead letter that was requeued has its time again.
+        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      for update skip locked)
+    returning r.*
+  loop
+    select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
+    if found then
+      perform pgque._bury(v_queue, v_sub, v_item, 'retention period passed');
     end if;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- What a consumer has before it up to a tick and will not get any more.
+create or replace function pgque._drop_behind(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position_0, p_to pgque.tick) returns void
+language plpgsql as $$
+declare
+  v_rows   text := pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(p_sub, p_position, p_to.tick_snapshot)
+    || case when p_position.pos_batch is not null then pgque._unsettled_condition(p_position) else '' end);
+  v_event  pgque.event;
+  v_said   pgque.event[];
+  v_count  bigint;
+begin
+  if p_queue.queue_drop_policy = 'drop' then
+    execute pg_catalog.format('select count(*) from (%s) e', v_rows) into v_count;
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', v_count);
+    return;
+  end if;
+  if not p_queue.queue_keyed and not p_queue.queue_expiring and (p_queue.queue_dead_letter_queue is null or p_queue.queue_drop_policy = 'hold') then
+    -- The same as below, set-based.
+    execute pg_catalog.format(
+      'insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,'
+      ' ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
+      ' select $1, $2, pgque.clock(), $3, coalesce(e.ev_retry, 0), $4, coalesce(e.ev_error, $3),'
+      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+      ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
+      ' from (%s) e order by e.ev_id on conflict do nothing', v_rows)
+    using p_queue.queue_id, p_sub.sub_consumer, 'retention period passed'::text, p_queue.queue_drop_policy = 'hold';
+    return;
+  end if;
+  for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
+    if v_event.ev_key is not null then
+      v_said := pgque._said(p_queue.queue_id, array[v_event]);
+      continue when exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
+      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event], v_said))[1];
+    end if;
+    if v_event.ev_expires <= pgque.clock() then
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    else
+      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+    end if;
+  end loop;
+end
+$$;
+
+-- The condition on e for what a subscriber has before it, as a snapshot shows
+-- it: not behind its position, and not handed out from its window.
+create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position_0, p_snapshot pg_snapshot) returns text
+language sql stable as $$
+  select coalesce(pgque._xid_condition(p_position.pos_snapshot, p_snapshot), 'false')
+    || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
+    || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
+      || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
+$$;
+
+-- How many messages the slowest consumer has before it or in its workers' hands,
+-- and how many are delayed.
+create or replace function pgque._depth(p_queue_id int) returns bigint
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_count  bigint;
+  v_own    bigint := 0;
+  v_most   bigint := 0;
+begin
+  if pg_catalog.pg_current_xact_id_if_assigned() is not null then
+    -- What this transaction sent is in no snapshot.
+    execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
+    into v_own using pg_catalog.pg_current_xact_id();
+  end if;
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
+    v_pos := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
+    execute pg_catalog.format('select count(*) from (%s) e',
+      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot())
+        || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
+    -- What has its outcome in an open batch waits elsewhere, or is done.
+    v_count := v_count + v_own - (
+      select count(*)
+      from (
+        select s.set_ev_id from pgque.settled_0 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
+        union
+        select s.set_ev_id from pgque.settled_1 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
+      ) s)
+      + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
+      + coalesce((
+        select sum(l.pos_done_count - s.settled)
+        from pg_catalog.unnest(v_pos.pos_open) o (token)
+        cross join lateral pgque._lease(v_sub.sub_id, o.token) l
+        cross join lateral pgque._lease_state(o.token) s
+        where not s.closed), 0);
+    v_most := greatest(v_most, v_count);
+  end loop;
+  return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);
+end
+$$;
+
+-- Takes what expired out of the retry queue; in the log it is passed over.
+-- Returns the number of messages.
+create or replace function pgque.expire_messages(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_gone   record;
+  v_count  bigint := 0;
+begin
+  for v_gone in
+    with gone as (
+      delete from pgque.retry_queue r
+      where (r.ev_owner, r.ev_id) in (
+        -- One with a key that nobody was given yet may have a newer body.
+        select e.ev_owner, e.ev_id from pgque.retry_queue e
+        where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+          and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
+        for update skip locked)
+      returning r.ev_owner
+    )
+    select g.ev_owner, count(*) as n from gone g group by g.ev_owner
+  loop
+    perform pgque._tally(v_queue.queue_id, v_gone.ev_owner, 'expired', v_gone.n);
+    v_count := v_count + v_gone.n;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Deletes dead letters whose message has expired meanwhile; returns their
+-- number.
+create or replace function pgque.delete_expired(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_count  bigint;
+begin
+  delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- Runs the reapers whose schedule says that it is time.
+create or replace function pgque.maint_expire() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_config  pgque.config;
+  v_now     bigint := extract(epoch from pgque.clock());
+  v_count   int := 0;
+begin
+  select c.* into v_config from pgque.config c;
+  if v_config.expire_every is not null and v_now >= coalesce(pg_sequence_last_value('pgque.expire_ran'), 0) + extract(epoch from v_config.expire_every) then
+    perform setval('pgque.expire_ran', v_now);
+    v_count := coalesce((select sum(pgque.expire_messages(q.queue_name)) from pgque.queue q), 0);
+  end if;
+  -- So that no consumer has to, and others wait for it.
+  perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
+  from pgque.queue q, generate_series(0, 1) d (days)
+  where q.queue_archive_on_ack;
+  if v_config.delete_expired_every is not null
+    and v_now >= coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0) + extract(epoch from v_config.delete_expired_every)
+  then
+    perform setval('pgque.delete_expired_ran', v_now);
+    v_count := v_count + coalesce((select sum(pgque.delete_expired(q.queue_name)) from pgque.queue q), 0);
+  end if;
+  return v_count;
+end
+$$;
+
+-- Sets how often a reaper runs: an interval, or an empty string for never.
+-- Returns what holds now.
+create or replace function pgque.set_schedule(job text, every text) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._init();
+  if $1 = 'expire' then
+    update pgque.config c set expire_every = nullif($2, '')::interval;
+  elsif $1 = 'delete_expired' then
+    update pgque.config c set delete_expired_every = nullif($2, '')::interval;
+  else
+    raise data_exception using message = 'no such job';
+  end if;
+  return $2;
+exception
+  when data_exception or check_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
+      detail = sqlerrm,
+      hint = 'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.';
+end
+$$;
+
+-- Judges, for pools that nobody receives from, what lapsed for the last time:
+-- messages whose attempts are used up.  Never one that is leased.
+create or replace function pgque.maint_lapsed() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber;
+  v_queue  pgque.queue;
+  v_pos    pgque.position_0;
+  v_rows   pgque.retry_queue[];
+  v_count  int := 0;
+begin
+  for v_sub in select s.* from pgque.subscriber s where s.sub_role = 'pool' loop
+    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+    continue when v_queue.queue_restored;
+    v_pos := pgque._position(v_sub.sub_id);
+    if v_pos.pos_lapse <= pgque.clock() and v_queue.queue_max_receive_attempts = 1 then
+      perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for no key update skip locked;
+      continue when not found;
+      perform pgque._append_position(pgque._reap(v_queue, v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
+    end if;
+    v_rows := array(
+      select r
+      from (
+        select r.* from pgque.retry_queue r
+        where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
+        for update skip locked
+      ) r);
+    perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
+    v_count := v_count + cardinality(v_rows);
   end loop;
   return v_count;
 end
@@ -198,6 +559,8 @@ declare
   v_last      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
+  v_lease     pgque.position_0;
+  v_token     bigint;
   v_rows      text;
 begin
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
@@ -211,6 +574,17 @@ begin
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
     v_position := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
+        v_lease := pgque._lease(v_sub.sub_id, v_token);
+        continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
+        perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
+      end loop;
+      v_position := pgque._next_from(v_position);
+      v_position.pos_open := '{}';
+      v_position.pos_lapse := null;
+      perform pgque._append_position(v_position);
+    end if;
     if v_position.pos_main is null then
       -- Everything behind its position, less what it finished of the window.
       v_rows := pgque._rows_sql(p_queue_id, format(
@@ -233,6 +607,10 @@ begin
       coalesce(' or not pg_visible_in_snapshot(e.ev_txid, ' || quote_literal(v_position.pos_next_snapshot) || ')', ''))
     using pgque.clock();
   end loop;
+  perform pgque._refresh_waiting(p_queue_id);
+  update pgque.retry_queue r set ev_lane = pgque._lane(s, r.ev_key, r.ev_extra1)
+  from pgque.subscriber s
+  where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
   perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
@@ -245,6 +623,47 @@ begin
 end
 $$;
 
+-- Turns to the other leaf of the idempotency keys once one has grown past 4 MB,
+-- and empties the old one as soon as hardly any of its keys holds any more: what
+-- does goes along.
+create or replace function pgque._compact_idempotency() returns int
+language plpgsql as $$
+declare
+  v_cur   int := (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1);
+  v_all   bigint;
+  v_live  bigint;
+begin
+  if pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass) < 4194304
+    and pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0
+  then
+    return 0;
+  end if;
+  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
+  if not found then
+    return 0;
+  end if;
+  if pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0 then
+    update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
+    return 1;
+  end if;
+  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
+  execute pg_catalog.format('select count(*), count(*) filter (where i.idem_expires > $1) from pgque.idempotency_%s i', 1 - v_cur)
+  into v_all, v_live using pgque.clock();
+  if v_live * 2 > v_all then
+    return 0;
+  end if;
+  execute pg_catalog.format(
+    'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where i.idem_expires > $1 on conflict do nothing', v_cur, 1 - v_cur)
+  using pgque.clock();
+  execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
+  update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
+  return 1;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+
 -- Empties side tables that hold nothing live, so that not even their dead rows
 -- stay.  A table in use is left alone.
 create or replace function pgque._sweep() returns int
@@ -252,10 +671,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_count  int := 0;
 begin
-  delete from pgque.idempotency_key k where k.idem_expires < pgque.clock();
-  if pg_relation_size('pgque.idempotency_key') > 0 and not exists (select from pgque.idempotency_key) then
-    v_count := v_count + pgque._empty('pgque.idempotency_key', 'true');
-  end if;
+  v_count := v_count + pgque._compact_idempotency();
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;
@@ -302,7 +718,8 @@ create or replace function pgque.maint_operations(out func_name text, out func_a
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   return query
-    select 'pgque.maint_retry_events'::text, null::text
+    select f.func_name, null::text
+    from (values ('pgque.maint_retry_events'), ('pgque.maint_lapsed'), ('pgque.maint_expire')) f (func_name)
     union all
     select f.func_name, q.queue_name
     from pgque.queue q, (values ('pgque.maint_retain'), ('pgque.maint_rotate_tables_step1')) f (func_name)

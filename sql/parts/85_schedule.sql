@@ -46,7 +46,12 @@ begin
     select least(
       clock_timestamp() + interval '1 second',
       clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
-      (select min(r.ev_retry_after) from pgque.retry_queue r))
+      (
+        select min(r.due)
+        from pgque._pumped() o (id)
+        cross join lateral (
+          select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
+        ) r))
     from pgque.queue q);
 end
 $$;

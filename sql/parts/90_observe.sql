@@ -39,7 +39,7 @@ declare
   v_old    pgque.tick;
 begin
   if $1 is not null then
-    perform pgque._queue($1);
+    i_queue_name := (pgque._queue($1)).queue_name;
   end if;
   for v_queue in select q.* from pgque.queue q where $1 is null or q.queue_name = $1 order by q.queue_name loop
     v_last := null;
@@ -85,7 +85,7 @@ declare
   v_tick  pgque.tick;
 begin
   if $1 is not null then
-    perform pgque._queue($1);
+    i_queue_name := (pgque._queue($1)).queue_name;
   end if;
   if $2 is not null and $1 is not null and not exists (
     select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1)).queue_id)
@@ -100,6 +100,9 @@ begin
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     v_pos := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
     v_tick := null;
     if pgque._missing_leaf(v_sub.sub_queue) is null then
       v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
@@ -151,7 +154,211 @@ begin
     ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
     ' coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, %L::text'
     ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
-    $1, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
+    v_queue.queue_name, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
+end
+$$;
+
+-- Everything a queue knows about its messages, or about one: a row for each
+-- consumer that has to do with it.  At most p_limit of each kind.
+create or replace function pgque._messages(
+  p_queue pgque.queue, p_id bigint, p_limit int,
+  out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
+  out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
+  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
+) returns setof record
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_lease  pgque.position_0;
+  v_token  bigint;
+  v_rows   pgque.event[];
+  v_and    text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
+  v_name   text;
+begin
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id and s.sub_main is null order by s.sub_id loop
+    v_name := (select c.co_name from pgque.consumer c where c.co_id = v_sub.sub_consumer);
+    v_pos := pgque._position(v_sub.sub_id);
+    -- in the hands of workers
+    foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
+      v_lease := pgque._lease(v_sub.sub_id, v_token);
+      continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
+      return query
+        select e.ev_id, v_name, case when t.until > v_now then 'processing' else 'retry' end,
+          e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time,
+          t.until, coalesce(e.ev_retry, 0) + 1, coalesce(e.ev_retry, 0),
+          e.ev_error, e.ev_expires, v_lease.pos_worker, case when t.until > v_now then v_token end, null::bigint
+        from pg_catalog.unnest(pgque._unsettled_rows(v_sub, v_lease, case when p_id is not null then array[p_id] end)) e,
+          lateral (select coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until) as until) t
+        limit p_limit;
+    end loop;
+    -- in the log
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
+    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %s) e',
+      pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and), p_limit)
+    into v_rows;
+    return query
+      select e.ev_id, v_name,
+        case
+          when e.ev_expires <= v_now then 'expired'
+          when v_pos.pos_batch is not null and pg_catalog.pg_visible_in_snapshot(e.ev_txid, v_pos.pos_next_snapshot)
+            and e.ev_id <= coalesce(v_pos.pos_last_id, 9223372036854775807) then 'processing'
+          when e.ev_owner is not null then 'retry'
+          else 'pending'
+        end,
+        e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time, e.ev_time, coalesce(e.ev_retry, 0), coalesce(e.ev_retry, 0),
+        e.ev_error, e.ev_expires, null::text, v_pos.pos_batch, null::bigint
+      from pg_catalog.unnest(case when p_queue.queue_keyed then pgque._with_bodies(p_queue.queue_id, v_rows) else v_rows end) e
+      where not exists (select from pg_catalog.unnest(case when e.ev_key is not null then pgque._said(p_queue.queue_id, array[e]) end) s where s.ev_owner = -2);
+  end loop;
+  return query
+    (select r.ev_id, c.co_name,
+      case
+        when r.ev_expires <= v_now and (r.ev_batch is null or r.ev_retry_after <= v_now) then 'expired'
+        when r.ev_owner = 0 then 'delayed'
+        when r.ev_batch is not null and r.ev_retry_after > v_now then 'processing'
+        when r.ev_receives = 0 then 'pending'
+        else 'retry'
+      end,
+      r.ev_type, r.ev_data, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_time, r.ev_retry_after, greatest(r.ev_receives, r.ev_retry), coalesce(r.ev_retry, 0),
+      r.ev_error, r.ev_expires, r.ev_worker, case when r.ev_retry_after > v_now then r.ev_batch end, null::bigint
+    from pgque.retry_queue r
+    left join pgque.subscriber s on s.sub_id = r.ev_owner
+    left join pgque.consumer c on c.co_id = s.sub_consumer
+    where r.ev_queue = p_queue.queue_id and (p_id is null or r.ev_id = p_id)
+    order by r.ev_id
+    limit p_limit);
+  return query
+    (select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
+      d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
+      d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = p_queue.queue_id and (p_id is null or d.ev_id = p_id)
+    order by d.ev_id
+    limit p_limit);
+  return query
+    (select a.ev_id, c.co_name, 'archived', a.ev_type, a.ev_data, a.ev_headers, a.ev_key, a.ev_bytes, a.ev_time, null::timestamptz,
+      a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
+    from pgque.archive a
+    left join pgque.consumer c on c.co_id = a.arc_consumer
+    where a.bucket between p_queue.queue_id * 100000::bigint and p_queue.queue_id * 100000::bigint + 99999 and (p_id is null or a.ev_id = p_id)
+    order by a.archive_id desc
+    limit p_limit);
+end
+$$;
+
+-- The messages of a queue, all or those of one status, without touching
+-- anything.  With several consumers a message is listed for each.
+create or replace function pgque.list_messages(
+  queue_name text, only_status text default null, limit_count int default 100,
+  out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
+  out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
+  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('unknown status %L, for queue %I', $2, v_queue.queue_name),
+      hint = 'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.';
+  elsif $3 is null or $3 < 0 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('limit_count must not be negative, for queue %I', v_queue.queue_name),
+      hint = 'It is the greatest number of messages to list.';
+  end if;
+  return query
+    select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
+      m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id
+    from pgque._messages(v_queue, null, case when $2 is null then $3 else 100000 end) m
+    where $2 is null or m.status = $2
+    order by m.msg_id, m.consumer_name
+    limit $3;
+end
+$$;
+
+-- Where one message stands with each consumer that still knows it; PQ010 if
+-- none does.
+create or replace function pgque.message_status(
+  queue_name text, msg_id bigint,
+  out consumer_name text, out status text, out receive_count int, out retry_count int, out available_at timestamptz,
+  out worker text, out batch_id bigint, out last_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return query
+    select m.consumer_name, m.status, m.receive_count, m.retry_count, m.available_at, m.worker, m.batch_id, m.last_error
+    from pgque._messages(v_queue, $2, 100) m
+    order by m.consumer_name;
+  if not found then
+    raise exception using
+      errcode = 'PQ010',
+      message = format('message not found: %s of queue %I', coalesce($2::text, 'null'), v_queue.queue_name),
+      hint = 'Every consumer is done with it, or it was never committed.';
+  end if;
+end
+$$;
+
+-- The workers of a queue, or of all, that hold messages.
+create or replace function pgque.list_workers(
+  queue_name text default null, consumer_name text default null,
+  out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue;
+begin
+  if $1 is not null then
+    v_queue := pgque._queue($1);
+  end if;
+  return query
+    select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until)
+    from pgque.subscriber s
+    join pgque.queue q on q.queue_id = s.sub_queue
+    join pgque.consumer c on c.co_id = s.sub_consumer
+    cross join lateral (
+      select l.pos_worker as worker, o.token, l.pos_done_count - t.settled as messages, l.pos_time as at, coalesce(t.until, l.pos_until) as until
+      from unnest((pgque._position(s.sub_id)).pos_open) o (token)
+      cross join lateral pgque._lease(s.sub_id, o.token) l
+      cross join lateral pgque._lease_state(o.token) t
+      where l.pos_sub is not null and not t.closed
+      union all
+      select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
+      from pgque.retry_queue r
+      where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+    ) h
+    where s.sub_role = 'pool' and ($1 is null or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
+    group by q.queue_name, c.co_name, h.worker
+    order by q.queue_name, c.co_name, h.worker;
+end
+$$;
+
+-- Messages that were delivered more than once without an outcome, or died of
+-- that: what may kill its workers.
+create or replace function pgque.list_poison(
+  queue_name text, limit_count int default 100,
+  out msg_id bigint, out consumer_name text, out receive_count int, out last_error text, out status text, out dl_id bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return query
+    select m.msg_id, m.consumer_name, m.receive_count, m.last_error, m.status, m.dl_id
+    from pgque._messages(v_queue, null, 100000) m
+    left join pgque.dead_letter d on d.dl_id = m.dl_id
+    where m.receive_count > m.retry_count + 1 or d.dl_reason = 'receive attempts used up'
+    order by m.receive_count desc, m.msg_id
+    limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
 
@@ -184,6 +391,17 @@ begin
         ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)),
         ('pgque_queue_paused', v_queue.queue_paused::int)
       ) m (metric, value);
+    return query
+      select 'pgque_messages_' || t.tal_what || '_total', v_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
+      from (select * from pgque.tally_0 union all select * from pgque.tally_1) t
+      left join pgque.subscriber s on s.sub_id = t.tal_sub
+      left join pgque.consumer c on c.co_id = s.sub_consumer
+      where t.tal_queue = v_queue.queue_id
+      group by t.tal_what, c.co_name;
+    return query
+      select 'pgque_messages_in_flight', v_queue.queue_name, w.consumer, sum(w.messages)::double precision
+      from pgque.list_workers(v_queue.queue_name) w
+      group by w.consumer;
     return query
       select m.metric, i.queue_name, i.consumer_name, m.value::double precision
       from pgque.get_consumer_info(v_queue.queue_name) i
@@ -277,7 +495,8 @@ begin
 
     check_name := 'retries';
     select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
-    from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_retry_after < pgque.clock();
+    from pgque.retry_queue r
+    where r.ev_queue = v_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
     status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
     detail := format('%s due', v_found.n);
     advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;

@@ -10,27 +10,10 @@ comment on function pgque.send(text, text) is
   'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
 comment on function pgque.send(text, jsonb) is
   'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
-comment on function pgque.send(text, text, text) is
-  'Same as send(queue_name, payload), with a message type that consumers can choose a handler by.';
-comment on function pgque.send(text, text, jsonb) is
-  'Same as send(queue_name, type_name, payload text) for JSON.';
 comment on function pgque.send(text, text, text, text) is
   'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
-comment on function pgque.send(text, text, text, jsonb) is
-  'Same as send(queue_name, type_name, payload), with headers: a JSON object that travels with the message through retry and dead letter. '
-  'PQ005 headers is not an object.';
-comment on function pgque.send(text, text, jsonb, jsonb) is
-  'Same as send(queue_name, type_name, payload text, headers) for JSON.';
-comment on function pgque.send(text, text, bytea, jsonb) is
-  'Same as send(queue_name, type_name, payload text, headers) for bytes, any of them; consumers find them in payload_bytes.';
-comment on function pgque.send_batch(text, text, text[]) is
-  'Appends one message for each element of the array in one statement and returns their ids in the order of the input: all or '
-  'none. A NULL element is a message with a NULL payload; an empty array sends nothing and returns {}. '
-  'PQ001 no such queue, PQ005 the array is NULL, PQ013 the queue is paused.';
 comment on function pgque.send_batch(text, text[]) is
   'Same as send_batch(queue_name, type_name, payloads) with type default.';
-comment on function pgque.send_batch(text, text, jsonb[]) is
-  'Same as send_batch(queue_name, type_name, payloads) for JSON.';
 comment on function pgque.send_batch(text, jsonb[]) is
   'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
 comment on function pgque.send_idem(text, text, text, text, interval, text) is
@@ -74,12 +57,10 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   '25000 not READ COMMITTED.';
 
 -- consume
-comment on function pgque.subscribe(text, text, text) is
+comment on function pgque.subscribe(text, text, text, boolean) is
   'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
   'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
   'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
-comment on function pgque.subscribe(text, text) is
-  'Same as subscribe(queue_name, consumer_name, ''latest'').';
 comment on function pgque.register_consumer(text, text) is
   'PgQ''s name for subscribe(queue_name, consumer_name).';
 comment on function pgque.register_consumer_at(text, text, bigint) is
@@ -90,11 +71,13 @@ comment on function pgque.unsubscribe(text, text) is
   'went, 0 if it was none. PQ001 no such queue.';
 comment on function pgque.unregister_consumer(text, text) is
   'PgQ''s name for unsubscribe.';
-comment on function pgque.receive(text, text, int, text) is
+comment on function pgque.receive(text, text, int, text, interval, bigint) is
   'Hands out the consumer''s next messages in the order of their ids, at most max_return, as one batch; no rows if there are none. Until '
-  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker it is the batch of that registered worker. '
-  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once. PQ001 no such queue, PQ005 max_return is below 1 '
-  'or the consumer has workers, PQ011 not subscribed, 40001 retry the transaction.';
+  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
+  '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
+  'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
+  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25001). PQ001 no such queue, PQ005 max_return is below 1 '
+  'or visibility_timeout is not positive, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
   'Finishes a batch: exactly the messages that were handed out with it. Returns 1, or 0 if the batch is not open, because it was finished '
   'before or another worker has taken it over.';
@@ -399,10 +382,72 @@ comment on table pgque.position_1 is 'Journal of positions, second leaf. Interna
 comment on table pgque.settled_0 is 'Messages of open batches that were failed already, first leaf. Internal.';
 comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
 comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
-comment on table pgque.idempotency_key is 'Keys of send_idem() until their ttl ends. Internal.';
 comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
 comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
 comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
 comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
 comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
 comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';
+comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
+  'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
+  '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
+  'ttl: not delivered after; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
+  'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
+comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for jsonb, stored in its canonical form.';
+comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for bytes: received in payload_bytes, payload is null.';
+comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many messages with options, all or none; ids in input order. Each option is an array as long as payloads, or null; see send(). PQ005 for another length.';
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for jsonb.';
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for bytes.';
+comment on function pgque.ack(bigint, bigint[]) is
+  'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
+  'lost to another worker, batch not open. With archive_on_ack they are kept in the archive.';
+comment on function pgque.dead(bigint, bigint[], text) is
+  'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
+comment on function pgque.archive(bigint, bigint[]) is
+  'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
+comment on function pgque.release(bigint, bigint[]) is
+  'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
+comment on function pgque.set_visibility(bigint, interval) is
+  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+comment on function pgque.extend(bigint, interval) is
+  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+comment on function pgque.list_workers(text, text) is
+  'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
+comment on function pgque.reclaim(text, text, interval) is
+  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches.';
+comment on function pgque.list_poison(text, int) is
+  'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
+comment on function pgque.archive_poison(text) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
+comment on function pgque.list_messages(text, text, int) is
+  'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
+  'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
+comment on function pgque.message_status(text, bigint) is
+  'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
+comment on function pgque.purge(text) is
+  'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
+comment on function pgque.purge_key(text, text) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
+comment on function pgque.archive_list(text, int, timestamptz) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+comment on function pgque.archive_replay(bigint) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
+comment on function pgque.archive_purge(text, timestamptz) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
+comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.set_default_config(text, text) is
+  'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
+comment on function pgque.set_schedule(text, text) is
+  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired; off by default). '
+  'every is an interval, an empty string turns it off. PQ005 for an invalid one, and the old one stays.';
+comment on function pgque.expire_messages(text) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
+comment on function pgque.delete_expired(text) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
+comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
+comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
+comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
+comment on table pgque.idempotency_0 is 'Keys of send_idem() until their ttl ends, first leaf. Internal.';
+comment on table pgque.idempotency_1 is 'Keys of send_idem() until their ttl ends, second leaf. Internal.';
+comment on table pgque.tally_0 is 'Counts of messages that were dropped, expired or archived, first leaf. Internal: see metrics().';
+comment on table pgque.tally_1 is 'Counts of messages that were dropped, expired or archived, second leaf. Internal.';
+comment on table pgque.roster_0 is 'For workers, where the messages of big windows lie, first leaf: a cache. Internal.';
+comment on table pgque.roster_1 is 'For workers, where the messages of big windows lie, second leaf: a cache. Internal.';

@@ -28,6 +28,10 @@ language sql immutable as $$
     ('_open_slot', 'pgque_writer'),
     ('_row_event', 'pgque_writer'),
     ('_url_encode', 'pgque_writer'),
+    ('_send_as', 'pgque_writer'),
+    ('_send_all', 'pgque_writer'),
+    ('_send_many', 'pgque_writer'),
+    ('_no_payloads', 'pgque_writer'),
     -- consume
     ('subscribe', 'pgque_reader'),
     ('register_consumer', 'pgque_reader'),
@@ -38,6 +42,12 @@ language sql immutable as $$
     ('ack', 'pgque_reader'),
     ('finish_batch', 'pgque_reader'),
     ('nack', 'pgque_reader'),
+    ('archive', 'pgque_reader'),
+    ('release', 'pgque_reader'),
+    ('extend', 'pgque_reader'),
+    ('set_visibility', 'pgque_reader'),
+    ('list_workers', 'pgque_reader'),
+    ('message_status', 'pgque_reader'),
     ('next_batch', 'pgque_reader'),
     ('next_batch_info', 'pgque_reader'),
     ('next_batch_custom', 'pgque_reader'),
@@ -73,6 +83,20 @@ language sql immutable as $$
     ('pause', 'pgque_admin'),
     ('resume', 'pgque_admin'),
     ('drop_queue', 'pgque_admin'),
+    ('rename_queue', 'pgque_admin'),
+    ('set_default_config', 'pgque_admin'),
+    ('set_schedule', 'pgque_admin'),
+    ('purge', 'pgque_admin'),
+    ('purge_key', 'pgque_admin'),
+    ('expire_messages', 'pgque_admin'),
+    ('delete_expired', 'pgque_admin'),
+    ('reclaim', 'pgque_admin'),
+    ('list_messages', 'pgque_admin'),
+    ('list_poison', 'pgque_admin'),
+    ('archive_poison', 'pgque_admin'),
+    ('archive_list', 'pgque_admin'),
+    ('archive_replay', 'pgque_admin'),
+    ('archive_purge', 'pgque_admin'),
     ('ticker', 'pgque_admin'),
     ('force_next_tick', 'pgque_admin'),
     ('force_tick', 'pgque_admin'),
@@ -86,6 +110,8 @@ language sql immutable as $$
     ('maint_rotate_tables_step1', 'pgque_admin'),
     ('maint_rotate_tables_step2', 'pgque_admin'),
     ('maint_retain', 'pgque_admin'),
+    ('maint_lapsed', 'pgque_admin'),
+    ('maint_expire', 'pgque_admin'),
     ('maint_tables', 'pgque_admin'),
     ('get_batch_cursor', 'pgque_admin'),
     ('dlq_inspect', 'pgque_admin'),
@@ -157,7 +183,7 @@ begin
       execute format('grant execute on %s %s to %s', v_func.kind, v_func.sig, v_func.roles);
     end if;
   end loop;
-  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'config'] loop
+  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'archive', 'config'] loop
     if not has_table_privilege('pgque_admin', 'pgque.' || v_table, 'select') then
       execute format('grant select on pgque.%I to pgque_admin', v_table);
     end if;

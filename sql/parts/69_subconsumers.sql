@@ -1,0 +1,233 @@
+-- ---------------------------------------------------------------------------
+-- subconsumers: PgQ's cooperative consumers
+-- ---------------------------------------------------------------------------
+
+-- PgQ's way to share one position, kept for its clients: workers are registered
+-- by name, each holds one batch, and a silent one is passed over only by who
+-- asks for it (dead_interval).  For leases see "workers".
+--
+-- A consumer's position says what was handed out; each worker's own row says
+-- which batch it holds.  A worker that is done with its batch has an empty
+-- row, which holds nothing back.
+
+-- Refuses a call of a consumer on its own for one that has workers.
+create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
+language plpgsql as $$
+begin
+  if p_sub.sub_role in ('coop_main', 'pool') then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
+      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name).'
+        else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
+  end if;
+end
+$$;
+
+-- The subscriber row of a worker, or null.
+create or replace function pgque._find_worker(p_main int, p_worker text) returns int
+language plpgsql as $$
+begin
+  return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker);
+end
+$$;
+
+create or replace function pgque._worker(p_main pgque.subscriber, p_worker text) returns int
+language plpgsql as $$
+declare
+  v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
+begin
+  if v_sub is null then
+    raise exception using
+      errcode = 'PQ011',
+      message = pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
+      hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().';
+  end if;
+  return v_sub;
+end
+$$;
+
+-- Makes a worker known; its consumer too if it is new.  A consumer that reads
+-- on its own is changed only if convert_normal says so: its open batch is
+-- closed without being finished, and its messages come again.
+create or replace function pgque.register_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main      pgque.subscriber;
+  v_position  pgque.position_0;
+begin
+  if coalesce($3, '') = '' or octet_length($3) > 1000 then
+    raise exception using
+      errcode = 'PQ004',
+      message = format('invalid worker name for consumer %I of queue %I', $2, $1),
+      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+  end if;
+  perform pgque._subscribe($1, $2, 'coop_main', 'latest');
+  v_main := pgque._subscriber($1, $2);
+  if pgque._find_worker(v_main.sub_id, $3) is not null then
+    return 0;
+  end if;
+  v_position := pgque._lock_position(v_main.sub_id);
+  v_main := pgque._subscriber($1, $2);
+  if v_main.sub_role = 'pool' then
+    raise exception using
+      errcode = 'PQ006',
+      message = format('consumer %I of queue %I has workers with leases', $2, $1),
+      hint = 'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.';
+  elsif v_main.sub_role = 'normal' then
+    if $4 is not true then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('consumer %I of queue %I reads on its own', $2, $1),
+        hint = 'Call it with convert_normal => true to give it workers.';
+    end if;
+    update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
+    if v_position.pos_batch is not null then
+      v_position.pos_batch := null;
+      v_position.pos_last_id := null;
+      perform pgque._append_position(v_position);
+    end if;
+  end if;
+  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null);
+  return 1;
+exception
+  when unique_violation then
+    return 0;
+end
+$$;
+
+create or replace function pgque.subscribe_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
+) returns int
+language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
+
+-- Removes a worker.  If it holds a batch: with batch_handling 0 that is an
+-- error (PQ006), with 1 its messages go through retry and dead letters.
+create or replace function pgque.unregister_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main      pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub       int;
+  v_position  pgque.position_0;
+begin
+  perform pgque._lock_position(v_main.sub_id);
+  v_sub := pgque._find_worker(v_main.sub_id, $3);
+  if v_sub is null then
+    return 0;
+  end if;
+  v_position := pgque._lock_position(v_sub);
+  if v_position.pos_batch is not null then
+    if $4 is distinct from 1 then
+      raise exception using
+        errcode = 'PQ006',
+        message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
+        hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
+    end if;
+    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered');
+  end if;
+  delete from pgque.subscriber s where s.sub_id = v_sub;
+  return 1;
+end
+$$;
+
+create or replace function pgque.unsubscribe_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
+) returns int
+language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
+
+-- Says that a worker is alive, so that dead_interval counts from now.
+create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_position  pgque.position_0;
+begin
+  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
+  perform pgque._append_position(v_position, pgque._carry_over(v_position));
+  return 1;
+end
+$$;
+
+-- Gives the oldest batch whose worker was silent for longer than
+-- p_dead_interval to another worker, under a new batch id: from then on the
+-- old id is dead.
+create or replace function pgque._take_over(p_main int, p_sub int, p_dead_interval interval) returns void
+language plpgsql as $$
+declare
+  v_own   pgque.position_0;
+  v_dead  pgque.position_0;
+  v_id    int;
+  v_leaf  int;
+begin
+  select p.pos_sub into v_id
+  from pgque.subscriber s
+  cross join lateral pgque._position(s.sub_id) p
+  where s.sub_main = p_main and s.sub_id <> p_sub and p.pos_batch is not null and p.pos_time < pgque.clock() - p_dead_interval
+  order by p.pos_time
+  limit 1;
+  if not found then
+    return;
+  end if;
+  perform pgque._lock_position(p_main);
+  v_own := pgque._lock_position(p_sub);
+  if v_own.pos_batch is not null then
+    return;
+  end if;
+  -- A worker that holds its own lock is alive.
+  perform from pgque.subscriber s where s.sub_id = v_id for no key update skip locked;
+  if not found then
+    return;
+  end if;
+  v_dead := pgque._position(v_id);
+  if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
+    return;
+  end if;
+  v_leaf := pgque._carry_over(v_own);
+  if pgque._carry_over(v_dead) <> v_leaf then
+    -- The journal turned in between, and can not turn again under these locks.
+    v_leaf := pgque._carry_over(v_own);
+  end if;
+  v_own := pgque._as_batch_of(v_own, v_dead);
+  v_own.pos_attempt := v_dead.pos_attempt + 1;
+  v_own.pos_batch := pgque._new_batch_id(v_own);
+  v_own.pos_last_batch := v_own.pos_batch;
+  perform pgque._append_position(v_own, v_leaf);
+  if v_leaf = 0 then
+    insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
+  else
+    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
+  end if;
+  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
+end
+$$;
+
+-- receive() for one of several workers of a consumer, which is registered on
+-- first use.  Every worker gets messages of its own.  With dead_interval, the
+-- batch of a worker that was silent for longer is taken over first.
+create or replace function pgque.receive_coop(
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null
+) returns setof pgque.delivery
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  int := (pgque._queue($1)).queue_id;
+  v_main   int;
+begin
+  select s.sub_id into v_main
+  from pgque.consumer c
+  join pgque.subscriber s on s.sub_queue = v_queue and s.sub_consumer = c.co_id and s.sub_main is null
+  where c.co_name = $2;
+  if pgque._find_worker(v_main, $3) is null then
+    perform pgque.register_subconsumer($1, $2, $3);
+    v_main := (pgque._subscriber($1, $2)).sub_id;
+  end if;
+  if $5 is not null then
+    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $5);
+  end if;
+  return query select * from pgque.receive($1, $2, $4, $3);
+end
+$$;

@@ -1,0 +1,760 @@
+-- ---------------------------------------------------------------------------
+-- outcomes: what becomes of a message, retry, dead letters, archive
+-- ---------------------------------------------------------------------------
+
+-- Gives messages of an open batch their outcome; p_ids null means all that have
+-- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
+-- retry (again in any case), dead, release (again at once), visibility (again
+-- after p_after, still under this batch id until somebody takes it).  The rows
+-- are read again from where they are stored, so nothing a client says but the
+-- ids is believed, and each message gets one outcome.  Raises nothing for a
+-- batch that is lost: the answer says so message by message.
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text)
+returns setof pgque.outcome
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber;
+  v_queue  pgque.queue;
+  v_lease  pgque.position_0;
+  v_closed  boolean := true;
+  v_until  timestamptz;
+  v_open   boolean;            -- messages of it are still in the log
+  v_leaf   int;
+  v_and    text := '';
+  v_rows   pgque.event[];
+  v_new    bigint[];
+  v_items  pgque.retry_queue[] := '{}';
+  v_item   pgque.retry_queue;
+begin
+  -- Nobody unsubscribes it until this is committed.
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int for key share;
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+  if v_sub.sub_role = 'pool' then
+    perform pg_catalog.pg_advisory_xact_lock(p_batch);
+    v_lease := pgque._lease(v_sub.sub_id, p_batch);
+    select t.closed, coalesce(t.until, v_lease.pos_until) into v_closed, v_until from pgque._lease_state(p_batch) t;
+    v_open := v_lease.pos_fresh > 0 and not v_closed;
+    if v_open and pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+      -- Where rows are locked, an old snapshot is found out.
+      perform pgque._shelve(v_queue, v_sub, v_lease, v_until);
+      v_open := false;
+    end if;
+  else
+    v_lease := pgque._lock_batch(p_batch);
+    v_open := v_lease.pos_sub is not null;
+  end if;
+
+  if v_open and v_sub.sub_role = 'pool' then
+    v_rows := pgque._lease_rows(v_sub, v_lease, p_ids);
+    v_new := pgque._note(p_batch, v_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r));
+    if p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count then
+      perform pgque._note(p_batch, v_sub.sub_id, array[0]);
+    end if;
+  elsif v_open then
+    if pg_catalog.cardinality(p_ids) = 1 then
+      v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
+    elsif p_ids is not null then
+      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
+    end if;
+    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
+      pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
+    v_leaf := pgque._carry_over(v_lease);
+    if v_leaf = 0 then
+      with new as (
+        insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
+        on conflict do nothing
+        returning set_ev_id
+      )
+      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+    else
+      with new as (
+        insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
+        on conflict do nothing
+        returning set_ev_id
+      )
+      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+    end if;
+    if v_new is not null then
+      -- The batch is another one now: an old snapshot must not use what it shows.
+      perform pgque._append_position(v_lease, v_leaf);
+      if v_queue.queue_keyed then
+        v_rows := pgque._with_bodies(v_sub.sub_queue, v_rows);
+      end if;
+    end if;
+  end if;
+
+  if v_new is not null and p_what <> 'ack' then
+    v_items := array(
+      select pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + case when v_sub.sub_role = 'pool' then 1 else v_lease.pos_attempt end,
+        null, null, v_lease.pos_worker)
+      from pg_catalog.unnest(v_rows) r
+      where r.ev_id = any (v_new));
+  end if;
+  if v_sub.sub_role = 'pool' then
+    with gone as (
+      -- Whatever somebody else has locked is being taken over.
+      delete from pgque.retry_queue r
+      where (r.ev_owner, r.ev_id) in (
+        select e.ev_owner, e.ev_id from pgque.retry_queue e
+        where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
+        order by e.ev_id
+        for update skip locked)
+      returning r.*
+    )
+    select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
+      v_new || pg_catalog.array_agg(g.ev_id)
+    into v_items, v_new
+    from gone g;
+  end if;
+
+  if p_what = 'archive' then
+    perform pgque._archive(v_queue, v_sub, v_items, p_reason);
+  elsif p_what <> 'ack' then
+    foreach v_item in array v_items loop
+      if p_what = 'dead'
+        or (p_what = 'nack' and (coalesce(v_item.ev_retry, 0) >= v_queue.queue_max_retries
+          or (v_sub.sub_role = 'pool' and v_item.ev_receives >= v_queue.queue_max_receive_attempts)))
+      then
+        v_item.ev_error := coalesce(p_reason, v_item.ev_error);
+        perform pgque._bury(v_queue, v_sub, v_item, coalesce(p_reason, case
+          when p_what = 'dead' then 'dead'
+          when coalesce(v_item.ev_retry, 0) >= v_queue.queue_max_retries then 'retries used up'
+          else 'receive attempts used up'
+        end));
+        continue;
+      end if;
+      v_item.ev_batch := case when p_what = 'visibility' then p_batch end;
+      v_item.ev_worker := case when p_what = 'visibility' then v_item.ev_worker end;
+      if p_what in ('nack', 'retry') then
+        v_item.ev_retry := coalesce(v_item.ev_retry, 0) + 1;
+        v_item.ev_error := p_reason;
+      end if;
+      v_item.ev_retry_after := case
+        when p_what = 'nack' then pgque.clock() + coalesce(p_after, pgque._backoff(v_queue.queue_retry_backoff, v_item.ev_retry))
+        when p_what = 'release' then pgque.clock()
+        else pgque.clock() + p_after
+      end;
+      insert into pgque.retry_queue select v_item.* on conflict do nothing;
+    end loop;
+  end if;
+
+  if p_ids is null then
+    return query select n, true, null::text from pg_catalog.unnest(v_new) n;
+  else
+    return query
+      select i.id, i.id = any (v_new) is true,
+        case
+          when i.id = any (v_new) then null
+          when exists (
+            select from pgque.retry_queue r
+            where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch <> p_batch) then 'lost to another worker'
+          when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
+          when exists (
+            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = i.id
+            union all
+            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = i.id) then 'settled already'
+          when v_lease.pos_sub is null or (v_closed and v_sub.sub_role = 'pool') then 'batch not open'
+          else 'not in this batch'
+        end
+      from pg_catalog.unnest(p_ids) i (id);
+  end if;
+end
+$$;
+
+-- How long to wait before a message is tried for the n-th time again.
+create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
+language sql volatile as $$
+  select case
+    when p_backoff is null then interval '60 seconds'
+    else make_interval(secs => (least(
+        coalesce((p_backoff->>'cap')::double precision, 3600),
+        coalesce((p_backoff->>'base')::double precision, 1) * power(coalesce((p_backoff->>'factor')::double precision, 2), least(p_n, 100) - 1))
+      * (1 - coalesce((p_backoff->>'jitter')::double precision, 0) * random())))
+  end
+$$;
+
+-- A message nobody will be given again goes where its queue says.
+create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
+language plpgsql as $$
+begin
+  if p_queue.queue_drop_policy = 'drop' then
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
+    return;
+  elsif p_queue.queue_drop_policy = 'dead_letter' and p_queue.queue_dead_letter_queue is not null then
+    begin
+      perform pgque._send(
+        (select q.queue_name from pgque.queue q where q.queue_id = p_queue.queue_dead_letter_queue), p_item.ev_type, p_item.ev_data,
+        p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
+        coalesce(p_item.ev_headers, '{}') || jsonb_build_object('pgque_dead', jsonb_build_object(
+          'queue', p_queue.queue_name,
+          'consumer', (select c.co_name from pgque.consumer c where c.co_id = p_sub.sub_consumer),
+          'msg_id', p_item.ev_id, 'reason', p_reason, 'receive_count', p_item.ev_receives,
+          'retry_count', coalesce(p_item.ev_retry, 0), 'dead_at', pgque.clock())),
+        p_item.ev_bytes);
+      return;
+    exception
+      when sqlstate 'PQ003' or sqlstate 'PQ013' then
+        -- It takes nothing now; the message is not to be lost.
+        null;
+    end;
+  end if;
+  perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold');
+end
+$$;
+
+-- Puts a message among the dead letters of a consumer; false if it is there.
+create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
+language plpgsql as $$
+begin
+  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,
+    ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
+  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, coalesce(p_item.ev_error, p_reason),
+    p_item.ev_id, p_item.ev_time, p_item.ev_txid, p_item.ev_retry, p_item.ev_type, p_item.ev_data,
+    p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
+    p_item.ev_headers, p_item.ev_key, p_item.ev_bytes, p_item.ev_expires)
+  on conflict on constraint dead_letter_once do nothing;
+  return found;
+end
+$$;
+
+-- A span of time that must not be negative.
+create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
+language plpgsql immutable as $$
+begin
+  if p_span < '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
+      hint = 'It is a time from now on, such as ''30 seconds''.';
+  end if;
+  return p_span;
+end
+$$;
+
+-- The answer about one message of a batch, or an error if it is not there.
+create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
+language plpgsql as $$
+begin
+  if p_outcome.reason = 'not in this batch' then
+    raise exception using
+      errcode = 'PQ007',
+      message = pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
+      hint = 'Pass a message of this batch, as receive() returned it.';
+  elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
+    perform pgque._no_batch(p_batch);
+  end if;
+  return p_outcome;
+end
+$$;
+
+-- Fails one message of an open batch: it comes again after retry_after (null:
+-- as the queue's retry_backoff says, or after a minute), or, if its attempts are
+-- used up, it goes the way of drop_policy.  The rest of the batch is not
+-- touched; ack() finishes it.
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  return 1;
+end
+$$;
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  return 1;
+end
+$$;
+
+-- The same for many messages, set-based; one row each with its outcome.
+create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null)
+returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+end
+$$;
+
+-- Finishes some messages of a batch; the others stay with it.
+create or replace function pgque.ack(batch_id bigint, msg_ids bigint[]) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_archive  boolean;
+begin
+  select q.queue_archive_on_ack into v_archive
+  from pgque.subscriber s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  return query select f.* from pgque._settle($1, coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
+end
+$$;
+
+-- Gives messages up at once, as if their attempts were used up.
+create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'dead', null, $3) f;
+end
+$$;
+
+-- Finishes messages, all of the batch by default, and keeps them in the archive.
+create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle($1, $2, 'archive', null, 'archived') f;
+end
+$$;
+
+-- Leases are of workers only.
+create or replace function pgque._need_pool(p_batch bigint) returns void
+language plpgsql as $$
+begin
+  if exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int and s.sub_role <> 'pool') then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('batch %s is not leased', p_batch),
+      hint = 'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.';
+  end if;
+end
+$$;
+
+-- Hands messages back, to be taken at once by any worker; their receive_count
+-- stays.  Returns their number.
+create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._need_pool($1);
+  return (select count(*) from pgque._settle($1, $2, 'release', null, null) f where f.ok);
+end
+$$;
+
+-- Sets when a lease ends, counted from now; 0 is release().  Returns the number
+-- of messages still held: 0 when the batch is lost.
+create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._need_pool($1);
+  if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
+    return pgque.release($1);
+  end if;
+  return (select count(*) from pgque._settle($1, null, 'visibility', $2, null) f);
+end
+$$;
+
+-- Adds to a lease; never shortens it.  Returns the number of messages still
+-- held: 0 when the batch is lost.
+create or replace function pgque.extend(batch_id bigint, by interval) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    int;
+  v_lease  pgque.position_0;
+  v_state  record;
+  v_count  int := 0;
+  v_held   int;
+begin
+  perform pgque._need_pool($1);
+  perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
+  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  perform pg_advisory_xact_lock($1);
+  v_lease := pgque._lease(v_sub, $1);
+  v_state := pgque._lease_state($1);
+  if v_lease.pos_fresh > 0 and not v_state.closed then
+    perform pgque._note($1, v_sub, array[v_state.moved - 1], greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2);
+    v_count := v_lease.pos_done_count - v_state.settled;
+  end if;
+  update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
+  where (r.ev_owner, r.ev_id) in (
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked);
+  get diagnostics v_held = row_count;
+  return v_count + v_held;
+end
+$$;
+
+-- PgQ's way to fail an event: no limit on the number of retries.  1, or 0 if
+-- that was done already.
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return (
+    select (pgque._answer(f, $1)).ok::int
+    from pgque._settle($1, array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
+end
+$$;
+
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
+language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + make_interval(secs => $3)) $$;
+
+-- Whether a batch is open in any way.
+create or replace function pgque._is_open(p_batch bigint) returns boolean
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  if v_sub.sub_role = 'pool' then
+    return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
+      or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);
+  end if;
+  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch = p_batch;
+end
+$$;
+
+-- Fails every event of a batch that has no outcome yet; returns their number.
+create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if not pgque._is_open($1) then
+    perform pgque._no_batch($1);
+  end if;
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null));
+end
+$$;
+
+-- The consumers on their own, whose retries come back through the log, and 0:
+-- delayed messages are for everybody.  Workers take theirs where they wait.
+create or replace function pgque._pumped() returns setof int
+language sql stable as $$
+  select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role in ('normal', 'coop_main')
+$$;
+
+-- Puts what is due into the log: retries for their consumer alone, delayed
+-- messages for everybody.  At most 10,000 of each queue a call, in one
+-- statement; returns their number.  A queue that is broken is reported and left
+-- alone.
+create or replace function pgque.maint_retry_events() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set enable_seqscan = off set jit = off as $$
+declare
+  v_queue_id  int;
+  v_count     int := 0;
+begin
+  for v_queue_id in
+    select distinct r.ev_queue
+    from pgque._pumped() o (id)
+    join pgque.retry_queue r on r.ev_owner = o.id and r.ev_retry_after <= pgque.clock()
+  loop
+    begin
+      v_count := v_count + pgque._retry_queue(v_queue_id);
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count;
+end
+$$;
+
+create or replace function pgque._retry_queue(p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_txid   xid8 := pg_catalog.pg_current_xact_id();
+  v_count  int;
+begin
+  perform pgque._rebase(p_queue_id);
+  with due as (
+    delete from pgque.retry_queue r
+    using (
+      select d.ev_owner, d.ev_id
+      from pgque.retry_queue d
+      where d.ev_queue = p_queue_id and d.ev_retry_after <= pgque.clock() and d.ev_owner in (select o from pgque._pumped() o)
+      order by d.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) d
+    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id
+    returning r.*
+  )
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
+  select q.queue_id * 3 + q.queue_cur_table, nullif(d.ev_owner, 0), d.ev_id, d.ev_time, v_txid,
+    case when d.ev_owner = 0 and d.ev_key is not null then 0 else d.ev_retry end, d.ev_type, d.ev_data,
+    d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
+  from due d
+  join pgque.queue q on q.queue_id = d.ev_queue;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The newest dead letters of a queue.
+create or replace function pgque.dlq_inspect(
+  queue_name text, limit_count int default 100,
+  out dl_id bigint, out dl_time timestamptz, out dl_reason text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return query
+    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
+      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = v_queue.queue_id
+    order by d.dl_id desc
+    limit case when $2 < 0 then 0 else $2 end;
+end
+$$;
+
+-- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
+-- the same one.
+create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
+language plpgsql as $$
+declare
+  v_dead  pgque.dead_letter;
+begin
+  delete from pgque.dead_letter d where d.dl_id = p_dl_id returning d.* into v_dead;
+  if not found then
+    raise exception using
+      errcode = 'PQ008',
+      message = pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
+      hint = 'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.';
+  end if;
+  return v_dead;
+end
+$$;
+
+-- Sends a dead letter again as a new event, for every consumer; returns the
+-- new id.
+create or replace function pgque.dlq_replay(dl_id bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id);
+begin
+  return pgque._send(
+    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
+    v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
+end
+$$;
+
+-- Sends all dead letters of a queue again; one that can not be sent stays.
+create or replace function pgque.dlq_replay_all(queue_name text, out replayed int, out failed int, out first_error text)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_id     bigint;
+begin
+  replayed := 0;
+  failed := 0;
+  for v_id in select d.dl_id from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id order by d.dl_id loop
+    begin
+      perform pgque.dlq_replay(v_id);
+      replayed := replayed + 1;
+    exception
+      when others then
+        failed := failed + 1;
+        first_error := coalesce(first_error, sqlerrm);
+    end;
+  end loop;
+end
+$$;
+
+-- Gives a dead letter back to the consumer that failed it, with its id and
+-- with a clean count of retries; returns the id.
+create or replace function pgque.dlq_requeue(dl_id bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id);
+  v_sub   int;
+begin
+  select s.sub_id into v_sub
+  from pgque.subscriber s
+  where s.sub_queue = v_dead.dl_queue_id and s.sub_consumer = v_dead.dl_consumer_id and s.sub_main is null
+  for key share;
+  if not found then
+    raise exception using
+      errcode = 'PQ011',
+      message = format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
+      hint = 'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).';
+  end if;
+  insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
+    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
+  select pgque.clock(), v_dead.dl_queue_id, s.sub_id, v_dead.ev_error,
+    v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
+    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes,
+    -- One that had expired is given another life.
+    case when v_dead.ev_expires > pgque.clock() then v_dead.ev_expires end,
+    pgque._lane(s, v_dead.ev_key, v_dead.ev_extra1)
+  from pgque.subscriber s
+  where s.sub_id = v_sub
+  -- It may wait there already: its consumer was moved back and failed it again.
+  on conflict on constraint retry_queue_pkey do update
+  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
+    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null, ev_receives = 0;
+  return v_dead.ev_id;
+end
+$$;
+
+-- Requeues the oldest dead letters of a queue whose consumers are still there.
+create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+begin
+  return (
+    select count(pgque.dlq_requeue(x.dl_id))
+    from (
+      select d.dl_id
+      from pgque.dead_letter d
+      where d.dl_queue_id = v_queue.queue_id
+        and exists (
+          select from pgque.subscriber s
+          where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
+      order by d.dl_id
+      limit case when $2 < 0 then 0 else $2 end
+      for update of d skip locked
+    ) x);
+end
+$$;
+
+-- Deletes dead letters of a queue that are older than an interval.
+create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days') returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_count  bigint;
+begin
+  delete from pgque.dead_letter d
+  where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- Moves the dead letters that list_poison() shows to the archive; returns their
+-- number.
+create or replace function pgque.archive_poison(queue_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_dead   pgque.dead_letter;
+  v_sub    pgque.subscriber;
+  v_count  int := 0;
+begin
+  for v_dead in
+    delete from pgque.dead_letter d
+    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
+    returning d.*
+  loop
+    v_sub.sub_queue := v_dead.dl_queue_id;
+    v_sub.sub_consumer := v_dead.dl_consumer_id;
+    v_sub.sub_id := 0;
+    perform pgque._archive(v_queue, v_sub, array[row(null, v_dead.dl_queue_id, v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, 0, v_dead.ev_retry,
+      v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4,
+      v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires, v_dead.ev_error,
+      v_dead.dl_receives, null, null, null)::pgque.retry_queue], 'poison');
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Hands back the batches of workers that got them longer ago than older_than;
+-- returns their number.
+create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0') returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_token  bigint;
+  v_count  int := 0;
+begin
+  for v_token in
+    select o.token
+    from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
+    cross join lateral pgque._lease(v_sub.sub_id, o.token) l
+    where l.pos_time <= pgque.clock() - $3 and not (pgque._lease_state(o.token)).closed
+    union
+    select r.ev_batch
+    from pgque.retry_queue r
+    cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
+    where r.ev_owner = v_sub.sub_id and r.ev_batch is not null and (l.pos_time > pgque.clock() - $3) is not true
+  loop
+    -- A worker that is just settling its batch is left alone.
+    if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then
+      v_count := v_count + 1;
+    end if;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Removes every message of a queue that is committed: pending, leased, delayed,
+-- waiting to be tried again.  Batches that are open report false from then on.
+-- Returns how many messages the slowest consumer had before it.
+create or replace function pgque.purge(queue_name text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_last   pgque.tick;
+  v_token  bigint;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge()');
+  perform pgque._rebase(v_queue.queue_id);
+  -- Batches before subscribers, as a worker does that acks and receives in one
+  -- transaction; then every subscriber, so that nobody hands out meanwhile.
+  perform pg_advisory_xact_lock(o.token)
+  from pgque.subscriber s
+  cross join lateral unnest((pgque._position(s.sub_id)).pos_open) o (token)
+  where s.sub_queue = v_queue.queue_id and s.sub_role = 'pool';
+  perform from pgque.subscriber s where s.sub_queue = v_queue.queue_id order by s.sub_main nulls first, s.sub_id for no key update;
+  v_count := pgque._depth(v_queue.queue_id);
+  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
+  v_queue := pgque._queue(v_queue.queue_name);
+  v_last := pgque._last_tick(v_queue);
+  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id loop
+    v_pos := pgque._position(v_sub.sub_id);
+    foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
+      perform pg_try_advisory_xact_lock(v_token);
+      perform pgque._note(v_token, v_sub.sub_id, array[0]);
+    end loop;
+    v_pos.pos_open := '{}';
+    v_pos.pos_lapse := null;
+    v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
+    perform pgque._append_position(pgque._at_tick(v_pos, case when v_pos.pos_main is null then v_last end));
+  end loop;
+  -- What somebody settles just now is left to him.
+  delete from pgque.retry_queue r
+  where (r.ev_owner, r.ev_id) in (select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked);
+  return v_count;
+end
+$$;
+
+-- Removes the pending message of a key, that is one which nobody was given yet;
+-- returns 1, or 0 if there is none.
+create or replace function pgque.purge_key(queue_name text, key text) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1);
+  v_last   pgque.event;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge_key()');
+  if $2 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('purge_key of queue %I needs a key', v_queue.queue_name),
+      hint = 'To remove everything use pgque.purge(queue).';
+  end if;
+  perform pgque._lock_keys(v_queue.queue_id, array[$2]);
+  v_last := pgque._last_of_key(v_queue.queue_id, $2);
+  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
+  get diagnostics v_count = row_count;
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
+    from pgque.queue q
+    where q.queue_id = v_queue.queue_id;
+    v_count := v_count + 1;
+  end if;
+  return v_count;
+end
+$$;
