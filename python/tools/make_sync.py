@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "pgque"
-PAIRS = {"client_async.py": "client.py", "consumer_async.py": "consumer.py"}
+PAIRS = {
+    "client_async.py": "client.py",
+    "consumer_async.py": "consumer.py",
+    "workers_async.py": "workers.py",
+}
 
 # In order; whole words only.
 RULES = [
@@ -23,6 +27,8 @@ RULES = [
     (r"\b__aexit__\b", "__exit__"),
     (r"\basynccontextmanager\b", "contextmanager"),
     (r"\bAsyncIterator\b", "Iterator"),
+    (r"\bAsyncGenerator\[(\w+), None\]", r"Generator[\1, None, None]"),
+    (r"\bAsyncGenerator\b", "Generator"),
     (r"\bAsyncConnectionPool\b", "ConnectionPool"),
     (r"\bAsyncConnection\b", "Connection"),
     (r"\bAsyncRetrying\b", "Retrying"),
@@ -32,6 +38,17 @@ RULES = [
     (r"\bAsyncHandler\b", "Handler"),
     (r"\bAsyncTransactionalHandler\b", "TransactionalHandler"),
     (r"\bconnect_async\b", "connect"),
+    (r"\bAsyncCursor\b", "Cursor"),
+    (r"\bAsyncWork(er|Queue|Message|Handler)\b", r"Work\1"),
+    (r"\bAsyncHands\b", "Hands"),
+    (r"\bserve_async\b", "serve"),
+    # What only one of the twins has.
+    (r'Literal\["tasks"\] = "tasks"', 'Literal["threads", "processes"] = "threads"'),
+    (
+        r'use: "tasks"\.',
+        'use: "threads"; or "processes", and then handlers must be functions of a module, and the program\n'
+        '            must call `run` under `if __name__ == "__main__":`, since each process imports it.',
+    ),
 ]
 
 HEADER = "# Generated from {source} by tools/make_sync.py: edit that file and run the script again.\n"
@@ -44,7 +61,7 @@ def sync_source(name: str) -> str:
     head, body = text[:docstring_end], text[docstring_end:]
     for pattern, replacement in RULES:
         body = re.sub(pattern, replacement, body)
-    body = re.sub(r"^from \.client_async import", "from .client import", body, flags=re.MULTILINE)
+    body = re.sub(r"^from \.(client|consumer)_async import", r"from .\1 import", body, flags=re.MULTILINE)
     return HEADER.format(source=name) + head + body
 
 

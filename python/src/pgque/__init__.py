@@ -4,6 +4,7 @@ with pgque.connect(dsn) as client:
     client.send("orders", {"id": 1})
 """
 
+from ._otel import enable_opentelemetry
 from ._stopper import HandlerInterrupted
 from ._version import __version__
 from .client import PgqueClient, connect
@@ -31,7 +32,9 @@ from .errors import (
     PgqueTickNotFound,
     PgqueVersionError,
 )
+from .outcomes import Dead, HandlerOutcome, Release, Retry
 from .types import (
+    ArchivedMessage,
     BatchEvent,
     BatchInfo,
     ConsumerInfo,
@@ -39,26 +42,39 @@ from .types import (
     Event,
     HealthCheck,
     Message,
+    MessageStatus,
     Metric,
     Outcome,
+    PoisonMessage,
+    QueuedMessage,
     QueueInfo,
     ReplayResult,
     SendResult,
     StatusRow,
+    WorkerInfo,
 )
+from .workers import Worker, WorkMessage, WorkQueue
+from .workers_async import AsyncWorker, AsyncWorkMessage, AsyncWorkQueue
 
 __all__ = [
+    "ArchivedMessage",
     "AsyncConsumer",
     "AsyncPgqueClient",
+    "AsyncWorkMessage",
+    "AsyncWorkQueue",
+    "AsyncWorker",
     "BatchEvent",
     "BatchInfo",
     "Consumer",
     "ConsumerInfo",
+    "Dead",
     "DeadLetter",
     "Event",
     "HandlerInterrupted",
+    "HandlerOutcome",
     "HealthCheck",
     "Message",
+    "MessageStatus",
     "Metric",
     "Outcome",
     "PgqueBadArgument",
@@ -81,11 +97,20 @@ __all__ = [
     "PgqueSinkEpochError",
     "PgqueTickNotFound",
     "PgqueVersionError",
+    "PoisonMessage",
     "QueueInfo",
+    "QueuedMessage",
+    "Release",
     "ReplayResult",
+    "Retry",
     "SendResult",
     "StatusRow",
+    "WorkMessage",
+    "WorkQueue",
+    "Worker",
+    "WorkerInfo",
     "__version__",
     "connect",
     "connect_async",
+    "enable_opentelemetry",
 ]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from .errors import PgqueBadArgument, PgqueVersionError
-from .types import Message, Payload, Seconds, Setting
+from .types import Event, Message, Payload, Seconds, Setting
+
+T = TypeVar("T")
 
 MessageOrId: TypeAlias = Message | int
 
@@ -21,51 +24,124 @@ def is_bytes(payload: object) -> TypeGuard[bytes | bytearray | memoryview]:
     return isinstance(payload, (bytes, bytearray, memoryview))
 
 
-def is_text(payload: Payload) -> TypeGuard[str | None]:
-    """Say whether a payload travels as text and not as JSON. Raises TypeError for bytes."""
-    if is_bytes(payload):
-        raise TypeError("bytes are sent one message at a time, with send(), and without an idempotency key")
-    return payload is None or isinstance(payload, str)
-
-
 def as_json(value: object) -> str:
     """Return the JSON text of a value. Raises ValueError for NaN and infinity, which JSON lacks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def send_arguments(payload: Payload, headers: Mapping[str, object] | None) -> tuple[dict[str, object], str]:
-    """Return the payload and headers of `pgque.send` as parameters, and the SQL that names them."""
-    if is_bytes(payload):
-        value: object = bytes(payload)
-        cast = "bytea"
-    else:
-        value, cast = payload_and_cast(payload)
-    sql = f"%(payload)s::{cast}"
-    if headers is None:
-        return {"payload": value}, sql
-    return {"payload": value, "headers": as_json(headers)}, f"{sql}, %(headers)s::jsonb"
-
-
-def payload_and_cast(payload: Payload) -> tuple[str | None, str]:
+def payload_and_cast(payload: Payload) -> tuple[str | bytes | None, str]:
     """Return a payload as it goes over the wire, with the SQL type to cast it to."""
-    if is_text(payload):
+    if is_bytes(payload):
+        return bytes(payload), "bytea"
+    if payload is None or isinstance(payload, str):
         return payload, "text"
     return as_json(payload), "jsonb"
 
 
-def payloads_and_cast(payloads: Iterable[Payload]) -> tuple[list[str | None], str]:
+def text_and_cast(payload: Payload) -> tuple[str | None, str]:
+    """Return a payload that can not be bytes. Raises TypeError if it is."""
+    value, cast = payload_and_cast(payload)
+    if isinstance(value, bytes):
+        raise TypeError("bytes are not sent with an idempotency key")
+    return value, cast
+
+
+def payloads_and_cast(payloads: Iterable[Payload]) -> tuple[list[str | bytes | None], str]:
     """Return a batch of payloads with the SQL array type.
 
     A batch of JSON values only goes as jsonb and is validated and stored canonical by the server; one that
-    mixes text and JSON goes as text.
+    mixes text and JSON goes as text. Raises TypeError where bytes are mixed with anything else.
+    """
+    encoded: list[str | bytes | None] = []
+    casts = set()
+    for payload in payloads:
+        value, cast = payload_and_cast(payload)
+        encoded.append(value)
+        if value is not None:
+            casts.add(cast)
+    if "bytea" in casts and len(casts) > 1:
+        raise TypeError("a batch is of bytes, or of text and JSON: send them in two")
+    return encoded, f"{casts.pop() if len(casts) == 1 else 'text'}[]"
+
+
+def arguments(given: Mapping[str, tuple[str, object]]) -> tuple[str, dict[str, object]]:
+    """Return the SQL of named arguments, from name to type and value, and their parameters.
+
+    Those that are None are left out, so that the server's default holds.
+    """
+    found = {name: value for name, (_, value) in given.items() if value is not None}
+    return "".join(f", {name} => %({name})s::{given[name][0]}" for name in found), found
+
+
+def send_arguments(event: Event) -> tuple[str, dict[str, object]]:
+    """Return the payload and the options of `pgque.send` as SQL and parameters."""
+    value, cast = payload_and_cast(event.payload)
+    sql, params = arguments(
+        {
+            "headers": ("jsonb", None if event.headers is None else as_json(event.headers)),
+            "key": ("text", event.key),
+            "delay": ("interval", interval(event.delay)),
+            "deliver_at": ("timestamptz", event.deliver_at),
+            "ttl": ("interval", interval(event.ttl)),
+            "partition_key": ("text", event.partition_key),
+        }
+    )
+    return f"%(payload)s::{cast}{sql}", {"payload": value, **params}
+
+
+def event_of(type: str, payload: Payload | Event, options: Mapping[str, object]) -> Event:
+    """Return a message as an event; options that are given win over those of an event."""
+    event = payload if isinstance(payload, Event) else Event(type, payload)
+    given = {name: value for name, value in options.items() if value is not None}
+    return replace(event, **given) if given else event  # type: ignore[arg-type]
+
+
+def batch_events(
+    type: str, payloads: Iterable[Payload | Event], options: Mapping[str, Sequence[object] | None]
+) -> list[Event]:
+    """Return a batch as events: each payload with its elements of the lists.
+
+    Raises ValueError for a list that is not as long as the payloads, or an event of another type, and
+    TypeError for a single payload.
     """
     if isinstance(payloads, (str, bytes, bytearray, Mapping)):
         raise TypeError("payloads must be a sequence of payloads, not a single one")
-    batch = list(payloads)
-    encoded = [payload if is_text(payload) else as_json(payload) for payload in batch]
-    some_json = any(not is_text(payload) for payload in batch)
-    some_text = any(isinstance(payload, str) for payload in batch)
-    return encoded, "jsonb[]" if some_json and not some_text else "text[]"
+    batch = [event_of(type, item, {}) for item in payloads]
+    if any(event.type != type for event in batch):
+        raise ValueError(f"a batch is of one type: all its events must be of type {type!r}")
+    given: dict[str, Sequence[object]] = {}
+    for name, values in options.items():
+        if values is not None:
+            given[name] = values
+            if len(values) != len(batch):
+                raise ValueError(f"{len(values)} values of {name} for {len(batch)} payloads")
+    if not given:
+        return batch
+    return [
+        event_of(type, event, {name: values[n] for name, values in given.items()})
+        for n, event in enumerate(batch)
+    ]
+
+
+def batch_arguments(batch: Sequence[Event]) -> tuple[str, dict[str, object]]:
+    """Return the payloads and the options of `pgque.send_batch` as SQL and parameters."""
+    values, cast = payloads_and_cast(event.payload for event in batch)
+    headers = [None if event.headers is None else as_json(event.headers) for event in batch]
+    sql, params = arguments(
+        {
+            "headers": ("jsonb[]", _unless_empty(headers)),
+            "keys": ("text[]", _unless_empty([event.key for event in batch])),
+            "delays": ("interval[]", _unless_empty([interval(event.delay) for event in batch])),
+            "deliver_ats": ("timestamptz[]", _unless_empty([event.deliver_at for event in batch])),
+            "ttls": ("interval[]", _unless_empty([interval(event.ttl) for event in batch])),
+            "partition_keys": ("text[]", _unless_empty([event.partition_key for event in batch])),
+        }
+    )
+    return f"%(payloads)s::{cast}{sql}", {"payloads": values, **params}
+
+
+def _unless_empty(values: list[T]) -> list[T] | None:
+    return values if any(value is not None for value in values) else None
 
 
 def interval(value: Seconds | None) -> timedelta | None:
@@ -107,6 +183,11 @@ def message_id(message: MessageOrId) -> int:
 def message_ids(messages: Sequence[MessageOrId]) -> list[int]:
     """Return the ids of messages, in their order."""
     return [message_id(message) for message in messages]
+
+
+def some_ids(messages: Sequence[MessageOrId] | None) -> list[int] | None:
+    """Return the ids of messages, or None for all of a batch."""
+    return None if messages is None else message_ids(messages)
 
 
 # So that a connection which silently died is noticed within half a minute and not after hours.

@@ -7,7 +7,7 @@ Both wake at once from `set()`, which may be called from any thread and from a s
 from __future__ import annotations
 
 import asyncio
-import select
+import selectors
 import signal
 import socket
 import threading
@@ -53,6 +53,10 @@ class Stopper:
         if not self._stop.is_set():
             self._stopped_at = time.monotonic()
             self._stop.set()
+        self.wake()
+
+    def wake(self) -> None:
+        """Make a `wait` return, the one that runs or the next."""
         writer = self._writer
         if writer is not None:
             with suppress(OSError):  # full or closed: the reader wakes anyway
@@ -60,6 +64,10 @@ class Stopper:
 
     def is_set(self) -> bool:
         return self._stop.is_set()
+
+    def waitables(self) -> list[socket.socket]:
+        """Return what is readable after `wake`, while `running`."""
+        return [self._reader] if self._reader is not None else []
 
     def out_of_time(self) -> bool:
         """Say whether the time for finishing the batch in hand is over."""
@@ -69,14 +77,21 @@ class Stopper:
         """Sleep, or less when stopped."""
         self._stop.wait(seconds)
 
-    def wait(self, conn: Connection[object], seconds: float) -> None:
-        """Wait for a notification on an idle connection, at most so long. Raises OperationalError when it
-        is lost."""
-        sockets = [conn.fileno()] + ([self._reader.fileno()] if self._reader is not None else [])
-        if not self._stop.is_set():
-            readable, _, _ = select.select(sockets, [], [], seconds)
-            if sockets[0] in readable:
-                _drain_notifications(conn)
+    def wait(self, conn: Connection[object], seconds: float, draining: bool = False) -> None:
+        """Wait for a notification on an idle connection, or for `wake`, at most so long; after a stop only
+        when `draining`. Raises OperationalError when the connection is lost."""
+        if self._stop.is_set() and not draining:
+            return
+        # Not select(), which a process with a thousand open files cannot use.
+        with selectors.DefaultSelector() as selector:
+            selector.register(conn.fileno(), selectors.EVENT_READ)
+            if self._reader is not None:
+                selector.register(self._reader, selectors.EVENT_READ)
+            readable = {key.fileobj for key, _ in selector.select(max(0.0, seconds))}
+        if self._reader in readable:
+            self._reader.recv(4096)
+        if conn.fileno() in readable:
+            _drain_notifications(conn)
 
     def call(self, work: Callable[[], object]) -> None:
         """Run `work`; what outlives a stop by signal is interrupted."""
@@ -113,6 +128,7 @@ class Stopper:
     def _wakeable(self) -> Iterator[None]:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        self._reader.setblocking(False)
         try:
             yield
         finally:
@@ -151,6 +167,10 @@ class AsyncStopper:
         if not self._stop.is_set():
             self._stopped_at = time.monotonic()
             self._stop.set()
+        self.wake()
+
+    def wake(self) -> None:
+        """Make a `wait` return, the one that runs or the next."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(self._wake.set)
@@ -162,9 +182,9 @@ class AsyncStopper:
         """Say whether the time for finishing the batch in hand is over."""
         return self._stop.is_set() and time.monotonic() - self._stopped_at > GRACE
 
-    async def _wait_for_wake(self, seconds: float) -> None:
+    async def _wait_for_wake(self, seconds: float, draining: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._stop.is_set():
+        if self._stop.is_set() and not draining:
             return
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._wake.wait(), seconds)
@@ -173,9 +193,9 @@ class AsyncStopper:
         """Sleep, or less when stopped."""
         await self._wait_for_wake(seconds)
 
-    async def wait(self, conn: AsyncConnection[object], seconds: float) -> None:
-        """Wait for a notification on an idle connection, at most so long. Raises OperationalError when it
-        is lost."""
+    async def wait(self, conn: AsyncConnection[object], seconds: float, draining: bool = False) -> None:
+        """Wait for a notification on an idle connection, or for `wake`, at most so long; after a stop only
+        when `draining`. Raises OperationalError when the connection is lost."""
         loop = asyncio.get_running_loop()
         fileno = conn.fileno()
         readable = False
@@ -187,10 +207,10 @@ class AsyncStopper:
 
         loop.add_reader(fileno, on_readable)
         try:
-            await self._wait_for_wake(seconds)
+            await self._wait_for_wake(max(0.0, seconds), draining)
         finally:
             loop.remove_reader(fileno)
-        if not self._stop.is_set():
+        if draining or not self._stop.is_set():
             self._wake.clear()
         if readable:
             _drain_notifications(conn)

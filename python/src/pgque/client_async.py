@@ -17,11 +17,12 @@ from psycopg import AsyncConnection
 from psycopg.rows import args_row, tuple_row
 from psycopg_pool import AsyncConnectionPool
 
-from . import _encode
+from . import _encode, _otel
 from ._encode import MessageOrId
 from ._version import __version__
 from .errors import PgqueError, from_psycopg
 from .types import (
+    ArchivedMessage,
     BatchEvent,
     BatchInfo,
     ConsumerInfo,
@@ -29,15 +30,19 @@ from .types import (
     Event,
     HealthCheck,
     Message,
+    MessageStatus,
     Metric,
     Outcome,
     Payload,
+    PoisonMessage,
+    QueuedMessage,
     QueueInfo,
     ReplayResult,
     Seconds,
     SendResult,
     Setting,
     StatusRow,
+    WorkerInfo,
     columns,
 )
 
@@ -136,31 +141,78 @@ class AsyncPgqueClient:
         *,
         type: str = "default",
         headers: Mapping[str, object] | None = None,
+        key: str | None = None,
+        delay: Seconds | None = None,
+        deliver_at: datetime | None = None,
+        ttl: Seconds | None = None,
+        partition_key: str | None = None,
     ) -> int:
         """Send one message and return its id. Calls `pgque.send`.
 
         str goes as text, byte for byte; bytes as bytes, which arrive in `payload_bytes`; dict, list, numbers
-        and booleans as JSON; None as NULL. `headers` travel with the message as a JSON object. An `Event`
-        brings its own type. Raises PgqueQueueNotFound.
+        and booleans as JSON; None as NULL. An `Event` brings its own type, and its options where none are
+        given here.
+
+        Args:
+            headers: travel with the message as a JSON object.
+            key: while a message with this key was not handed out, it is replaced, and its id returned.
+            delay: seconds until it can be received.
+            deliver_at: the time from which it can be received, instead of `delay`.
+            ttl: seconds after which it expires; 0 is never, None as the queue's `message_ttl` says.
+            partition_key: goes to `extra1`, and is the key for keyed order where there is no `key`.
+
+        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueBadArgument.
         """
-        if isinstance(payload, Event):
-            type = payload.type
-            payload = payload.payload
-        arguments, sql = _encode.send_arguments(payload, headers)
+        options = {
+            "headers": headers,
+            "key": key,
+            "delay": delay,
+            "deliver_at": deliver_at,
+            "ttl": ttl,
+            "partition_key": partition_key,
+        }
+        event = _encode.event_of(type, payload, options)
+        sql, params = _encode.send_arguments(_otel.outgoing(event))
         return await self._value(
             int,
             f"select pgque.send(%(queue)s::text, %(type)s::text, {sql})",
-            {"queue": queue, "type": type, **arguments},
+            {"queue": queue, "type": event.type, **params},
         )
 
-    async def send_batch(self, queue: str, type: str, payloads: Iterable[Payload]) -> list[int]:
+    async def send_batch(
+        self,
+        queue: str,
+        type: str,
+        payloads: Iterable[Payload | Event],
+        *,
+        headers: Sequence[Mapping[str, object] | None] | None = None,
+        keys: Sequence[str | None] | None = None,
+        delays: Sequence[Seconds | None] | None = None,
+        deliver_ats: Sequence[datetime | None] | None = None,
+        ttls: Sequence[Seconds | None] | None = None,
+        partition_keys: Sequence[str | None] | None = None,
+    ) -> list[int]:
         """Send many messages of one type, all or none, and return their ids in input order. Calls
-        `pgque.send_batch`."""
-        values, cast = _encode.payloads_and_cast(payloads)
+        `pgque.send_batch`.
+
+        Options are lists as long as the payloads, each for `send`'s argument of that name, or come with
+        `Event`s of this type. Bytes are not mixed with other payloads in one batch. Raises what `send`
+        raises.
+        """
+        options = {
+            "headers": headers,
+            "key": keys,
+            "delay": delays,
+            "deliver_at": deliver_ats,
+            "ttl": ttls,
+            "partition_key": partition_keys,
+        }
+        batch = _encode.batch_events(type, payloads, options)
+        sql, params = _encode.batch_arguments([_otel.outgoing(event) for event in batch])
         return await self._value(
             list,
-            f"select pgque.send_batch(%(queue)s::text, %(type)s::text, %(payloads)s::{cast})",
-            {"queue": queue, "type": type, "payloads": values},
+            f"select pgque.send_batch(%(queue)s::text, %(type)s::text, {sql})",
+            {"queue": queue, "type": type, **params},
         )
 
     async def send_idem(
@@ -174,7 +226,7 @@ class AsyncPgqueClient:
         partition_key: str | None = None,
     ) -> SendResult:
         """Send unless a message with this key was sent within `ttl` seconds. Calls `pgque.send_idem`."""
-        value, cast = _encode.payload_and_cast(payload)
+        value, cast = _encode.text_and_cast(payload)
         return await self._row(
             "select r.event_id, r.deduped"
             f" from pgque.send_idem(%(queue)s::text, %(type)s::text, %(payload)s::{cast},"
@@ -192,18 +244,30 @@ class AsyncPgqueClient:
 
     # -- consume -----------------------------------------------------------------------------------
 
-    async def subscribe(self, queue: str, consumer: str, start_at: str | int | datetime | None = None) -> int:
+    async def subscribe(
+        self,
+        queue: str,
+        consumer: str,
+        start_at: str | int | datetime | None = None,
+        *,
+        keyed_order: bool | None = None,
+    ) -> int:
         """Subscribe a consumer and return 1, or 0 when it was subscribed already. Calls `pgque.subscribe`.
 
         Without `start_at` it sees what is sent from now on. `start_at` is "latest", "earliest", a tick id
-        or a time.
+        or a time. With `keyed_order` its workers get the messages of one key one at a time and in order.
         """
-        if start_at is None:
-            sql = "select pgque.subscribe(%(queue)s::text, %(consumer)s::text)"
-        else:
-            sql = "select pgque.subscribe(%(queue)s::text, %(consumer)s::text, %(start_at)s::text)"
-        start = None if start_at is None else _encode.start_text(start_at)
-        return await self._value(int, sql, {"queue": queue, "consumer": consumer, "start_at": start})
+        sql, params = _encode.arguments(
+            {
+                "start_at": ("text", None if start_at is None else _encode.start_text(start_at)),
+                "keyed_order": ("bool", keyed_order),
+            }
+        )
+        return await self._value(
+            int,
+            f"select pgque.subscribe(%(queue)s::text, %(consumer)s::text{sql})",
+            {"queue": queue, "consumer": consumer, **params},
+        )
 
     async def unsubscribe(self, queue: str, consumer: str) -> int:
         """Take a consumer off a queue and return how many were removed. Calls `pgque.unsubscribe`."""
@@ -213,22 +277,53 @@ class AsyncPgqueClient:
             {"queue": queue, "consumer": consumer},
         )
 
-    async def receive(self, queue: str, consumer: str, max_messages: int = 100) -> list[Message]:
+    async def receive(
+        self,
+        queue: str,
+        consumer: str,
+        max_messages: int = 100,
+        *,
+        worker: str | None = None,
+        visibility_timeout: Seconds | None = None,
+        ack_batch: int | None = None,
+    ) -> list[Message]:
         """Return the next batch, at most `max_messages` long, or [] when there is none. Calls
         `pgque.receive`.
 
-        A batch that was not acked comes again, with the same id. Raises PgqueQueueNotFound,
-        PgqueConsumerNotFound.
+        Without `worker` a batch that was not acked comes again, with the same id. With it the consumer's
+        messages are shared among its workers: each call gives others, hidden from everybody else for
+        `visibility_timeout` seconds (None: the queue's), and those not settled by then come again.
+
+        `ack_batch` finishes that batch first, in the same transaction.
+
+        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument.
         """
+        sql, params = _encode.arguments(
+            {
+                "worker": ("text", worker),
+                "visibility_timeout": ("interval", _encode.interval(visibility_timeout)),
+                "ack_batch": ("bigint", ack_batch),
+            }
+        )
         return await self._rows(
-            f"select {_MESSAGE} from pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int) as m",
-            {"queue": queue, "consumer": consumer, "max": max_messages},
+            f"select {_MESSAGE}"
+            f" from pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int{sql}) as m",
+            {"queue": queue, "consumer": consumer, "max": max_messages, **params},
             Message,
         )
 
-    async def ack(self, batch_id: int) -> int:
-        """Finish a batch: 1, or 0 when it was not open. Calls `pgque.ack`."""
-        return await self._value(int, "select pgque.ack(%(batch)s::bigint)", {"batch": batch_id})
+    @overload
+    async def ack(self, batch_id: int, msgs: None = None) -> int: ...
+
+    @overload
+    async def ack(self, batch_id: int, msgs: Sequence[MessageOrId]) -> list[Outcome]: ...
+
+    async def ack(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> int | list[Outcome]:
+        """Finish a batch: 1, or 0 when it was not open; or some of its messages, with an Outcome each.
+        Calls `pgque.ack`."""
+        if msgs is None:
+            return await self._value(int, "select pgque.ack(%(batch)s::bigint)", {"batch": batch_id})
+        return await self._settle("ack", batch_id, msgs)
 
     async def finish_batch(self, batch_id: int) -> int:
         """Finish a batch: 1, or 0 when it was not open. Calls `pgque.finish_batch`, the same under PgQ's
@@ -237,49 +332,89 @@ class AsyncPgqueClient:
 
     @overload
     async def nack(
-        self, batch_id: int, msg: MessageOrId, retry_after: Seconds = 60, reason: str | None = None
+        self, batch_id: int, msg: MessageOrId, retry_after: Seconds | None = None, reason: str | None = None
     ) -> int: ...
 
     @overload
     async def nack(
-        self, batch_id: int, msg: Sequence[MessageOrId], retry_after: Seconds = 60, reason: str | None = None
+        self,
+        batch_id: int,
+        msg: Sequence[MessageOrId],
+        retry_after: Seconds | None = None,
+        reason: str | None = None,
     ) -> list[Outcome]: ...
 
     async def nack(
         self,
         batch_id: int,
         msg: MessageOrId | Sequence[MessageOrId],
-        retry_after: Seconds = 60,
+        retry_after: Seconds | None = None,
         reason: str | None = None,
     ) -> int | list[Outcome]:
         """Give messages of an open batch back, to come again after `retry_after` seconds. Calls
         `pgque.nack`.
 
-        A message whose retries are used up becomes a dead letter, with `reason`. One message (or its id)
-        gives 1 and raises PgqueMessageNotInBatch when it is not in the batch; a sequence is settled in one
-        go and gives an Outcome each. The batch still has to be acked. Raises PgqueBatchNotFound.
+        Without `retry_after` the queue's `retry_backoff` says when, or else it is 60 seconds. A message
+        whose retries are used up goes the way of the queue's `drop_policy`, with `reason`.
+
+        One message (or its id) gives 1, and raises PgqueMessageNotInBatch or PgqueBatchNotFound; a sequence
+        is settled in one go and gives an Outcome each. The batch of a plain consumer still has to be acked.
         """
-        params: dict[str, object] = {
-            "batch": batch_id,
-            "after": _encode.interval(retry_after),
-            "reason": reason,
+        options = {
+            "retry_after": ("interval", _encode.interval(retry_after)),
+            "reason": ("text", reason),
         }
-        if isinstance(msg, (Message, int)):
-            params["msg"] = _encode.message_id(msg)
-            return await self._value(
-                int,
-                "select pgque.nack(%(batch)s::bigint,"
-                " jsonb_populate_record(null::pgque.message, jsonb_build_object('msg_id', %(msg)s::bigint)),"
-                " %(after)s::interval, %(reason)s::text)",
-                params,
-            )
-        params["msgs"] = _encode.message_ids(msg)
-        return await self._rows(
-            "select o.msg_id, o.ok, o.reason"
-            " from pgque.nack(%(batch)s::bigint, %(msgs)s::bigint[],"
-            " %(after)s::interval, %(reason)s::text) as o",
-            params,
-            Outcome,
+        if not isinstance(msg, (Message, int)):
+            return await self._settle("nack", batch_id, msg, options)
+        sql, params = _encode.arguments(options)
+        return await self._value(
+            int,
+            "select pgque.nack(%(batch)s::bigint,"
+            " jsonb_populate_record(null::pgque.message, jsonb_build_object('msg_id', %(msg)s::bigint))"
+            f"{sql})",
+            {"batch": batch_id, "msg": _encode.message_id(msg), **params},
+        )
+
+    async def dead(
+        self, batch_id: int, msgs: Sequence[MessageOrId], reason: str | None = None
+    ) -> list[Outcome]:
+        """Give messages up, the way of the queue's `drop_policy`, without more retries. Calls
+        `pgque.dead`."""
+        return await self._settle("dead", batch_id, msgs, {"reason": ("text", reason)})
+
+    async def archive(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> list[Outcome]:
+        """Finish messages of a batch, or all, and keep them in the archive. Calls `pgque.archive`."""
+        return await self._settle("archive", batch_id, msgs)
+
+    async def release(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> int:
+        """Hand messages of a worker's batch back, or all, to come again at once; return their count. Calls
+        `pgque.release`."""
+        sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.some_ids(msgs))})
+        return await self._value(
+            int, f"select pgque.release(%(batch)s::bigint{sql})", {"batch": batch_id, **params}
+        )
+
+    async def extend(self, batch_id: int, seconds: Seconds) -> int:
+        """Add seconds to the deadline of a worker's batch. Calls `pgque.extend`.
+
+        Returns how many of its messages are still held; 0 when it is lost.
+        """
+        return await self._value(
+            int,
+            "select pgque.extend(%(batch)s::bigint, %(by)s::interval)",
+            {"batch": batch_id, "by": _encode.interval(seconds)},
+        )
+
+    async def set_visibility(self, batch_id: int, seconds: Seconds) -> int:
+        """Set the deadline of a worker's batch to so many seconds from now; 0 hands it back. Calls
+        `pgque.set_visibility`.
+
+        Returns how many of its messages are still held; 0 when it is lost.
+        """
+        return await self._value(
+            int,
+            "select pgque.set_visibility(%(batch)s::bigint, %(to)s::interval)",
+            {"batch": batch_id, "to": _encode.interval(seconds)},
         )
 
     async def peek(self, queue: str, n: int = 10) -> list[Message]:
@@ -455,6 +590,49 @@ class AsyncPgqueClient:
         """Open a paused queue for senders again. Calls `pgque.resume`."""
         await self._run("select pgque.resume(%(queue)s::text)", {"queue": queue})
 
+    async def rename_queue(self, queue: str, new_name: str) -> int:
+        """Give a queue another name; its `queue_uid` stays. Calls `pgque.rename_queue`. Raises
+        PgqueQueueExists, PgqueInvalidName."""
+        return await self._value(
+            int,
+            "select pgque.rename_queue(%(queue)s::text, %(new)s::text)",
+            {"queue": queue, "new": new_name},
+        )
+
+    async def set_default_config(self, param: str, value: Setting) -> None:
+        """Change the default of a setting, for all queues that do not set it; None returns to the built-in
+        one. Calls `pgque.set_default_config`."""
+        await self._run(
+            "select pgque.set_default_config(%(param)s::text, %(value)s::text)",
+            {"param": param, "value": _encode.setting_text(value)},
+        )
+
+    async def expire_messages(self, queue: str) -> int:
+        """Take out the expired messages that wait for a retry, and return their count. Calls
+        `pgque.expire_messages`."""
+        return await self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
+
+    async def delete_expired(self, queue: str) -> int:
+        """Delete dead letters whose message expired meanwhile, and return their count. Calls
+        `pgque.delete_expired`."""
+        return await self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
+
+    async def set_schedule(self, job: str, every: Seconds | str) -> str:
+        """Set how often the job "expire" or "delete_expired" runs; "" turns it off. Calls
+        `pgque.set_schedule`.
+
+        `every` is seconds or an interval. Returns the one in force. Raises PgqueBadArgument, and the old
+        one stays.
+        """
+        return await self._value(
+            str,
+            "select pgque.set_schedule(%(job)s::text, %(every)s::text)",
+            {
+                "job": job,
+                "every": every if isinstance(every, str) else _encode.setting_text(_encode.interval(every)),
+            },
+        )
+
     async def ticker(self, queue: str) -> int | None:
         """Tick one queue if there is a reason to, and return the tick id or None. Calls `pgque.ticker`."""
         return await self._maybe(int, "select pgque.ticker(%(queue)s::text)", {"queue": queue})
@@ -521,6 +699,106 @@ class AsyncPgqueClient:
             f"select {columns(ConsumerInfo, 'i')} from pgque.get_consumer_info({', '.join(arguments)}) as i",
             {"queue": queue, "consumer": consumer},
             ConsumerInfo,
+        )
+
+    # -- workers and messages
+    # --------------------------------------------------------------------------------------------------
+
+    async def list_workers(self, queue: str | None = None, consumer: str | None = None) -> list[WorkerInfo]:
+        """Return the workers of all queues, of one, or of one consumer, with what they hold. Calls
+        `pgque.list_workers`."""
+        return await self._rows(
+            f"select {columns(WorkerInfo, 'w')}"
+            " from pgque.list_workers(%(queue)s::text, %(consumer)s::text) as w",
+            {"queue": queue, "consumer": consumer},
+            WorkerInfo,
+        )
+
+    async def reclaim(self, queue: str, consumer: str, older_than: Seconds = 0) -> int:
+        """Take back the batches that workers got more than `older_than` seconds ago, and return their
+        count. Calls `pgque.reclaim`."""
+        return await self._value(
+            int,
+            "select pgque.reclaim(%(queue)s::text, %(consumer)s::text, %(age)s::interval)",
+            {"queue": queue, "consumer": consumer, "age": _encode.interval(older_than)},
+        )
+
+    async def list_messages(
+        self, queue: str, status: str | None = None, limit: int = 100
+    ) -> list[QueuedMessage]:
+        """Return messages of a queue, at most `limit`, of one status or of any. Calls
+        `pgque.list_messages`."""
+        return await self._rows(
+            f"select {columns(QueuedMessage, 'm')}"
+            " from pgque.list_messages(%(queue)s::text, %(status)s::text, %(limit)s::int) as m",
+            {"queue": queue, "status": status, "limit": limit},
+            QueuedMessage,
+        )
+
+    async def message_status(self, queue: str, msg_id: int) -> list[MessageStatus]:
+        """Return what became of a message, for each consumer. Calls `pgque.message_status`. Raises
+        PgqueMessageNotFound."""
+        return await self._rows(
+            f"select {columns(MessageStatus, 's')}"
+            " from pgque.message_status(%(queue)s::text, %(msg)s::bigint) as s",
+            {"queue": queue, "msg": msg_id},
+            MessageStatus,
+        )
+
+    async def purge(self, queue: str) -> int:
+        """Remove all messages of a queue, in flight, delayed and to be retried too. Calls `pgque.purge`.
+
+        Dead letters and the archive stay. Returns how many the slowest consumer had before it.
+        """
+        return await self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
+
+    async def purge_key(self, queue: str, key: str) -> int:
+        """Remove the pending message with a key: 1, or 0 when there is none. Calls `pgque.purge_key`."""
+        return await self._value(
+            int, "select pgque.purge_key(%(queue)s::text, %(key)s::text)", {"queue": queue, "key": key}
+        )
+
+    async def list_poison(self, queue: str, limit: int = 100) -> list[PoisonMessage]:
+        """Return messages that were delivered more than once without an outcome, or died of that. Calls
+        `pgque.list_poison`."""
+        return await self._rows(
+            f"select {columns(PoisonMessage, 'p')}"
+            " from pgque.list_poison(%(queue)s::text, %(limit)s::int) as p",
+            {"queue": queue, "limit": limit},
+            PoisonMessage,
+        )
+
+    async def archive_poison(self, queue: str) -> int:
+        """Move the dead letters that `list_poison` shows to the archive, and return their count. Calls
+        `pgque.archive_poison`."""
+        return await self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
+
+    async def archive_list(
+        self, queue: str, limit: int = 100, since: datetime | None = None
+    ) -> list[ArchivedMessage]:
+        """Return the newest archived messages of a queue, at most `limit`, or those archived `since` then.
+        Calls `pgque.archive_list`."""
+        return await self._rows(
+            f"select {columns(ArchivedMessage, 'a')}"
+            " from pgque.archive_list(%(queue)s::text, %(limit)s::int, %(since)s::timestamptz) as a",
+            {"queue": queue, "limit": limit, "since": since},
+            ArchivedMessage,
+        )
+
+    async def archive_replay(self, archive_id: int) -> int:
+        """Send an archived message again and return the new id. Calls `pgque.archive_replay`. Raises
+        PgqueMessageNotFound."""
+        return await self._value(
+            int, "select pgque.archive_replay(%(archive)s::bigint)", {"archive": archive_id}
+        )
+
+    async def archive_purge(self, queue: str, before: datetime) -> int:
+        """Drop the days (UTC) of the archive that ended before a time, and return their count. Calls
+        `pgque.archive_purge`."""
+        return await self._value(
+            int,
+            "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
+            {"queue": queue, "before": before},
         )
 
     # -- dead letters
@@ -602,6 +880,20 @@ class AsyncPgqueClient:
         finally:
             if idle and not self._conn.closed and not self._conn.autocommit:
                 await self._conn.rollback()  # nothing but the two look-ups was in it
+
+    async def _settle(
+        self,
+        function: str,
+        batch_id: int,
+        msgs: Sequence[MessageOrId] | None,
+        options: Mapping[str, tuple[str, object]] | None = None,
+    ) -> list[Outcome]:
+        sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.some_ids(msgs)), **(options or {})})
+        return await self._rows(
+            f"select {columns(Outcome, 'o')} from pgque.{function}(%(batch)s::bigint{sql}) as o",
+            {"batch": batch_id, **params},
+            Outcome,
+        )
 
     async def _rows(self, sql: str, params: Mapping[str, object], make: Callable[..., T]) -> list[T]:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""

@@ -32,7 +32,7 @@ log = logging.getLogger("pgque.consumer")
 
 # Pauses between attempts to reach the database: random between 0 and a bound that doubles up to this many
 # seconds.
-_FIRST_PAUSE = 0.1
+FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 15.0
 
 _LONGEST_REASON = 4000  # characters
@@ -131,24 +131,10 @@ class Consumer:
         PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
         """
         with self._stopper.running():
-            while not self._stopper.is_set():
-                retrying = Retrying(
-                    retry=retry_if_exception(_may_help),
-                    wait=wait_random_exponential(multiplier=_FIRST_PAUSE, max=_LONGEST_PAUSE),
-                    sleep=self._stopper.sleep,
-                    stop=self._give_up,
-                    before_sleep=_log_pause,
-                    reraise=True,
-                )
-                try:
-                    for attempt in retrying:
-                        with attempt:
-                            self._stopper.call(self._session)
-                except HandlerInterrupted:
-                    log.warning("stopped in the middle of a batch, which comes again")
-                except PgqueError as error:
-                    if not (self._stopper.is_set() and _may_help(error)):
-                        raise
+            try:
+                keep_connected(self._stopper, lambda: self._stopper.call(self._session))
+            except HandlerInterrupted:
+                log.warning("stopped in the middle of a batch, which comes again")
 
     def stop(self) -> None:
         """Make `start` return soon, for good; callable from any thread.
@@ -157,9 +143,6 @@ class Consumer:
         whole, after the handler that is running has returned.
         """
         self._stopper.set()
-
-    def _give_up(self, state: RetryCallState) -> bool:
-        return self._stopper.is_set()
 
     def _session(self) -> None:
         """Consume over one connection.
@@ -183,10 +166,10 @@ class Consumer:
                         self._stopper.wait(client.conn, self.poll_interval)
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
-            if not worked or not _may_help(error):
+            if not worked or is_permanent(error):
                 raise error from fault
             log.warning("lost the database, connecting again: %s", error)
-            self._stopper.sleep(random.uniform(0, _FIRST_PAUSE))  # noqa: S311
+            self._stopper.sleep(random.uniform(0, FIRST_PAUSE))  # noqa: S311
 
     def _conninfo(self) -> str:
         return watchful(self.dsn, f"pgque {self.queue}/{self.subconsumer or self.name}")
@@ -273,6 +256,29 @@ class Consumer:
 def _storable(reason: str) -> str:
     """Return a text that the database can store: no NUL, no half characters, and not without end."""
     return reason.replace("\x00", "")[:_LONGEST_REASON].encode("utf-8", "replace").decode("utf-8")
+
+
+def keep_connected(stopper: Stopper, session: Callable[[], object]) -> None:
+    """Run `session` again and again until a stop; after one that raised, after a growing random pause.
+
+    Raises a PgqueError where trying again cannot help.
+    """
+    while not stopper.is_set():
+        retrying = Retrying(
+            retry=retry_if_exception(_may_help),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=_LONGEST_PAUSE),
+            sleep=stopper.sleep,
+            stop=lambda state: stopper.is_set(),
+            before_sleep=_log_pause,
+            reraise=True,
+        )
+        try:
+            for attempt in retrying:
+                with attempt:
+                    session()
+        except PgqueError as error:
+            if not (stopper.is_set() and _may_help(error)):
+                raise
 
 
 def _may_help(error: BaseException) -> bool:

@@ -59,10 +59,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Hold a type and a payload to be sent; `send(queue, Event(...))` takes both from here."""
+    """Hold a message to be sent, with all that goes with it; for `send` and `send_batch`.
+
+    `delay` and `ttl` are seconds or a timedelta; for the other fields see `send`.
+    """
 
     type: str
     payload: Payload
+    headers: Mapping[str, object] | None = None
+    key: str | None = None
+    delay: Seconds | None = None
+    deliver_at: datetime | None = None
+    ttl: Seconds | None = None
+    partition_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,10 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Say what became of one message id given to `nack`; `reason` tells why when `ok` is False."""
+    """Say whether the outcome given for one message id counts; `reason` tells why not when `ok` is False.
+
+    Reasons are "not in this batch", "settled already", "lost to another worker" and "batch not open".
+    """
 
     msg_id: int
     ok: bool
@@ -169,6 +181,93 @@ class DeadLetter:
     ev_extra3: str | None = None
     ev_extra4: str | None = None
     consumer_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Hold what one worker of a consumer has in hand; `lease_until` is the earliest of its deadlines."""
+
+    queue: str
+    consumer: str
+    worker: str
+    batches: int
+    messages: int
+    last_seen: datetime | None
+    lease_until: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedMessage:
+    """Hold a message as `list_messages` shows it, once for each consumer.
+
+    `status` is pending, processing, delayed, retry, expired, dead, failed or archived.
+    """
+
+    msg_id: int
+    consumer_name: str | None
+    status: str
+    type: str | None
+    payload: str | None
+    headers: dict[str, object] | None
+    key: str | None
+    payload_bytes: bytes | None
+    created_at: datetime | None
+    available_at: datetime | None
+    receive_count: int | None
+    retry_count: int | None
+    last_error: str | None
+    expires_at: datetime | None
+    worker: str | None
+    batch_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStatus:
+    """Hold what became of a message with one consumer; `status` as in `QueuedMessage`."""
+
+    consumer_name: str | None
+    status: str
+    receive_count: int | None
+    retry_count: int | None
+    available_at: datetime | None
+    worker: str | None
+    batch_id: int | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PoisonMessage:
+    """Hold a message that was delivered more than once without an outcome, or died of that.
+
+    `dl_id` is set when it is a dead letter, and is what `dlq_requeue` takes.
+    """
+
+    msg_id: int
+    consumer_name: str | None
+    receive_count: int | None
+    last_error: str | None
+    status: str
+    dl_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedMessage:
+    """Hold a message of the archive, with who handled it and how it ended."""
+
+    archive_id: int
+    queue: str
+    consumer_name: str | None
+    msg_id: int
+    type: str | None
+    payload: str | None
+    payload_bytes: bytes | None
+    headers: dict[str, object] | None
+    key: str | None
+    sent_at: datetime | None
+    archived_at: datetime
+    receive_count: int | None
+    worker: str | None
+    outcome: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,9 +95,8 @@ def _run(place: Place, messages: list[str], type_: str, count: int, console: Con
         client.create_queue(QUEUE, {"max_retries": MAX_RETRIES})
         client.subscribe(QUEUE, SIZES)
         dsn = make_conninfo(place.dsn, application_name="pgque demo")
+        client.subscribe(QUEUE, COMPILER)
         names = [f"worker-{n}" for n in range(1, count + 1)]
-        for name in names:
-            client.subscribe_subconsumer(QUEUE, COMPILER, name)
         processes: list[BaseProcess] = [
             context.Process(target=compile_worker, args=(dsn, name), name=name, daemon=True) for name in names
         ]

@@ -7,9 +7,11 @@ import warnings
 from pathlib import Path
 
 import psycopg
+from psycopg.conninfo import make_conninfo
 
 from ..consumer import Consumer
 from ..types import Message
+from ..workers import Worker
 
 QUEUE = "pgque_demo"
 COMPILER = "compile"
@@ -39,37 +41,40 @@ create table pgque_demo.sized (
 
 def compile_worker(dsn: str, name: str) -> None:
     """Compile files, or parse lines, as one of several workers of a consumer, until SIGTERM."""
-    logging.getLogger("pgque.consumer").setLevel(logging.ERROR)  # failing files are part of the demo
+    logging.getLogger("pgque.worker").setLevel(logging.ERROR)  # failing files are part of the demo
     warnings.simplefilter("ignore")
-    consumer = Consumer(
+    worker = Worker(
         dsn,
         queue=QUEUE,
-        name=COMPILER,
-        subconsumer=name,
-        transactional=True,
+        consumer=COMPILER,
+        worker=name,
+        concurrency=1,
+        prefetch=RECEIVE_AT_ONCE,
         retry_after=RETRY_AFTER,
-        max_messages=RECEIVE_AT_ONCE,
-        poll_interval=5,
     )
 
-    def record(message: Message, conn: psycopg.Connection[object], what: str) -> None:
+    def record(message: Message, what: str) -> None:
+        # A message may come twice, so once is enough.
         conn.execute(
             "insert into pgque_demo.compiled (msg_id, name, worker, attempt, seconds)"
-            " values (%s, %s, %s, %s, extract(epoch from clock_timestamp() - %s))",
-            (message.msg_id, what, name, (message.retry_count or 0) + 1, message.created_at),
+            " values (%s, %s, %s, %s, extract(epoch from clock_timestamp() - %s))"
+            " on conflict (msg_id) do nothing",
+            (message.msg_id, what, name, message.receive_count, message.created_at),
         )
 
-    @consumer.on("file")
-    def compile_file(message: Message, conn: psycopg.Connection[object]) -> None:
+    @worker.handler("file")
+    def compile_file(message: Message) -> None:
         path = _payload(message)["path"]
         compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-        record(message, conn, path)
+        record(message, path)
 
-    @consumer.on("line")
-    def parse_line(message: Message, conn: psycopg.Connection[object]) -> None:
-        record(message, conn, type(message.json()).__name__)
+    @worker.handler("line")
+    def parse_line(message: Message) -> None:
+        record(message, type(message.json()).__name__)
 
-    consumer.start()
+    own = make_conninfo(dsn, application_name="pgque demo records")
+    with psycopg.connect(own, autocommit=True) as conn:
+        worker.run()
 
 
 def size_worker(dsn: str) -> None:

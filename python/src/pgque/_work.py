@@ -1,0 +1,213 @@
+"""What workers have in hand, and how it is settled. Shared by the sync and the async side; nothing waits."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from . import _encode
+from .outcomes import Dead, HandlerOutcome, Release, Retry
+from .types import Message, Seconds, columns
+
+M = TypeVar("M", bound=Message)
+
+# Characters of an error's text that are kept.
+_LONGEST_REASON = 2000
+
+# A statement and its parameters.
+Call = tuple[str, Mapping[str, object]]
+
+# A hand-out that is lost in a crash of the server is only a redelivery, so it need not wait for the disk.
+_UNHURRIED = "(select set_config('synchronous_commit', 'off', true) offset 0) as unhurried"
+
+
+# What can be done to all that is left of a batch at once.
+_WHOLE = frozenset({"ack", "archive", "release"})
+_NOT_HELD = "lost to another worker"
+
+
+class Refused(NamedTuple):
+    """Hold an outcome that did not count: the message (None for the whole batch) and why."""
+
+    msg_id: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Say what to do with a message."""
+
+    verb: Literal["ack", "archive", "nack", "dead", "release"]
+    after: timedelta | None = None
+    reason: str | None = None
+
+
+def verdict_of(outcome: object, success: Verdict, retry_after: timedelta | None) -> Verdict:
+    """Return what becomes of a message, from what its handler returned or the HandlerOutcome it raised."""
+    if isinstance(outcome, type) and issubclass(outcome, HandlerOutcome):
+        outcome = outcome()
+    match outcome:
+        case Retry(after=after, reason=reason):
+            return Verdict("nack", retry_after if after is None else after, storable(reason))
+        case Dead(reason=reason):
+            return Verdict("dead", None, storable(reason))
+        case Release():
+            return Verdict("release")
+    return success
+
+
+def failure(error: BaseException, retry_after: timedelta | None) -> Verdict:
+    """Return what becomes of a message whose handler failed."""
+    return Verdict("nack", retry_after, storable(f"{type(error).__name__}: {error}"))
+
+
+def storable(reason: str | None) -> str | None:
+    """Return a text that the database can store: no NUL, no half characters, and not without end."""
+    if reason is None:
+        return None
+    return reason.replace("\x00", "")[:_LONGEST_REASON].encode("utf-8", "replace").decode("utf-8")
+
+
+class Batch(Generic[M]):
+    """Hold a batch that was handed out: what is not settled yet, and what is to become of it."""
+
+    def __init__(self, messages: Sequence[M], received_at: float) -> None:
+        self.batch_id = messages[0].batch_id
+        self.received_at = received_at  # before it was asked for, by the monotonic clock
+        self.extended_at = received_at
+        self.told_at = received_at
+        self.lost = False
+        self._has_released = False  # those could still be acked, with the whole batch
+        self._unsettled = {message.msg_id for message in messages}
+        self._verdicts: dict[int, Verdict] = {}
+
+    @property
+    def unfinished(self) -> int:
+        """Count the messages whose outcome is not known."""
+        return len(self._unsettled) - len(self._verdicts)
+
+    @property
+    def is_settled(self) -> bool:
+        """Say whether nothing is left to be done."""
+        return not self._unsettled
+
+    @property
+    def has_verdicts(self) -> bool:
+        """Say whether outcomes are known that the server was not told."""
+        return bool(self._verdicts)
+
+    def decide(self, msg_ids: Iterable[int], verdict: Verdict) -> None:
+        """Note what is to become of messages."""
+        self._verdicts.update((msg_id, verdict) for msg_id in msg_ids if msg_id in self._unsettled)
+
+    def calls(self) -> list[Call]:
+        """Return the statements that tell the server what is known; each gives the outcomes it refused."""
+        groups: dict[Verdict, list[int]] = defaultdict(list)
+        for msg_id, verdict in self._verdicts.items():
+            groups[verdict].append(msg_id)
+        calls = []
+        can_be_whole = self.unfinished == 0 and not self._has_released
+        self._has_released |= any(verdict.verb == "release" for verdict in groups)
+        # Acks last: where all outcomes are known one call for the rest of the batch does for them.
+        for verdict in sorted(groups, key=lambda verdict: verdict.verb == "ack"):
+            is_rest = verdict.verb == "ack" and not self._has_released
+            if can_be_whole and verdict.verb in _WHOLE and (is_rest or len(groups) == 1):
+                calls.append(_settle_batch(self.batch_id, verdict))
+            else:
+                calls.append(settle(self.batch_id, verdict, groups[verdict]))
+        return calls
+
+    def told(self) -> None:
+        """Take note that the statements of `calls` were committed."""
+        self.told_at = time.monotonic()
+        self._unsettled -= self._verdicts.keys()
+        self._verdicts.clear()
+
+    def holds(self, msg_id: int) -> bool:
+        """Say whether the outcome of a message is still to be chosen."""
+        return msg_id in self._unsettled and msg_id not in self._verdicts
+
+    def undecided(self) -> list[int]:
+        """Return the ids of the messages whose outcome is not known."""
+        return [msg_id for msg_id in self._unsettled if msg_id not in self._verdicts]
+
+    def drop(self, msg_id: int, verdict: Verdict) -> None:
+        """Take note that the server was told the outcome of a message."""
+        self._has_released |= verdict.verb == "release"
+        self._unsettled.discard(msg_id)
+        self._verdicts.pop(msg_id, None)
+
+
+def settle(batch_id: int, verdict: Verdict, msg_ids: Sequence[int]) -> Call:
+    """Return the statement that settles messages; it gives those whose outcome was refused."""
+    if verdict.verb == "release":
+        return (
+            f"select null::bigint, '{_NOT_HELD}'"
+            " from pgque.release(%(batch)s::bigint, %(msg_ids)s::bigint[]) as r (done) where r.done = 0",
+            {"batch": batch_id, "msg_ids": msg_ids},
+        )
+    sql, params = _encode.arguments(
+        {
+            "msg_ids": ("bigint[]", msg_ids),
+            "retry_after": ("interval", verdict.after),
+            "reason": ("text", verdict.reason),
+        }
+    )
+    return (
+        f"select o.msg_id, o.reason from pgque.{verdict.verb}(%(batch)s::bigint{sql}) as o where not o.ok",
+        {"batch": batch_id, **params},
+    )
+
+
+def _settle_batch(batch_id: int, verdict: Verdict) -> Call:
+    if verdict.verb == "archive":
+        sql = "select o.msg_id, o.reason from pgque.archive(%(batch)s::bigint) as o where not o.ok"
+    else:
+        sql = (
+            f"select null::bigint, '{_NOT_HELD}'"
+            f" from pgque.{verdict.verb}(%(batch)s::bigint) as r (done) where r.done = 0"
+        )
+    return sql, {"batch": batch_id}
+
+
+def take(queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds) -> Call:
+    """Return the statement that receives messages for a worker."""
+    return (
+        f"select {columns(Message, 'm')} from {_UNHURRIED},"
+        " lateral pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int,"
+        " worker => %(worker)s::text, visibility_timeout => %(timeout)s::interval) as m",
+        {
+            "queue": queue,
+            "consumer": consumer,
+            "max": count,
+            "worker": worker,
+            "timeout": _encode.interval(visibility_timeout),
+        },
+    )
+
+
+def extend(batch_id: int, by: float) -> Call:
+    """Return the statement that adds seconds to the deadline of a batch; it gives how many messages are
+    still held."""
+    return (
+        f"select r.held from {_UNHURRIED},"
+        " lateral pgque.extend(%(batch)s::bigint, %(by)s::interval) as r (held)",
+        {"batch": batch_id, "by": _encode.interval(by)},
+    )
+
+
+def worker_name() -> str:
+    """Return a name for a worker that no other has."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def seconds(value: Seconds) -> float:
+    """Return a length of time in seconds."""
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)

@@ -1,0 +1,380 @@
+"""The commands that look at queues, messages and workers, and change them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+
+import click
+
+from ._cli import dsn_option, dump, json_option, length_option, limit_option, print_rows, print_table
+from .client import connect
+
+_yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+
+# -- queues ------------------------------------------------------------------
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.option("--force", is_flag=True, help="Even if it has messages or consumers.")
+def drop(dsn: str, queue: str, force: bool) -> None:
+    """Drop a queue."""
+    with connect(dsn) as client:
+        client.drop_queue(queue, force)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("new_name")
+def rename(dsn: str, queue: str, new_name: str) -> None:
+    """Give a queue another name."""
+    with connect(dsn) as client:
+        client.rename_queue(queue, new_name)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+def pause(dsn: str, queue: str) -> None:
+    """Close a queue for senders; consumers go on."""
+    with connect(dsn) as client:
+        client.pause(queue)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+def resume(dsn: str, queue: str) -> None:
+    """Open a paused queue for senders again."""
+    with connect(dsn) as client:
+        client.resume(queue)
+
+
+@click.group()
+def config() -> None:
+    """Show and change the settings of queues."""
+
+
+@config.command("get")
+@dsn_option
+@json_option
+@click.argument("queue")
+@click.argument("param", required=False)
+def config_get(dsn: str, as_json: bool, queue: str, param: str | None) -> None:
+    """Show the settings in force for a queue, or one of them."""
+    with connect(dsn) as client:
+        settings = client.queue_config(queue)
+    if param is not None:
+        if param not in settings:
+            raise click.UsageError(f"there is no setting {param!r}")
+        click.echo(settings[param] or "")
+    elif as_json:
+        click.echo(dump(settings, indent=2))
+    else:
+        rows = [{"setting": name, "value": value} for name, value in settings.items()]
+        print_table(f"Settings of {queue}", rows)
+
+
+@config.command("set")
+@dsn_option
+@click.argument("queue")
+@click.argument("param")
+@click.argument("value", required=False)
+def config_set(dsn: str, queue: str, param: str, value: str | None) -> None:
+    """Change a setting of a queue; without VALUE it returns to the default."""
+    with connect(dsn) as client:
+        client.set_queue_config(queue, param, value)
+
+
+@config.command("default")
+@dsn_option
+@click.argument("param")
+@click.argument("value", required=False)
+def config_default(dsn: str, param: str, value: str | None) -> None:
+    """Change the default of a setting for all queues; without VALUE it returns to the built-in one."""
+    with connect(dsn) as client:
+        client.set_default_config(param, value)
+
+
+@click.command()
+@dsn_option
+@json_option
+@click.argument("queue", required=False)
+def metrics(dsn: str, as_json: bool, queue: str | None) -> None:
+    """Show the figures of all queues, or of one: depth, messages in flight, dead letters and so on."""
+    with connect(dsn) as client:
+        rows = [row for row in client.metrics() if queue is None or row.queue == queue]
+    print_rows("Metrics", rows, as_json)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+def expire(dsn: str, queue: str) -> None:
+    """Take out the expired messages of a queue that wait for a retry."""
+    with connect(dsn) as client:
+        click.echo(f"{client.expire_messages(queue)} expired")
+
+
+@click.command("delete-expired")
+@dsn_option
+@click.argument("queue")
+def delete_expired(dsn: str, queue: str) -> None:
+    """Delete the dead letters of a queue that have expired."""
+    with connect(dsn) as client:
+        click.echo(f"{client.delete_expired(queue)} deleted")
+
+
+@click.command()
+@dsn_option
+@click.argument("job", type=click.Choice(["expire", "delete_expired"]))
+@click.argument("every")
+def schedule(dsn: str, job: str, every: str) -> None:
+    """Set how often a JOB runs: EVERY is an interval such as '5 minutes', or '' for never."""
+    with connect(dsn) as client:
+        click.echo(client.set_schedule(job, every))
+
+
+# -- messages ------------------------------------------------------------------
+
+
+@click.command()
+@dsn_option
+@json_option
+@limit_option
+@click.argument("queue")
+@click.option(
+    "--status",
+    type=click.Choice(["pending", "processing", "delayed", "retry", "expired", "dead", "failed", "archived"]),
+    help="Only messages of this status.",
+)
+def messages(dsn: str, as_json: bool, limit: int, queue: str, status: str | None) -> None:
+    """List messages of a queue, and where they stand with each consumer."""
+    with connect(dsn) as client:
+        rows = client.list_messages(queue, status, limit)
+    shown = (
+        "msg_id",
+        "consumer_name",
+        "status",
+        "type",
+        "key",
+        "available_at",
+        "receive_count",
+        "worker",
+        "last_error",
+    )
+    print_rows(f"Messages of {queue}", rows, as_json, shown)
+
+
+@click.command()
+@dsn_option
+@json_option
+@click.argument("queue")
+@click.argument("msg_id", type=int)
+def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
+    """Show where a message stands with each consumer."""
+    with connect(dsn) as client:
+        rows = client.message_status(queue, msg_id)
+    print_rows(f"Message {msg_id} of {queue}", rows, as_json)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.option("--key", help="Only the pending message with this key.")
+@_yes_option
+def purge(dsn: str, queue: str, key: str | None, yes: bool) -> None:
+    """Remove the messages of a queue, those in flight, delayed and to be retried too."""
+    if not yes:
+        click.confirm(f"Remove messages of {queue}?", abort=True)
+    with connect(dsn) as client:
+        count = client.purge(queue) if key is None else client.purge_key(queue, key)
+    click.echo(f"{count} removed")
+
+
+# -- workers ------------------------------------------------------------------
+
+
+@click.command()
+@dsn_option
+@json_option
+@click.argument("queue", required=False)
+@click.argument("consumer", required=False)
+def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) -> None:
+    """List the workers that hold messages."""
+    with connect(dsn) as client:
+        rows = client.list_workers(queue, consumer)
+    print_rows("Workers", rows, as_json)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+@length_option("--older-than", "Only batches that were handed out longer ago.", default="0s")
+def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
+    """Take back the batches that the workers of a consumer hold."""
+    with connect(dsn) as client:
+        click.echo(f"{client.reclaim(queue, consumer, older_than)} reclaimed")
+
+
+# -- messages that failed ------------------------------------------------------------------
+
+
+@click.group()
+def poison() -> None:
+    """Look at messages that may kill their workers, or archive them."""
+
+
+@poison.command("list")
+@dsn_option
+@json_option
+@limit_option
+@click.argument("queue")
+def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
+    """List messages that were delivered more than once without an outcome, or died of that."""
+    with connect(dsn) as client:
+        rows = client.list_poison(queue, limit)
+    print_rows(f"Poison messages of {queue}", rows, as_json)
+
+
+@poison.command("archive")
+@dsn_option
+@click.argument("queue")
+def poison_archive(dsn: str, queue: str) -> None:
+    """Move those that are dead letters to the archive."""
+    with connect(dsn) as client:
+        click.echo(f"{client.archive_poison(queue)} archived")
+
+
+@click.group()
+def dlq() -> None:
+    """Look at dead letters, give them back, or delete them."""
+
+
+@dlq.command("list")
+@dsn_option
+@json_option
+@limit_option
+@click.argument("queue")
+def dlq_list(dsn: str, as_json: bool, queue: str, limit: int) -> None:
+    """List the dead letters of a queue."""
+    with connect(dsn) as client:
+        rows = client.dlq_inspect(queue, limit)
+    shown = ("dl_id", "dl_time", "ev_id", "ev_type", "ev_retry", "dl_reason", "ev_data")
+    print_rows(f"Dead letters of {queue}", rows, as_json, shown)
+
+
+@dlq.command("requeue")
+@dsn_option
+@click.argument("ids", nargs=-1, type=int, metavar="[DL_ID]...")
+@click.option("--all", "queue", metavar="QUEUE", help="All dead letters of this queue.")
+def dlq_requeue(dsn: str, ids: Sequence[int], queue: str | None) -> None:
+    """Give dead letters back to the consumer that failed them, all or none."""
+    if bool(ids) == (queue is not None):
+        raise click.UsageError("give ids of dead letters, or --all QUEUE")
+    with connect(dsn) as client:
+        if queue is not None:
+            count = client.dlq_requeue_all(queue)
+        else:
+            count = len([client.dlq_requeue(dl_id) for dl_id in ids])
+    click.echo(f"{count} requeued")
+
+
+@dlq.command("replay")
+@dsn_option
+@click.argument("ids", nargs=-1, type=int, metavar="DL_ID...", required=True)
+def dlq_replay(dsn: str, ids: Sequence[int]) -> None:
+    """Send dead letters again, to every consumer, and print the new ids."""
+    with connect(dsn) as client:
+        sent = [client.dlq_replay(dl_id) for dl_id in ids]
+    for msg_id in sent:
+        click.echo(msg_id)
+
+
+@dlq.command("purge")
+@dsn_option
+@click.argument("queue")
+@length_option("--older-than", "Only those that are older.", default="30d")
+def dlq_purge(dsn: str, queue: str, older_than: timedelta) -> None:
+    """Delete the dead letters of a queue that are older than AGE."""
+    with connect(dsn) as client:
+        count = client.dlq_purge(queue, older_than)
+    click.echo(f"{count} deleted")
+
+
+# -- archive ------------------------------------------------------------------
+
+
+@click.group()
+def archive() -> None:
+    """Look at archived messages, send them again, or drop them."""
+
+
+@archive.command("list")
+@dsn_option
+@json_option
+@limit_option
+@click.argument("queue")
+@click.option("--since", type=click.DateTime(), help="Only those archived since then.")
+def archive_list(dsn: str, as_json: bool, limit: int, queue: str, since: datetime | None) -> None:
+    """List archived messages of a queue."""
+    with connect(dsn) as client:
+        rows = client.archive_list(queue, limit, since.astimezone() if since else None)
+    shown = (
+        "archive_id",
+        "msg_id",
+        "consumer_name",
+        "type",
+        "archived_at",
+        "receive_count",
+        "worker",
+        "outcome",
+    )
+    print_rows(f"Archive of {queue}", rows, as_json, shown)
+
+
+@archive.command("replay")
+@dsn_option
+@click.argument("ids", nargs=-1, type=int, metavar="ARCHIVE_ID...", required=True)
+def archive_replay(dsn: str, ids: Sequence[int]) -> None:
+    """Send archived messages again, all or none, and print the new ids."""
+    with connect(dsn) as client:
+        sent = [client.archive_replay(archive_id) for archive_id in ids]
+    for msg_id in sent:
+        click.echo(msg_id)
+
+
+@archive.command("purge")
+@dsn_option
+@click.argument("queue")
+@length_option("--older-than", "Only days that ended longer ago.", default="30d")
+def archive_purge(dsn: str, queue: str, older_than: timedelta) -> None:
+    """Drop old days of the archive of a queue."""
+    with connect(dsn) as client:
+        count = client.archive_purge(queue, datetime.now(timezone.utc) - older_than)
+    click.echo(f"{count} days dropped")
+
+
+COMMANDS: list[click.Command] = [
+    archive,
+    config,
+    delete_expired,
+    dlq,
+    drop,
+    expire,
+    message,
+    messages,
+    metrics,
+    pause,
+    poison,
+    purge,
+    reclaim,
+    rename,
+    resume,
+    schedule,
+    workers,
+]

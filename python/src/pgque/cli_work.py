@@ -1,0 +1,240 @@
+"""The commands that send, receive and settle messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import ParamSpec, TypeVar
+
+import click
+
+from ._cli import EXIT_CODES, NOTHING, age, as_dict, dsn_option, dump, json_option, length_option, print_rows
+from .client import connect
+from .types import Outcome
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.option(
+    "--subscribe", "consumers", multiple=True, metavar="CONSUMER", help="Subscribe a consumer; repeatable."
+)
+@click.option("--set", "settings", multiple=True, metavar="PARAM=VALUE", help="A setting; repeatable.")
+def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[str]) -> None:
+    """Create a queue, if it is not there, and subscribe consumers to it."""
+    with connect(dsn) as client:
+        client.create_queue(queue, _pairs(settings) or None)
+        for consumer in consumers:
+            client.subscribe(queue, consumer)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+@click.option("--from", "start_at", metavar="WHERE", help="latest, earliest, a tick id or a time.")
+@click.option("--keyed-order", is_flag=True, help="Hand out messages of one key one at a time, in order.")
+def subscribe(dsn: str, queue: str, consumer: str, start_at: str | None, keyed_order: bool) -> None:
+    """Subscribe a consumer to a queue."""
+    with connect(dsn) as client:
+        client.subscribe(queue, consumer, start_at, keyed_order=keyed_order or None)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+def unsubscribe(dsn: str, queue: str, consumer: str) -> None:
+    """Take a consumer off a queue."""
+    with connect(dsn) as client:
+        client.unsubscribe(queue, consumer)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("payload", required=False)
+@click.option("--type", "type_", default="default", show_default=True, help="Message type.")
+@click.option("--lines", is_flag=True, help="Send each line of standard input as a message.")
+@click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header; repeatable.")
+@click.option("--key", help="Replace the message with this key that was not handed out yet.")
+@click.option("--partition-key", help="Key for keyed order.")
+@length_option("--delay", "Deliver it after so long.")
+@click.option("--deliver-at", type=click.DateTime(), help="Deliver it at this time, in local time.")
+@length_option("--ttl", "Let it expire after so long; 0s is never.")
+def send(
+    dsn: str,
+    queue: str,
+    payload: str | None,
+    type_: str,
+    lines: bool,
+    headers: Sequence[str],
+    key: str | None,
+    partition_key: str | None,
+    delay: timedelta | None,
+    deliver_at: datetime | None,
+    ttl: timedelta | None,
+) -> None:
+    """Send a message and print its id. Without PAYLOAD, or with -, it is read from standard input."""
+    if lines and payload is not None:
+        raise click.UsageError("--lines reads standard input: leave PAYLOAD out")
+    if lines:
+        texts = [line.rstrip("\r\n") for line in sys.stdin]
+    else:
+        texts = [sys.stdin.read() if payload in (None, "-") else str(payload)]
+    count = len(texts)
+    with connect(dsn) as client:
+        ids = client.send_batch(
+            queue,
+            type_,
+            texts,
+            headers=[_pairs(headers)] * count if headers else None,
+            keys=[key] * count if key is not None else None,
+            delays=[delay] * count if delay is not None else None,
+            deliver_ats=[deliver_at.astimezone()] * count if deliver_at is not None else None,
+            ttls=[ttl] * count if ttl is not None else None,
+            partition_keys=[partition_key] * count if partition_key is not None else None,
+        )
+    for msg_id in ids:
+        click.echo(msg_id)
+
+
+@click.command(epilog=EXIT_CODES)
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+@click.option(
+    "--max", "max_messages", type=click.IntRange(min=1), default=100, show_default=True, help="Most messages."
+)
+@click.option("--worker", help="Receive as this worker, one of several that share the consumer.")
+@length_option("--visibility-timeout", "Hide the messages from other workers for so long.")
+@click.option("--ack/--no-ack", default=True, show_default=True, help="Ack the batch once it is printed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a message, a line each.")
+def receive(
+    dsn: str,
+    queue: str,
+    consumer: str,
+    max_messages: int,
+    worker: str | None,
+    visibility_timeout: timedelta | None,
+    ack: bool,
+    as_json: bool,
+) -> None:
+    """Receive a batch and print the payloads, a line each.
+
+    With --no-ack the same messages come again; with --worker only after the visibility timeout. The exit
+    code is 3 when there are none.
+    """
+    with connect(dsn, autocommit=True) as client:
+        batch = client.receive(
+            queue, consumer, max_messages, worker=worker, visibility_timeout=visibility_timeout
+        )
+        for message in batch:
+            click.echo(dump(as_dict(message)) if as_json else (message.payload or ""))
+        sys.stdout.flush()
+        if batch and ack:
+            client.ack(batch[0].batch_id)
+    if not batch:
+        sys.exit(NOTHING)
+
+
+@click.command()
+@dsn_option
+@json_option
+@click.argument("queue")
+@click.option("-n", "count", type=click.IntRange(min=1), default=10, show_default=True, help="Most messages.")
+def peek(dsn: str, as_json: bool, queue: str, count: int) -> None:
+    """Show the newest messages of a queue, without taking them."""
+    with connect(dsn) as client:
+        rows = client.peek(queue, count)
+    print_rows(f"Messages of {queue}", rows, as_json, ("msg_id", "type", "key", "created_at", "payload"))
+
+
+def _outcome_arguments(command: Callable[P, R]) -> Callable[P, R]:
+    ids = click.argument("ids", nargs=-1, type=int, metavar="[MSG_ID]...")(command)
+    return dsn_option(click.argument("batch", type=int)(ids))
+
+
+@click.command(epilog=EXIT_CODES)
+@_outcome_arguments
+def ack(dsn: str, batch: int, ids: Sequence[int]) -> None:
+    """Finish a batch, or some of its messages."""
+    with connect(dsn) as client:
+        if ids:
+            _report(client.ack(batch, ids))
+        elif client.ack(batch) == 0:
+            _refused("batch not open")
+
+
+@click.command(epilog=EXIT_CODES)
+@_outcome_arguments
+@length_option("--after", "Have them come again after so long [default: what the queue says].")
+@click.option("--reason", help="Why.")
+def nack(dsn: str, batch: int, ids: Sequence[int], after: timedelta | None, reason: str | None) -> None:
+    """Give messages of a batch back, to come again."""
+    with connect(dsn) as client:
+        _report(client.nack(batch, _some(ids), after, reason))
+
+
+@click.command(epilog=EXIT_CODES)
+@_outcome_arguments
+@click.option("--reason", help="Why.")
+def dead(dsn: str, batch: int, ids: Sequence[int], reason: str | None) -> None:
+    """Give messages of a batch up, without more retries."""
+    with connect(dsn) as client:
+        _report(client.dead(batch, _some(ids), reason))
+
+
+@click.command()
+@_outcome_arguments
+def release(dsn: str, batch: int, ids: Sequence[int]) -> None:
+    """Hand messages of a worker's batch back, or all, to come again at once."""
+    with connect(dsn) as client:
+        click.echo(f"{client.release(batch, ids or None)} released")
+
+
+@click.command(epilog=EXIT_CODES)
+@dsn_option
+@click.argument("batch", type=int)
+@click.argument("length", callback=lambda ctx, param, value: age(value))
+def extend(dsn: str, batch: int, length: timedelta) -> None:
+    """Hide the messages of a worker's batch for LENGTH more."""
+    with connect(dsn) as client:
+        held = client.extend(batch, length)
+    click.echo(f"{held} held")
+    if held == 0:
+        sys.exit(NOTHING)
+
+
+def _some(ids: Sequence[int]) -> Sequence[int]:
+    if not ids:
+        raise click.UsageError("give ids of messages")
+    return ids
+
+
+def _report(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        if not outcome.ok:
+            click.echo(f"{outcome.msg_id}: {outcome.reason}", err=True)
+    if not all(outcome.ok for outcome in outcomes):
+        sys.exit(NOTHING)
+
+
+def _refused(reason: str) -> None:
+    click.echo(reason, err=True)
+    sys.exit(NOTHING)
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    for name, separator, _ in pairs:
+        if not separator:
+            raise click.UsageError(f"{name!r} is not of the form NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+COMMANDS = [create, subscribe, unsubscribe, send, receive, peek, ack, nack, dead, release, extend]

@@ -1,0 +1,657 @@
+# Generated from workers_async.py by tools/make_sync.py: edit that file and run the script again.
+"""Work queues: many workers share the messages of one consumer, and each message has an outcome of its own.
+
+`workers.py` is generated from `workers_async.py` by `tools/make_sync.py`; edit the async file.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Generator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Literal, TypeAlias, TypeVar
+
+import psycopg
+from psycopg import Cursor, sql
+from psycopg.rows import args_row
+
+from . import _encode, _otel, _work
+from ._hands import Hands, serve
+from ._stopper import Stopper, HandlerInterrupted
+from ._work import Batch, Call, Refused, Verdict
+from .client import PgqueClient
+from .consumer import FIRST_PAUSE, keep_connected
+from .errors import PgqueError, from_psycopg, is_permanent
+from .outcomes import HandlerOutcome
+from .types import Event, Message, Payload, Seconds
+
+WorkHandler: TypeAlias = Callable[[Message], object]
+H = TypeVar("H", bound=WorkHandler)
+M = TypeVar("M", bound=Message)
+
+log = logging.getLogger("pgque.worker")
+
+# Retries and lapsed messages are not announced, so the queue is looked at this often, in seconds.
+_LONGEST_WAIT = 1.0
+
+# Outcomes of a batch that is not finished are told to the server after so many seconds.
+_LONGEST_SECRET = 1.0
+
+# Batches that are handled within the first grow up to the worker's `prefetch`; those that take longer than
+# the second shrink.
+_QUICK, _SLOW = 0.2, 1.0
+
+_ACK = Verdict("ack")
+_ARCHIVE = Verdict("archive")
+_RELEASE = Verdict("release")
+
+
+@dataclass(slots=True)
+class _Hold:
+    """Lead from a message to the batch that it came in."""
+
+    queue: WorkQueue
+    batch: Batch[WorkMessage] | None = None
+
+    def message(self, *row: object) -> WorkMessage:
+        return WorkMessage(*row, self)  # type: ignore[arg-type, call-arg]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkMessage(Message):
+    """Hold a message that `WorkQueue.messages` gave, with its possible outcomes.
+
+    Each outcome is told to the server at once, and returns whether it counts: False when the message has an
+    outcome already, or was lost because its visibility timeout had passed.
+    """
+
+    _hold: _Hold | None = field(default=None, repr=False, compare=False)
+
+    def ack(self) -> bool:
+        """Say that the message is done. Calls `pgque.ack`."""
+        return self._settle(_ACK)
+
+    def archive(self) -> bool:
+        """Say that the message is done, and keep it in the archive. Calls `pgque.archive`."""
+        return self._settle(_ARCHIVE)
+
+    def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
+        """Have the message come again after so many seconds; None leaves that to the queue. Calls
+        `pgque.nack`."""
+        return self._settle(Verdict("nack", _encode.interval(after), _work.storable(reason)))
+
+    def dead(self, reason: str | None = None) -> bool:
+        """Give the message up, without more retries. Calls `pgque.dead`."""
+        return self._settle(Verdict("dead", None, _work.storable(reason)))
+
+    def release(self) -> bool:
+        """Hand the message back for any worker, at once. Calls `pgque.release`."""
+        return self._settle(_RELEASE)
+
+    def extend(self, seconds: Seconds) -> bool:
+        """Hide the messages of this batch for so many seconds more; False when they are lost. Calls
+        `pgque.extend`."""
+        if self._hold is None:
+            raise PgqueError("this message was not received from a work queue")
+        return self._hold.queue._extend(self.batch_id, seconds)
+
+    def _settle(self, verdict: Verdict) -> bool:
+        if self._hold is None or self._hold.batch is None:
+            raise PgqueError("this message was not received from a work queue")
+        return self._hold.queue._settle(self._hold.batch, self.msg_id, verdict)
+
+
+class WorkQueue:
+    """Send to a queue, and take its messages one at a time.
+
+        with WorkQueue(dsn, "emails", consumer="mailers") as queue:
+            queue.send({"to": "ann@example.com"})
+            for message in queue.messages():
+                ...
+
+    It opens a connection of its own when it is first used, in which each call is a transaction, and again
+    after that connection was lost. It is for one thread or task at a time.
+
+    Args:
+        dsn: connection string or URL; PG* environment variables fill in what is missing.
+        queue: name of the queue.
+        consumer: name of the consumer, which must be subscribed; not needed for sending.
+    """
+
+    def __init__(self, dsn: str = "", queue: str = "", *, consumer: str | None = None) -> None:
+        if not queue:
+            raise ValueError("a work queue needs the name of its queue")
+        self.dsn = dsn
+        self.queue = queue
+        self.consumer = consumer
+        self._client: PgqueClient | None = None
+        self._listening: PgqueClient | None = None
+        self._notified = False
+        self._stopper = Stopper()
+
+    def __enter__(self) -> WorkQueue:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._client is not None:
+            self._client.close()
+
+    def send(
+        self,
+        payload: Payload | Event,
+        *,
+        type: str = "default",
+        headers: Mapping[str, object] | None = None,
+        key: str | None = None,
+        delay: Seconds | None = None,
+        deliver_at: datetime | None = None,
+        ttl: Seconds | None = None,
+        partition_key: str | None = None,
+    ) -> int:
+        """Send one message and return its id; see `PgqueClient.send`. Calls `pgque.send`."""
+        client = self._connected()
+        return client.send(
+            self.queue,
+            payload,
+            type=type,
+            headers=headers,
+            key=key,
+            delay=delay,
+            deliver_at=deliver_at,
+            ttl=ttl,
+            partition_key=partition_key,
+        )
+
+    def send_batch(
+        self,
+        payloads: Sequence[Payload | Event],
+        *,
+        type: str = "default",
+        headers: Sequence[Mapping[str, object] | None] | None = None,
+        keys: Sequence[str | None] | None = None,
+        delays: Sequence[Seconds | None] | None = None,
+        deliver_ats: Sequence[datetime | None] | None = None,
+        ttls: Sequence[Seconds | None] | None = None,
+        partition_keys: Sequence[str | None] | None = None,
+    ) -> list[int]:
+        """Send many messages, all or none, and return their ids; see `PgqueClient.send_batch`. Calls
+        `pgque.send_batch`."""
+        client = self._connected()
+        return client.send_batch(
+            self.queue,
+            type,
+            payloads,
+            headers=headers,
+            keys=keys,
+            delays=delays,
+            deliver_ats=deliver_ats,
+            ttls=ttls,
+            partition_keys=partition_keys,
+        )
+
+    def messages(
+        self,
+        *,
+        worker: str | None = None,
+        max_messages: int = 10,
+        visibility_timeout: Seconds | None = None,
+        timeout: float | None = None,
+    ) -> Generator[WorkMessage, None, None]:
+        """Give messages one at a time, as they come. Calls `pgque.receive`.
+
+        A message is acked when the next one is asked for, unless an outcome was chosen for it: `ack`,
+        `nack`, `dead`, `release` or `archive`. These acks are told to the server together, after a second
+        or at the end of a batch. A loop that is left by `break` or an exception does not ack its last
+        message, which comes again when its visibility timeout has passed; messages that were received but
+        not given yet are handed back then.
+
+        The visibility timeout is extended between messages; for one that may take longer than that
+        call its `extend`.
+
+        Args:
+            worker: name of this worker; without it one that no other has.
+            max_messages: most messages received in one call.
+            visibility_timeout: seconds until messages that are not settled go to others; None is the
+                queue's setting.
+            timeout: seconds without a message after which the loop ends; None waits for ever, 0 ends it
+                when the queue is empty.
+
+        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError; another call connects again.
+        """
+        if self.consumer is None:
+            raise ValueError("to receive, a work queue needs the name of its consumer")
+        name = worker or _work.worker_name()
+        client = self._listen()
+        if visibility_timeout is None:
+            visibility_timeout = _default_timeout(client, self.queue)
+        waiting_since = time.monotonic()
+        batch: Batch[WorkMessage] | None = None
+        while True:
+            hold = _Hold(self)
+            asked_at = time.monotonic()
+            self._notified = False
+            taking = _work.take(self.queue, self.consumer, name, max_messages, visibility_timeout)
+            taken = _tell(client, [batch] if batch else [], taking, hold.message)
+            batch = None
+            if not taken:
+                patience = _LONGEST_WAIT
+                if timeout is not None:
+                    patience = min(patience, waiting_since + timeout - time.monotonic())
+                if patience <= 0:
+                    return
+                if not self._notified:
+                    _wait(self._stopper, client, patience)
+                continue
+            batch = hold.batch = Batch(taken, asked_at)
+            given = 0
+            try:
+                for message in taken:
+                    if not _extended(client, batch, visibility_timeout):
+                        break
+                    given += 1
+                    yield message
+                    if batch.holds(message.msg_id):
+                        batch.decide([message.msg_id], _ACK)
+                    if time.monotonic() - batch.told_at > _LONGEST_SECRET:
+                        _tell(client, [batch], None, hold.message)
+            except BaseException:  # GeneratorExit too
+                batch.decide([message.msg_id for message in taken[given:]], _RELEASE)
+                try:
+                    _tell(client, [batch], None, hold.message)
+                except PgqueError as error:
+                    log.warning("batch %s could not be handed back: %s", batch.batch_id, error)
+                raise
+            waiting_since = time.monotonic()
+
+    def _connected(self) -> PgqueClient:
+        if self._client is None or self._client.conn.closed:
+            name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
+            self._client = PgqueClient.connect(_encode.watchful(self.dsn, name), autocommit=True)
+        return self._client
+
+    def _listen(self) -> PgqueClient:
+        client = self._connected()
+        if self._listening is not client:
+            _listen(client, self.queue, self._on_notify)
+            self._listening = client
+        return client
+
+    def _on_notify(self, notify: psycopg.Notify) -> None:
+        self._notified = True
+
+    def _settle(self, batch: Batch[WorkMessage], msg_id: int, verdict: Verdict) -> bool:
+        if not batch.holds(msg_id):
+            return False
+        client = self._connected()
+        refused, _ = _trip(client, [_work.settle(batch.batch_id, verdict, [msg_id])], None, Message)
+        batch.drop(msg_id, verdict)
+        return not refused
+
+    def _extend(self, batch_id: int, seconds: Seconds) -> bool:
+        client = self._connected()
+        return client.extend(batch_id, seconds) > 0
+
+
+class Worker:
+    """Feed the messages of a queue to handlers, several at a time.
+
+        worker = Worker(dsn, queue="emails", consumer="mailers", concurrency=8)
+
+        @worker.handler("welcome")
+        def welcome(message): ...
+
+        worker.run()
+
+    A handler that returns acks its message. One that raises gets it back, with the text of the error as the
+    reason, after `retry_after` seconds; when the queue's attempts are used up it goes the way of the
+    queue's `drop_policy`. A handler may also return or raise `Retry(after=…)`, `Dead(…)` or `Release()`.
+
+    A message is hidden from other workers while its handler runs, however long that takes: the visibility
+    timeout is extended every half of it. Only when this process dies or loses the database for so long
+    do others get it. No transaction is open while a handler runs, and a message may come twice.
+
+    Any number of workers may share a consumer, in any number of processes and machines.
+
+    Args:
+        dsn: connection string or URL; PG* environment variables fill in what is missing.
+        queue: name of the queue.
+        consumer: name of the consumer, which must be subscribed to the queue.
+        concurrency: how many handlers run at a time.
+        use: "threads"; or "processes", and then handlers must be functions of a module, and the program
+            must call `run` under `if __name__ == "__main__":`, since each process imports it.
+        prefetch: most messages received in one call. It starts with `concurrency`, and grows up to this
+            for as long as messages are handled in no time.
+        visibility_timeout: seconds.
+        retry_after: seconds until a failed message comes again; None leaves that to the queue.
+        archive: whether messages that are done go to the archive.
+        unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
+        worker: name of this worker; without it one that no other has.
+        shutdown_timeout: seconds that handlers have to finish after a stop.
+    """
+
+    def __init__(
+        self,
+        dsn: str = "",
+        *,
+        queue: str,
+        consumer: str,
+        concurrency: int = 4,
+        use: Literal["threads", "processes"] = "threads",
+        prefetch: int = 20,
+        visibility_timeout: Seconds = 30,
+        retry_after: Seconds | None = None,
+        archive: bool = False,
+        unknown_handler_policy: Literal["nack", "ack"] = "nack",
+        worker: str | None = None,
+        shutdown_timeout: float = 30,
+    ) -> None:
+        if unknown_handler_policy not in ("nack", "ack"):
+            raise ValueError(
+                f"unknown_handler_policy must be 'nack' or 'ack', not {unknown_handler_policy!r}"
+            )
+        if concurrency < 1 or prefetch < 1:
+            raise ValueError("concurrency and prefetch must be at least 1")
+        if _work.seconds(visibility_timeout) <= 0:
+            raise ValueError("visibility_timeout must be more than 0 seconds")
+        self.dsn = dsn
+        self.queue = queue
+        self.consumer = consumer
+        self.concurrency = concurrency
+        self.use = use
+        self.prefetch = prefetch
+        self.visibility_timeout = visibility_timeout
+        self.retry_after = retry_after
+        self.archive = archive
+        self.unknown_handler_policy = unknown_handler_policy
+        self.worker = worker or _work.worker_name()
+        self.shutdown_timeout = shutdown_timeout
+        self._handlers: dict[str, WorkHandler] = {}
+        self._stopper = Stopper()
+        self._stopping_since: float | None = None
+        self._notified = False
+        self._size = min(concurrency, prefetch)
+        self._batches: dict[int, Batch[Message]] = {}
+        # What the hands have to say; only the one who runs the session reads it.
+        self._finished: deque[tuple[Batch[Message], int, Verdict | None]] = deque()
+
+    def handler(self, type: str) -> Callable[[H], H]:
+        """Register the decorated function as the handler of a message type; "*" takes all types without
+        one."""
+
+        def register(handler: H) -> H:
+            self._handlers[type] = handler
+            return handler
+
+        return register
+
+    def run(self) -> None:
+        """Work until `stop()`, SIGTERM or SIGINT.
+
+        The signals are caught in the main thread only, and their handlers put back at the end. Then no more
+        messages are taken, those that were not started are handed back, and handlers that run have
+        `shutdown_timeout` seconds to finish.
+
+        After a fault of the database the worker connects again, after a growing random pause, for as long
+        as it takes. Raises a PgqueError where trying again cannot help: PgqueVersionError,
+        PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
+        """
+        with self._stopper.running():
+            serve(self, self._serve)
+
+    def stop(self) -> None:
+        """Make `run` finish what is begun and return, for good; callable from any thread."""
+        self._stopper.set()
+
+    def _serve(self) -> None:
+        self._hands = Hands(self.concurrency, self._handle)
+        try:
+            keep_connected(self._stopper, self._session)
+        except HandlerInterrupted:
+            pass  # it was waiting for a connection
+        finally:
+            self._hands.take_back()
+            self._hands.close()
+
+    def _session(self) -> None:
+        """Work over one connection.
+
+        A fault before the first answer is raised; a later one ends the session, so that the pauses start
+        small again. What is in hand stays in hand.
+        """
+        worked = False
+        client: PgqueClient | None = None
+        try:
+            client = self._connect()
+            while self._step(client):
+                worked = True
+        except (PgqueError, psycopg.Error) as fault:
+            error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
+            if not worked or is_permanent(error):
+                raise error from fault
+            log.warning("lost the database, connecting again: %s", error)
+            self._stopper.sleep(random.uniform(0, FIRST_PAUSE))  # noqa: S311
+        finally:
+            if client is not None:
+                client.close()
+
+    def _connect(self) -> PgqueClient:
+        found: list[PgqueClient] = []
+
+        def connect() -> None:
+            dsn = _encode.watchful(self.dsn, f"pgque {self.queue}/{self.worker}")
+            found.append(PgqueClient.connect(dsn, autocommit=True))
+
+        self._stopper.call(connect)
+        try:
+            _listen(found[0], self.queue, self._on_notify)
+        except BaseException:
+            found[0].close()
+            raise
+        return found[0]
+
+    def _on_notify(self, notify: psycopg.Notify) -> None:
+        self._notified = True
+
+    def _step(self, client: PgqueClient) -> bool:
+        """Tell the server what is known, take more messages if a hand is free, or else wait. False when
+        all is done after a stop."""
+        stopping = self._stopper.is_set()
+        if stopping:
+            self._hand_back()
+        self._collect()
+        for batch in list(self._batches.values()):
+            _extended(client, batch, self.visibility_timeout)
+        now = time.monotonic()
+        unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
+        room = not stopping and unfinished < self.concurrency and self._hands.waiting() == 0
+        told = [
+            batch
+            for batch in self._batches.values()
+            if batch.unfinished == 0 or stopping or now - batch.told_at > _LONGEST_SECRET
+        ]
+        taken: list[Message] = []
+        self._notified = False
+        if room or any(batch.has_verdicts for batch in told):
+            taking = None
+            if room:
+                taking = _work.take(
+                    self.queue, self.consumer, self.worker, self._size, self.visibility_timeout
+                )
+            taken = _tell(client, told, taking, Message)
+        self._batches = {
+            key: batch for key, batch in self._batches.items() if not (batch.is_settled or batch.lost)
+        }
+        if taken:
+            batch = self._batches[taken[0].batch_id] = Batch(taken, now)
+            for message in taken:
+                self._hands.put((batch, message))
+            return True
+        if stopping and self._is_over(unfinished):
+            return False
+        if not self._finished and not (room and self._notified):
+            _wait(self._stopper, client, self._patience(), stopping)
+        return True
+
+    def _hand_back(self) -> None:
+        for batch, message in self._hands.take_back():
+            self._finished.append((batch, message.msg_id, _RELEASE))
+
+    def _collect(self) -> None:
+        """Take what the hands have to say into the batches, and learn from how long these took."""
+        while self._finished:
+            batch, msg_id, verdict = self._finished.popleft()
+            if verdict is None:
+                continue
+            batch.decide([msg_id], verdict)
+            if batch.unfinished == 0:
+                took = time.monotonic() - batch.received_at
+                if took < _QUICK:
+                    self._size = min(2 * self._size, self.prefetch)
+                elif took > _SLOW:
+                    self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
+
+    def _is_over(self, unfinished: int) -> bool:
+        """Say whether nothing runs any more, or ran for too long after a stop; then it is handed back."""
+        if unfinished == 0:
+            return not any(batch.has_verdicts for batch in self._batches.values()) and not self._finished
+        now = time.monotonic()
+        if self._stopping_since is None:
+            self._stopping_since = now
+        if now - self._stopping_since < self.shutdown_timeout:
+            return False
+        log.warning("%s handlers did not finish in time, their messages are handed back", unfinished)
+        for batch in self._batches.values():
+            batch.decide(batch.undecided(), _RELEASE)
+        return False
+
+    def _patience(self) -> float:
+        """Return how many seconds may be waited for news."""
+        half = _work.seconds(self.visibility_timeout) / 2
+        due = [batch.extended_at + half - time.monotonic() for batch in self._batches.values()]
+        return max(0.0, min([_LONGEST_WAIT, *due]))
+
+    def _handle(self, item: tuple[Batch[Message], Message]) -> None:
+        """Run the handler of one message, in one of the hands."""
+        batch, message = item
+        verdict: Verdict | None = _work.failure(RuntimeError("the handler was cancelled"), None)
+        try:
+            verdict = None if batch.lost else self._verdict(message)
+        finally:
+            self._finished.append((batch, message.msg_id, verdict))
+            if self._hands.waiting() == 0:
+                self._stopper.wake()
+
+    def _verdict(self, message: Message) -> Verdict:
+        retry_after = _encode.interval(self.retry_after)
+        success = _ARCHIVE if self.archive else _ACK
+        handler = self._handlers.get(message.type or "", self._handlers.get("*"))
+        if handler is None:
+            if self.unknown_handler_policy == "ack":
+                return _ACK
+            return Verdict("nack", retry_after, f"no handler for type {message.type!r}")
+        try:
+            with _otel.handling(message, self.consumer):
+                outcome = handler(message)
+        except HandlerOutcome as raised:
+            outcome = raised
+        except (Exception, SystemExit) as error:
+            log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
+            return _work.failure(error, retry_after)
+        return _work.verdict_of(outcome, success, retry_after)
+
+
+def _listen(client: PgqueClient, queue: str, on_notify: Callable[[psycopg.Notify], None]) -> None:
+    """Have `on_notify` called when there are new messages. Raises PgqueQueueNotFound."""
+    [info] = client.queue_info(queue)  # the name, where `queue` is an id
+    client.conn.add_notify_handler(on_notify)
+    client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{info.queue_name}")))
+
+
+def _wait(
+    stopper: Stopper, client: PgqueClient, seconds: float, draining: bool = False
+) -> None:
+    try:
+        stopper.wait(client.conn, seconds, draining)
+    except psycopg.Error as error:
+        raise from_psycopg(error) from error
+
+
+def _default_timeout(client: PgqueClient, queue: str) -> Seconds:
+    """Return the visibility timeout that a queue is set to."""
+    value = client._maybe(
+        timedelta,
+        "select s.param_value::interval from pgque.queue_config(%(queue)s::text) as s"
+        " where s.param_name = 'visibility_timeout'",
+        {"queue": queue},
+    )
+    return value or timedelta(seconds=30)
+
+
+def _extended(client: PgqueClient, batch: Batch[M], visibility_timeout: Seconds) -> bool:
+    """Add to the deadline of a batch what has passed, if that is half the visibility timeout. False when the
+    batch is lost."""
+    now = time.monotonic()
+    passed = now - batch.extended_at
+    if batch.lost or passed < _work.seconds(visibility_timeout) / 2:
+        return not batch.lost
+    held = client._maybe(int, *_work.extend(batch.batch_id, passed))
+    batch.extended_at = now
+    batch.lost = not held
+    if batch.lost:
+        log.warning("batch %s was lost: its visibility timeout had passed", batch.batch_id)
+    return not batch.lost
+
+
+def _tell(
+    client: PgqueClient, batches: Sequence[Batch[M]], taking: Call | None, make: Callable[..., M]
+) -> list[M]:
+    """Tell the server what is known of batches, and take messages."""
+    calls = [call for batch in batches for call in batch.calls()]
+    refused, taken = _trip(client, calls, taking, make)
+    for batch in batches:
+        batch.told()
+    for msg_id, reason in refused:
+        log.warning("the outcome of %s does not count: %s", msg_id or "a batch", reason)
+    return taken
+
+
+def _trip(
+    client: PgqueClient, calls: Sequence[Call], taking: Call | None, make: Callable[..., M]
+) -> tuple[list[Refused], list[M]]:
+    """Settle in one transaction and take messages in another, in one round trip.
+
+    So that the lock under which messages are handed out is not held while the outcomes go to the disk.
+    The connection has to be in autocommit mode; after an error it is closed.
+    """
+    conn = client.conn
+    told: list[Cursor[Refused]] = []
+    taken: Cursor[M] | None = None
+    try:
+        with conn.pipeline():
+            if calls and taking:
+                conn.execute("begin")
+            for statement, params in calls:
+                told.append(conn.cursor(row_factory=args_row(Refused)).execute(statement, params))
+            if calls and taking:
+                conn.execute("commit")
+            if taking:
+                taken = conn.cursor(row_factory=args_row(make)).execute(*taking)
+        refused = [row for cursor in told for row in cursor.fetchall()]
+        return refused, taken.fetchall() if taken else []
+    except psycopg.Error as error:
+        conn.close()
+        raise from_psycopg(error) from error
