@@ -124,3 +124,100 @@ begin
   return bench.ms(t);
 end
 $$;
+
+-- Workers: a table as pgmq 1.5 makes it; the key is ours.
+create table bench.q_floor (
+  msg_id       bigint generated always as identity primary key,
+  read_ct      int not null default 0,
+  enqueued_at  timestamptz not null default now(),
+  vt           timestamptz not null default clock_timestamp(),
+  message      jsonb,
+  key          text
+);
+create index on bench.q_floor (vt);
+create unique index on bench.q_floor (key) where key is not null and read_ct = 0;
+
+-- Medians, in microseconds.  Each call has a transaction of its own, since a session's own changes pile up.
+create procedure bench.hand_outs(
+  queue text, consumer text, worker text, size int, calls int,
+  inout receive_us double precision default null, inout ack_us double precision default null
+)
+language plpgsql as $$
+declare
+  t         timestamptz;
+  n         bigint;
+  batch     bigint;
+  receives  double precision[];
+  acks      double precision[];
+begin
+  for i in 1..calls loop
+    t := clock_timestamp();
+    select count(*), max(r.batch_id) into n, batch from pgque.receive(queue, consumer, size, worker => hand_outs.worker) r;
+    receives[i] := bench.ms(t) * 1000;
+    if n = 0 then
+      raise exception 'no messages';
+    end if;
+    t := clock_timestamp();
+    perform pgque.ack(batch);
+    acks[i] := bench.ms(t) * 1000;
+    commit;
+  end loop;
+  receive_us := (select percentile_cont(0.5) within group (order by u) from unnest(receives) u);
+  ack_us := (select percentile_cont(0.5) within group (order by u) from unnest(acks) u);
+end
+$$;
+
+create procedure bench.hand_outs_floor(
+  size int, calls int,
+  inout receive_us double precision default null, inout ack_us double precision default null
+)
+language plpgsql as $$
+declare
+  t         timestamptz;
+  ids       bigint[];
+  receives  double precision[];
+  acks      double precision[];
+begin
+  for i in 1..calls loop
+    t := clock_timestamp();
+    with cte as (
+      select q.msg_id from bench.q_floor q where q.vt <= clock_timestamp()
+      order by q.msg_id limit size for update skip locked
+    ), taken as (
+      update bench.q_floor m set vt = clock_timestamp() + interval '30 seconds', read_ct = m.read_ct + 1
+      from cte where m.msg_id = cte.msg_id
+      returning m.msg_id, m.read_ct, m.enqueued_at, m.vt, m.message
+    )
+    select array_agg(x.msg_id) into ids from taken x;
+    receives[i] := bench.ms(t) * 1000;
+    t := clock_timestamp();
+    delete from bench.q_floor q where q.msg_id = any (ids);
+    acks[i] := bench.ms(t) * 1000;
+    commit;
+  end loop;
+  receive_us := (select percentile_cont(0.5) within group (order by u) from unnest(receives) u);
+  ack_us := (select percentile_cont(0.5) within group (order by u) from unnest(acks) u);
+end
+$$;
+
+-- The same as pgmq 1.5 does it itself: functions that put their statements together for each call.
+create function bench.q_read(queue text, vt int, qty int)
+returns table (msg_id bigint, read_ct int, enqueued_at timestamptz, vt_until timestamptz, message jsonb)
+language plpgsql as $$
+begin
+  return query execute format(
+    'with cte as (select q.msg_id from bench.%1$I q where q.vt <= clock_timestamp()'
+    ' order by q.msg_id asc limit $1 for update skip locked)'
+    ' update bench.%1$I m set vt = clock_timestamp() + %2$L, read_ct = m.read_ct + 1'
+    ' from cte where m.msg_id = cte.msg_id'
+    ' returning m.msg_id, m.read_ct, m.enqueued_at, m.vt, m.message', queue, make_interval(secs => vt))
+  using qty;
+end
+$$;
+
+create function bench.q_delete(queue text, ids bigint[]) returns setof bigint
+language plpgsql as $$
+begin
+  return query execute format('delete from bench.%I q where q.msg_id = any ($1) returning q.msg_id', queue) using ids;
+end
+$$;

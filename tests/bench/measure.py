@@ -43,12 +43,13 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A database with pgque and the floor in it. ``quick`` asks for fewer rounds, ``tcp`` is the way in
-    for who cannot use a socket."""
+    for who cannot use a socket, ``minutes`` is the length of what runs for minutes."""
 
     dsn: str
     quick: bool
     has_cron: bool
     tcp: str = ""
+    minutes: float = 10
 
     def connect(self, *, autocommit: bool = True) -> Connection:
         """Open a session."""

@@ -23,12 +23,18 @@ from psycopg.conninfo import make_conninfo
 from rich.console import Console
 from rich.table import Table
 
-from bench import measure, spark
+from bench import measure, spark, workers
 from bench.measure import FLOOR_SQL, Bench, Row
 from pgque import embedded
 
 DATABASE = "pgque_bench"
-SUBJECTS = {**measure.SUBJECTS, "spark": spark.spark}
+SUBJECTS = {
+    **measure.SUBJECTS,
+    "spark": spark.spark,
+    "workers": workers.workers,
+    "workers-long": workers.workers_long,
+}
+ONLY_IF_NAMED = {"workers-long"}
 SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
 SETTINGS = (
     "fsync",
@@ -136,7 +142,7 @@ def table(rows: list[Row]) -> Table:
             row.bare,
             "–" if row.ratio is None else f"{row.ratio:.2f} ×",
             row.target,
-            "[green]reached[/]" if row.reached else "[red]missed[/]",
+            ("" if not row.target else "[green]reached[/]") if row.reached else "[red]missed[/]",
             row.note,
         )
     return result
@@ -145,13 +151,18 @@ def table(rows: list[Row]) -> Table:
 def main() -> int:
     """Run the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: about a minute instead of four")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
     parser.add_argument("--dsn", help=f"a server to use; a database {DATABASE} is made there, and dropped")
     parser.add_argument("--sql", type=Path, default=SQL_FILE, help="measure another pgque.sql")
     parser.add_argument("--only", metavar="A,B", help="some of: " + ",".join(SUBJECTS))
+    parser.add_argument("--minutes", type=float, default=10, help="how long workers-long runs (--quick: 1)")
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(SUBJECTS)
+    names = (
+        arguments.only.split(",")
+        if arguments.only
+        else [name for name in SUBJECTS if name not in ONLY_IF_NAMED]
+    )
     unknown = [name for name in names if name not in SUBJECTS]
     if unknown:
         parser.error(f"no such subject: {', '.join(unknown)}; there are {', '.join(SUBJECTS)}")
@@ -166,12 +177,13 @@ def main() -> int:
     began = time.monotonic()
     with database(arguments.dsn, arguments.sql) as (target, tcp, has_cron):
         machine = describe(target)
-        bench = Bench(target, arguments.quick, has_cron, tcp)
+        bench = Bench(target, arguments.quick, has_cron, tcp, arguments.minutes)
         for name in names:
             with progress.status(f"{name} …"):
                 rows += SUBJECTS[name](bench)
     if "spark" in names:
         machine["spark"] = spark.missing() or spark.versions()
+    machine["load"] = f"{machine['load']}, {os.getloadavg()[0]:.1f} at the end"
     machine["took"] = f"{time.monotonic() - began:.0f} s"
     console.print(table(rows))
     console.print()
