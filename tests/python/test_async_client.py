@@ -86,7 +86,13 @@ def test_a_wrapped_connection_is_left_in_its_transaction(dsn: str, queue: str) -
 
 @pytest.mark.parametrize(
     ("sync", "asynchronous"),
-    [(pgque.PgqueClient, pgque.AsyncPgqueClient), (pgque.Consumer, pgque.AsyncConsumer)],
+    [
+        (pgque.PgqueClient, pgque.AsyncPgqueClient),
+        (pgque.Consumer, pgque.AsyncConsumer),
+        (pgque.WorkQueue, pgque.AsyncWorkQueue),
+        (pgque.WorkMessage, pgque.AsyncWorkMessage),
+        (pgque.Worker, pgque.AsyncWorker),
+    ],
 )
 def test_the_twins_have_the_same_methods_and_arguments(sync: type, asynchronous: type) -> None:
     def public(cls: type) -> dict[str, list[str]]:

@@ -86,9 +86,9 @@ def test_bytes_arrive_as_bytes(
     assert (message.payload, message.payload_bytes) == (None, bytes(payload))
 
 
-def test_bytes_in_a_batch_are_refused_with_a_type_error(client: pgque.PgqueClient, queue: str) -> None:
+def test_bytes_are_not_sent_with_an_idempotency_key(client: pgque.PgqueClient, queue: str) -> None:
     with pytest.raises(TypeError, match="bytes"):
-        client.send_batch(queue, "t", [b"raw"])
+        client.send_idem(queue, b"raw", "key")
 
 
 @pytest.mark.parametrize("payload", ["text", {"a": 1}, b"raw"])

@@ -1,0 +1,724 @@
+"""Worker: handlers, outcomes, leases, faults, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+import pgque
+
+Tick = Callable[[str], int | None]
+Wait = Callable[..., None]
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+@pytest.fixture
+def client(conn: Connection) -> pgque.PgqueClient:
+    return pgque.PgqueClient(conn)
+
+
+@pytest.fixture
+def pool(client: pgque.PgqueClient, queue: str) -> str:
+    """The name of a queue with the consumer c."""
+    client.subscribe(queue, "c")
+    return queue
+
+
+@contextmanager
+def running(worker: pgque.Worker) -> Iterator[threading.Thread]:
+    """Run a worker in a thread, and stop it at the end."""
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            worker.run()
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        worker.stop()
+        thread.join(20)
+    assert not thread.is_alive()
+    if failure:
+        raise failure[0]
+
+
+def _send(client: pgque.PgqueClient, queue: str, tick: Tick, *payloads: str) -> list[int]:
+    ids = client.send_batch(queue, "t", payloads)
+    tick(queue)
+    return ids
+
+
+def _left(client: pgque.PgqueClient, queue: str) -> list[str | None]:
+    """Return what another worker gets now."""
+    found: list[str | None] = []
+    while batch := client.receive(queue, "c", worker="other", visibility_timeout=60):
+        found += [message.payload for message in batch]
+    return found
+
+
+def _held(client: pgque.PgqueClient, queue: str) -> int:
+    return sum(worker.messages for worker in client.list_workers(queue, "c"))
+
+
+def test_messages_go_to_the_handler_of_their_type_and_are_acked(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    seen: list[tuple[str, object]] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c")
+
+    @worker.handler("created")
+    def on_created(message: pgque.Message) -> None:
+        seen.append(("created", message.json()))
+
+    @worker.handler("*")
+    def on_other(message: pgque.Message) -> None:
+        seen.append((f"other {message.type}", message.payload))
+
+    client.send(pool, {"id": 1}, type="created")
+    client.send(pool, "x", type="deleted")
+    tick(pool)
+    with running(worker):
+        wait_until(lambda: len(seen) == 2 and _held(client, pool) == 0)
+    assert sorted(seen, key=str) == [("created", {"id": 1}), ("other deleted", "x")]
+    assert _left(client, pool) == []
+
+
+def test_every_message_of_a_backlog_is_handled_once(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    ids: list[int] = []
+    for _ in range(5):
+        ids += _send(client, pool, tick, *(str(n) for n in range(200)))
+    seen: list[int] = []
+    workers = [pgque.Worker(dsn, queue=pool, consumer="c", concurrency=n, prefetch=50) for n in (1, 4)]
+    for worker in workers:
+        worker.handler("*")(lambda message: seen.append(message.msg_id))
+    with running(workers[0]), running(workers[1]):
+        wait_until(lambda: len(seen) >= 1000 and _held(client, pool) == 0, timeout=30)
+    assert sorted(seen) == ids
+    assert _left(client, pool) == []
+
+
+def test_handlers_run_at_a_time_as_many_as_asked_for(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    _send(client, pool, tick, *"abcdefgh")
+    together = threading.Barrier(4)
+    seen: list[str | None] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=4)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        together.wait(10)
+        seen.append(message.payload)
+
+    with running(worker):
+        wait_until(lambda: len(seen) == 8)
+
+
+def test_a_new_message_is_handled_long_before_the_next_look(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    taken: list[float] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c")
+    worker.handler("*")(lambda message: taken.append(time.monotonic()))
+    delays = []
+    with running(worker):
+        for n in range(1, 11):
+            client.send(pool, "x")
+            began = time.monotonic()
+            tick(pool)
+            wait_until(lambda n=n: len(taken) == n)
+            delays.append(taken[-1] - began)
+            wait_until(lambda: _held(client, pool) == 0)
+    assert sorted(delays)[5] < 0.3
+
+
+def test_an_exception_gives_the_message_back_with_its_text(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    seen: list[tuple[str | None, int | None, int | None, str | None]] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", retry_after=0, concurrency=1)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append((message.payload, message.receive_count, message.retry_count, message.last_error))
+        if message.payload == "bad" and message.receive_count == 1:
+            raise RuntimeError("try me again")
+        if message.payload == "exit" and message.receive_count == 1:
+            sys.exit(3)
+
+    _send(client, pool, tick, "good", "bad", "exit")
+    with running(worker):
+        wait_until(lambda: len(seen) == 5 and _held(client, pool) == 0)
+    assert seen[:3] == [("good", 1, 0, None), ("bad", 1, 0, None), ("exit", 1, 0, None)]
+    assert sorted(seen[3:], key=str) == [
+        ("bad", 2, 1, "RuntimeError: try me again"),
+        ("exit", 2, 1, "SystemExit: 3"),
+    ]
+    assert _left(client, pool) == []
+
+
+def test_the_text_of_an_error_is_made_storable_and_cut(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(pool, "max_receive_attempts", 1)
+    worker = pgque.Worker(dsn, queue=pool, consumer="c")
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        raise ValueError("nul \x00, surrogate \ud800, long " + "x" * 100_000)
+
+    _send(client, pool, tick, "x")
+    with running(worker):
+        wait_until(lambda: bool(client.dlq_inspect(pool)))
+    [letter] = client.dlq_inspect(pool)
+    reason = letter.dl_reason or ""
+    assert reason.startswith("ValueError: nul , surrogate ?, long xxx")
+    assert len(reason) <= 2000
+
+
+def test_a_handler_may_return_or_raise_an_outcome(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1)
+    seen: list[str | None] = []
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> object:
+        seen.append(message.payload)
+        first = message.receive_count == 1
+        match message.payload:
+            case "retry":
+                return pgque.Retry(after=3600, reason="busy")
+            case "raised":
+                raise pgque.Retry(0, "soon") if first else pgque.Dead("enough")
+            case "dead":
+                return pgque.Dead("no good")
+            case "release" if first:
+                return pgque.Release()
+        return None
+
+    _send(client, pool, tick, "ok", "retry", "raised", "dead", "release")
+    with running(worker):
+        wait_until(lambda: len(seen) == 7 and _held(client, pool) == 0)
+    assert sorted(map(str, seen)) == ["dead", "ok", "raised", "raised", "release", "release", "retry"]
+    assert {(d.ev_data, d.dl_reason) for d in client.dlq_inspect(pool)} == {
+        ("dead", "no good"),
+        ("raised", "enough"),
+    }
+    [retry] = client.list_messages(pool, "retry")
+    assert (retry.payload, retry.last_error) == ("retry", "busy")
+    assert _left(client, pool) == []
+
+
+@pytest.mark.parametrize("after", [-1, float("nan"), 1e12])
+def test_a_retry_is_neither_in_the_past_nor_in_another_age(after: float) -> None:
+    with pytest.raises(pgque.PgqueBadArgument):
+        pgque.Retry(after)
+
+
+def test_what_is_done_can_go_to_the_archive(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", archive=True, worker="w7")
+    worker.handler("*")(lambda message: None)
+    _send(client, pool, tick, "a", "b")
+    with running(worker):
+        wait_until(lambda: len(client.archive_list(pool)) == 2)
+    assert {(a.payload, a.worker) for a in client.archive_list(pool)} == {("a", "w7"), ("b", "w7")}
+
+
+@pytest.mark.parametrize(("policy", "dead"), [("nack", 1), ("ack", 0)])
+def test_a_type_without_a_handler_follows_the_policy(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, policy: Any, dead: int
+) -> None:
+    client.set_queue_config(pool, "max_receive_attempts", 1)
+    seen: list[pgque.Message] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", unknown_handler_policy=policy)
+    worker.handler("known")(seen.append)
+    client.send(pool, "x", type="unknown")
+    client.send(pool, "x", type="known")
+    tick(pool)
+    with running(worker):
+        wait_until(lambda: bool(seen) and _held(client, pool) == 0)
+    assert len(client.dlq_inspect(pool)) == dead
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"unknown_handler_policy": "ignore"}, {"concurrency": 0}, {"prefetch": 0}, {"visibility_timeout": 0}],
+)
+def test_wrong_settings_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        pgque.Worker(queue="q", consumer="c", **wrong)
+
+
+def test_no_transaction_is_open_while_a_handler_runs(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    states: list[str] = []
+    worker = pgque.Worker(f"{dsn} application_name=quiet_worker", queue=pool, consumer="c")
+
+    @worker.handler("*")
+    def look(message: pgque.Message) -> None:
+        with psycopg.connect(dsn) as own:
+
+            def idle() -> bool:
+                row = own.execute(
+                    "select state from pg_stat_activity where application_name = 'quiet_worker'"
+                ).fetchone()
+                own.rollback()
+                return row == ("idle",)
+
+            wait_until(idle, "the worker's connection is idle")
+            states.append("idle")
+
+    _send(client, pool, tick, "x")
+    with running(worker):
+        wait_until(lambda: bool(states))
+
+
+# -- leases ------------------------------------------------------------
+
+
+def test_a_lease_is_extended_for_as_long_as_a_handler_runs(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    release = threading.Event()
+    seen: list[tuple[str | None, int | None]] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1, visibility_timeout=0.6, prefetch=10)
+    worker._size = 10  # as it is after some quick batches
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append((message.payload, message.receive_count))
+        release.wait(20)
+
+    _send(client, pool, tick, "slow", "waiting", "waiting too")
+    with running(worker):
+        wait_until(lambda: len(seen) == 1)
+        deadline = time.monotonic() + 2.5  # several timeouts
+        while time.monotonic() < deadline:
+            assert _left(client, pool) == []
+            time.sleep(0.05)
+        release.set()
+        wait_until(lambda: len(seen) == 3 and _held(client, pool) == 0)
+    assert seen == [("slow", 1), ("waiting", 1), ("waiting too", 1)]
+
+
+def test_a_lost_lease_is_logged_and_what_was_not_started_is_left_to_the_others(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    seen: list[str | None] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1, visibility_timeout=2)
+    worker._size = 10
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        release.wait(20)
+
+    _send(client, pool, tick, "a", "b", "c")
+    with caplog.at_level(logging.WARNING, logger="pgque.worker"), running(worker):
+        wait_until(lambda: len(seen) == 1)
+        assert client.reclaim(pool, "c") == 1
+        assert len(_left(client, pool)) == 3
+        wait_until(lambda: "was lost" in caplog.text)
+        release.set()
+        wait_until(lambda: worker._hands.waiting() == 0)
+    assert seen == ["a"]
+
+
+def test_outcomes_are_told_while_another_message_of_the_batch_still_runs(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    release = threading.Event()
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=2)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        if message.payload == "slow":
+            release.wait(20)
+
+    slow, _ = _send(client, pool, tick, "slow", "quick")
+    with running(worker):
+        wait_until(lambda: [m.msg_id for m in client.list_messages(pool, "processing")] == [slow])
+        release.set()
+        wait_until(lambda: _held(client, pool) == 0)
+
+
+# -- faults and stopping ------------------------------------------------------------
+
+
+def test_after_its_backend_was_terminated_the_worker_settles_what_it_had_in_hand(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, conn: Connection
+) -> None:
+    release = threading.Event()
+    seen: list[str | None] = []
+    worker = pgque.Worker(f"{dsn} application_name=shot", queue=pool, consumer="c", concurrency=2)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        assert release.wait(20)
+
+    _send(client, pool, tick, "a", "b")
+    with running(worker):
+        wait_until(lambda: len(seen) == 2)
+        conn.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = 'shot'"
+        )
+        release.set()
+        wait_until(lambda: _held(client, pool) == 0)
+        _send(client, pool, tick, "c")
+        wait_until(lambda: len(seen) == 3 and _held(client, pool) == 0)
+    assert sorted(map(str, seen)) == ["a", "b", "c"]
+    assert _left(client, pool) == []
+
+
+def test_faults_that_trying_again_cannot_help_are_raised(dsn: str, queue: str) -> None:
+    with pytest.raises(pgque.PgqueQueueNotFound):
+        pgque.Worker(dsn, queue="no such queue", consumer="c").run()
+    with pytest.raises(pgque.PgqueConsumerNotFound):
+        pgque.Worker(dsn, queue=queue, consumer="nobody").run()
+
+
+def test_after_a_stop_what_runs_is_finished_and_what_was_not_started_is_handed_back(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    release = threading.Event()
+    seen: list[str | None] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=2, visibility_timeout=60)
+    worker._size = 10
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        release.wait(20)
+
+    _send(client, pool, tick, *"abcd")
+    with running(worker) as thread:
+        wait_until(lambda: len(seen) == 2)
+        worker.stop()
+        other: list[str | None] = []
+
+        def handed_back() -> bool:
+            other.extend(_left(client, pool))
+            return len(other) == 2
+
+        wait_until(handed_back)
+        assert thread.is_alive()
+        release.set()
+        thread.join(5)
+        assert not thread.is_alive()
+    assert (sorted(map(str, seen)), other) == (["a", "b"], ["c", "d"])
+    assert client.reclaim(pool, "c") >= 1
+    assert sorted(map(str, _left(client, pool))) == ["c", "d"]
+
+
+def test_a_handler_that_does_not_end_after_a_stop_loses_its_message(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    release = threading.Event()
+    seen: list[str | None] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", visibility_timeout=60, shutdown_timeout=0.2)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        release.wait(20)
+
+    _send(client, pool, tick, "a")
+    with running(worker):
+        wait_until(lambda: len(seen) == 1)
+    assert _left(client, pool) == ["a"]
+    release.set()
+
+
+# -- processes ------------------------------------------------------------
+
+
+PROGRAM = """
+import os, sys, time
+import pgque
+
+worker = pgque.Worker(
+    sys.argv[1], queue=sys.argv[2], consumer="c", concurrency=int(sys.argv[4]), use=sys.argv[3],
+    visibility_timeout=float(sys.argv[5]), worker="prog",
+)
+
+@worker.handler("*")
+def handle(message):
+    with pgque.connect(sys.argv[1], autocommit=True) as client:
+        client.conn.execute(
+            "insert into handled values (%s, %s, %s)", [os.getpid(), message.payload, message.receive_count]
+        )
+    if message.payload.startswith("sleep"):
+        time.sleep(float(message.payload.split()[1]))
+    if message.payload == "killer" and message.receive_count == 1:
+        os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    worker.run()
+"""
+
+
+@pytest.fixture
+def handled(conn: Connection) -> Iterator[Callable[[], list[tuple[int, str, int]]]]:
+    conn.execute("create table handled (pid int, payload text, receive_count int)")
+    yield lambda: conn.execute("select pid, payload, receive_count from handled").fetchall()
+    conn.execute("drop table handled")
+
+
+class Programs:
+    """Start the program above, and end it after the test."""
+
+    def __init__(self, path: Path, dsn: str) -> None:
+        self._path = path
+        self._dsn = dsn
+        self.started: list[subprocess.Popen[str]] = []
+
+    def __call__(
+        self, queue: str, use: str = "threads", concurrency: int = 2, timeout: float = 30
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(self._path), self._dsn, queue, use, str(concurrency), str(timeout)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+
+@pytest.fixture
+def program(tmp_path: Path, dsn: str) -> Iterator[Programs]:
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    programs = Programs(path, dsn)
+    yield programs
+    for process in programs.started:
+        process.kill()
+        process.communicate()
+
+
+Handled = Callable[[], list[tuple[int, str, int]]]
+
+
+def test_handlers_run_in_processes(
+    client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
+) -> None:
+    _send(client, pool, tick, *["sleep 0.05"] * 40)
+    process = program(pool, "processes", 3)
+    wait_until(lambda: len(handled()) == 40 and _held(client, pool) == 0, timeout=30)
+    pids = {pid for pid, _, _ in handled()}
+    assert process.pid not in pids
+    assert len(pids) > 1
+    process.terminate()
+    assert process.wait(15) == 0
+    assert _left(client, pool) == []
+
+
+def test_a_killed_process_is_started_anew_and_its_message_comes_again(
+    client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
+) -> None:
+    process = program(pool, "processes", 1, timeout=1)
+    _send(client, pool, tick, "killer")
+    wait_until(lambda: len(handled()) == 2 and _held(client, pool) == 0, timeout=30)
+    (first, _, one), (second, _, two) = handled()
+    assert (one, two) == (1, 2)
+    assert first != second
+    process.terminate()
+    assert process.wait(15) == 0
+
+
+def test_no_message_is_lost_while_processes_are_killed(
+    client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
+) -> None:
+    client.set_queue_config(pool, "max_receive_attempts", 100)
+    count = 300
+    _send(client, pool, tick, *(f"sleep 0.01{n:03}" for n in range(count)))
+    process = program(pool, "processes", 3, timeout=1)
+    killed: set[int] = set()
+
+    def all_handled() -> bool:
+        rows = handled()
+        alive = {pid for pid, _, _ in rows} - killed
+        if len(killed) < 4 and len(rows) > 30 * (len(killed) + 1) and alive:
+            victim = alive.pop()
+            killed.add(victim)
+            os.kill(victim, signal.SIGKILL)
+        return len({payload for _, payload, _ in rows}) == count and _held(client, pool) == 0
+
+    wait_until(all_handled, "all are handled", timeout=60)
+    assert len(killed) == 4
+    process.terminate()
+    assert process.wait(15) == 0
+    assert _left(client, pool) == []
+    assert client.dlq_inspect(pool) == []
+
+
+@pytest.mark.parametrize("use", ["threads", "processes"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_finish_and_hands_the_rest_back(
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    program: Programs,
+    handled: Handled,
+    use: str,
+    signum: int,
+) -> None:
+    process = program(pool, use, 2, timeout=60)
+    _send(client, pool, tick, *["sleep 1"] * 6)
+    wait_until(lambda: len(handled()) == 2, timeout=30)
+    began = time.monotonic()
+    process.send_signal(signum)
+    assert process.wait(15) == 0
+    assert time.monotonic() - began < 6
+    started = len(handled())
+    assert _held(client, pool) == 0
+    assert len(_left(client, pool)) == 6 - started
+
+
+def test_a_killed_program_leaves_no_process_and_its_messages_come_again(
+    client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
+) -> None:
+    process = program(pool, "processes", 2, timeout=2)
+    _send(client, pool, tick, "sleep 1", "sleep 1")
+    wait_until(lambda: len(handled()) == 2, timeout=30)
+    pids = {pid for pid, _, _ in handled()}
+    process.kill()
+    process.wait(5)
+
+    def gone() -> bool:
+        return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    wait_until(gone, "the processes have ended", timeout=15)
+
+
+def test_messages_of_a_killed_worker_come_to_another(
+    client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait, program: Programs, handled: Handled
+) -> None:
+    victim = program(pool, "threads", 2, timeout=1)
+    _send(client, pool, tick, "sleep 30", "sleep 30")
+    wait_until(lambda: len(handled()) == 2, timeout=30)
+    assert {count for _, _, count in handled()} == {1}
+    victim.kill()
+    other: list[pgque.Message] = []
+
+    def taken() -> bool:
+        other.extend(client.receive(pool, "c", worker="other"))
+        return len(other) == 2
+
+    wait_until(taken)
+    assert {message.receive_count for message in other} == {2}
+
+
+def test_handlers_that_a_process_cannot_import_are_refused(dsn: str, pool: str) -> None:
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", use="processes")
+    worker.handler("*")(lambda message: None)
+    with pytest.raises(TypeError, match="functions of a module"):
+        worker.run()
+
+
+def test_what_a_process_gives_up_for_is_raised(
+    client: pgque.PgqueClient, pool: str, program: Programs
+) -> None:
+    process = program("no such queue", "processes", 2)
+    _, text = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "PgqueQueueNotFound" in text
+
+
+# -- the async twin ------------------------------------------------------------
+
+
+def test_async_handlers_run_as_tasks(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    _send(client, pool, tick, "a", "b", "bad", "dead")
+    seen: list[tuple[str | None, int | None]] = []
+
+    async def call() -> None:
+        worker = pgque.AsyncWorker(
+            dsn, queue=pool, consumer="c", concurrency=4, retry_after=0, visibility_timeout=0.5
+        )
+        together = asyncio.Event()
+
+        @worker.handler("*")
+        async def handle(message: pgque.Message) -> object:
+            seen.append((message.payload, message.receive_count))
+            if len(seen) == 4:
+                together.set()
+            await asyncio.wait_for(together.wait(), 10)
+            if message.payload == "a":
+                await asyncio.sleep(1.5)  # longer than the timeout
+            if message.payload == "bad" and message.receive_count == 1:
+                raise RuntimeError("again")
+            return pgque.Dead("no good") if message.payload == "dead" else None
+
+        def stop_when_done() -> None:
+            with pgque.connect(dsn, autocommit=True) as own:
+                wait_until(lambda: len(seen) == 5 and _held(own, pool) == 0, timeout=20)
+            worker.stop()
+
+        await asyncio.gather(worker.run(), asyncio.to_thread(stop_when_done))
+
+    asyncio.run(call())
+    assert sorted(map(str, seen)) == sorted(
+        map(str, [("a", 1), ("b", 1), ("bad", 1), ("bad", 2), ("dead", 1)])
+    )
+    assert [d.ev_data for d in client.dlq_inspect(pool)] == ["dead"]
+    assert _left(client, pool) == []
+
+
+def test_an_async_worker_stops_at_sigterm_and_hands_back(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    _send(client, pool, tick, *"abc")
+    began: list[str | None] = []
+
+    async def call() -> None:
+        worker = pgque.AsyncWorker(
+            dsn, queue=pool, consumer="c", concurrency=1, visibility_timeout=60, shutdown_timeout=0.2
+        )
+        worker._size = 10
+
+        @worker.handler("*")
+        async def handle(message: pgque.Message) -> None:
+            began.append(message.payload)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+
+        await worker.run()
+
+    asyncio.run(asyncio.wait_for(call(), 20))
+    assert began == ["a"]
+    assert sorted(map(str, _left(client, pool))) == ["a", "b", "c"]
