@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sql.conftest import own, own_dsn, subscribed, transaction
+from sql.conftest import own, subscribed, transaction
 
-__all__ = ["own", "own_dsn", "subscribed", "transaction"]
+__all__ = ["own", "subscribed", "transaction"]

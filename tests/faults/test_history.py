@@ -662,7 +662,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
                 "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for share;",
                 "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;",
             ),
-            ("if v_leaf = 0 or v_old_snapshot then", "if v_leaf = 0 then"),
+            (
+                "if v_leaf = 0 or v_old_snapshot then\n    insert into pgque.position_0",
+                "if v_leaf = 0 then\n    insert into pgque.position_0",
+            ),
             ("if v_appended and (v_leaf = 1 or v_old_snapshot) then", "if v_appended and v_leaf = 1 then"),
         ],
     ),

@@ -8,7 +8,6 @@ import psycopg
 import pytest
 
 from sql.helpers import Connection, subscribe
-from support import servers
 
 
 @pytest.fixture
@@ -16,14 +15,6 @@ def subscribed(conn: Connection, queue: str) -> str:
     """A queue with a consumer c."""
     subscribe(conn, queue)
     return queue
-
-
-@pytest.fixture
-def own_dsn(fresh_dsn: str) -> str:
-    """Connection string of a database of the test's own, with pgque."""
-    with psycopg.connect(fresh_dsn) as connection:
-        connection.execute(servers.SQL_FILE.read_bytes())
-    return fresh_dsn
 
 
 @pytest.fixture

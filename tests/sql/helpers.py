@@ -230,3 +230,158 @@ def dead_tuples(conn: Connection) -> dict[str, int]:
             " where t.schemaname = 'pgque' and t.n_dead_tup > 0",
         )
     )
+
+
+def take(
+    conn: Connection,
+    queue: str,
+    worker: str = "w1",
+    count: int = 100,
+    timeout: str | None = None,
+    consumer: str = "c",
+    ack_batch: int | None = None,
+) -> list[Message]:
+    """Receive up to count messages as a worker of the consumer's pool."""
+    found = rows(
+        conn,
+        "select * from pgque.receive(%s, %s, %s, worker => %s, visibility_timeout => %s::interval, ack_batch => %s)",
+        queue,
+        consumer,
+        count,
+        worker,
+        timeout,
+        ack_batch,
+    )
+    batch = [Message(*row[: len(Message._fields)]) for row in found]
+    assert len(batch) <= count
+    return batch
+
+
+def ids(batch: list[Message]) -> list[int]:
+    """Name the messages of a batch."""
+    return [m.msg_id for m in batch]
+
+
+def settle(conn: Connection, queue: str) -> int | None:
+    """Do what the loop does each tick: put due messages back, then tick."""
+    pump(conn)
+    return tick(conn, queue)
+
+
+def offer(conn: Connection, queue: str, count: int = 1) -> list[int]:
+    """Send messages 1 to count and tick; return their ids."""
+    sent = send_many(conn, queue, count)
+    tick(conn, queue)
+    return sent
+
+
+def work_off(
+    conn: Connection, queue: str, worker: str = "w1", count: int = 100, consumer: str = "c"
+) -> list[Message]:
+    """Take and ack until nothing is left; return the messages."""
+    done: list[Message] = []
+    while batch := take(conn, queue, worker, count, consumer=consumer):
+        done += batch
+        for batch_id in {m.batch_id for m in batch}:
+            assert ack(conn, batch_id) == 1
+    return done
+
+
+def outcome(conn: Connection, call: str, batch_id: int, ids: list[int], *args: Any) -> dict[int, Any]:
+    """Call ack, nack, dead or archive with ids; return {msg_id: reason}, where None is a success."""
+    more = ", %s" * len(args)
+    found = rows(
+        conn,
+        f"select o.msg_id, o.ok, o.reason from pgque.{call}(%s, %s::bigint[]{more}) as o",
+        batch_id,
+        ids,
+        *args,
+    )
+    assert len({f[0] for f in found}) == len(found)
+    for _, ok, reason in found:
+        assert ok is (reason is None)
+    return {f[0]: f[2] for f in found}
+
+
+def release(conn: Connection, batch_id: int, ids: list[int] | None = None) -> int:
+    """Hand a batch, or some of its messages, back."""
+    result: int = value(conn, "select pgque.release(%s, %s::bigint[])", batch_id, ids)
+    return result
+
+
+def extend(conn: Connection, batch_id: int, by: str) -> int:
+    """Prolong the lease of a batch."""
+    result: int = value(conn, "select pgque.extend(%s, %s::interval)", batch_id, by)
+    return result
+
+
+def set_visibility(conn: Connection, batch_id: int, to: str) -> int:
+    """Let the lease of a batch end so long from now."""
+    result: int = value(conn, "select pgque.set_visibility(%s, %s::interval)", batch_id, to)
+    return result
+
+
+_TYPES = {
+    "payload": "text",
+    "headers": "jsonb",
+    "key": "text",
+    "delay": "interval",
+    "deliver_at": "timestamptz",
+    "ttl": "interval",
+    "partition_key": "text",
+}
+
+
+def post(conn: Connection, queue: str, payload: Any = "x", type_name: str = "default", **options: Any) -> int:
+    """Send one message with the named options of send(); bytes go as bytea."""
+    kind = "bytea" if isinstance(payload, bytes) else "text"
+    named = "".join(f", {name} => %s::{_TYPES[name]}" for name in options)
+    result: int = value(
+        conn,
+        f"select pgque.send(%s, %s, %s::{kind}{named})",
+        queue,
+        type_name,
+        payload,
+        *options.values(),
+    )
+    return result
+
+
+def status(conn: Connection, queue: str, msg_id: int) -> dict[str, str]:
+    """Tell the status of a message for each consumer, from message_status()."""
+    return dict(
+        rows(
+            conn,
+            "select s.consumer_name, s.status from pgque.message_status(%s, %s) as s",
+            queue,
+            msg_id,
+        )
+    )
+
+
+def dead_letters(conn: Connection, queue: str) -> dict[int, str]:
+    """Tell the reason of each dead letter of a queue, by message id."""
+    return dict(rows(conn, "select d.ev_id, d.dl_reason from pgque.dlq_inspect(%s, 100000) as d", queue))
+
+
+def row_counts(conn: Connection) -> dict[str, int]:
+    """Count the rows of every table of the schema that has some."""
+    names = column(
+        conn,
+        "select c.relname from pg_class as c"
+        " where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' order by c.relname",
+    )
+    counts = {name: int(value(conn, f'select count(*) from pgque."{name}"')) for name in names}
+    return {name: count for name, count in counts.items() if count}
+
+
+def figure(conn: Connection, metric: str, queue: str) -> float:
+    """Sum a metric of a queue over its consumers."""
+    return float(
+        value(
+            conn,
+            "select coalesce(sum(m.value), 0) from pgque.metrics() as m where m.metric ~ %s and m.queue = %s",
+            metric,
+            queue,
+        )
+    )

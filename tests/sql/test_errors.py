@@ -89,7 +89,6 @@ UNKNOWN_BATCH = [
     "pgque.batch_retry({b}, 1)",
     "pgque.nack({b}, null::pgque.message)",
     "pgque.nack({b}, null::pgque.delivery)",
-    "pgque.nack({b}, array[1::bigint])",
 ]
 
 

@@ -133,7 +133,7 @@ SETTINGS = {
     "ticker_paused": ("false", "true", ["x", ""]),
     "external_ticker": ("false", "true", ["x"]),
     "rotation_period": ("02:00:00", "01:00:00", ["0", "-1 day", "x"]),
-    "retention_period": ("7 days", "1 day", ["0", "-1 day", "x"]),
+    "retention_period": ("7 days", "1 day", ["-1 day", "x"]),
     "max_retries": ("5", "0", ["-1", "x", "99999999999"]),
 }
 

@@ -152,7 +152,7 @@ def test_a_silent_worker_loses_its_batch_to_another_and_its_token_is_dead(own: C
     assert taken[0].batch_id != lost[0].batch_id
     assert ack(own, lost[0].batch_id) == 0
     refused("PQ012", nack, own, lost[1])
-    refused("PQ012", nack_ids, own, lost[0].batch_id, [sent[1]])
+    assert nack_ids(own, lost[0].batch_id, [sent[1]]) == [(sent[1], False, "batch not open")]
     assert receive_coop(own, "q", "a") == []
     assert ack(own, taken[0].batch_id) == 1
     pump(own)

@@ -1,0 +1,330 @@
+"""Keys: while a message with a key is pending, the next one with that key takes its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    ids,
+    move_clock,
+    nack,
+    offer,
+    outcome,
+    payloads,
+    post,
+    receive,
+    refused,
+    release,
+    rows,
+    settle,
+    subscribe,
+    take,
+    tick,
+    value,
+    work_off,
+)
+
+
+@pytest.fixture
+def pool(own: Connection) -> Connection:
+    """A database of its own with a queue q and its consumer c."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    return own
+
+
+@pytest.mark.parametrize("ticked", [False, True])
+def test_a_second_send_replaces_what_is_pending_and_keeps_id_and_place(
+    conn: Connection, subscribed: str, ticked: bool
+) -> None:
+    first = post(conn, subscribed, "old", "was", key="k", headers='{"v": 1}')
+    other = post(conn, subscribed, "other")
+    if ticked:
+        tick(conn, subscribed)
+    assert post(conn, subscribed, "new", "is", key="k", headers='{"v": 2}') == first
+    last = post(conn, subscribed, "last")
+    tick(conn, subscribed)
+    got = work_off(conn, subscribed)
+    assert [(m.msg_id, m.payload, m.type, m.headers, m.key) for m in got] == [
+        (first, "new", "is", {"v": 2}, "k"),
+        (other, "other", "default", None, None),
+        (last, "last", "default", None, None),
+    ]
+    assert {m.receive_count for m in got} == {1}
+
+
+def test_headers_are_replaced_by_none(conn: Connection, subscribed: str) -> None:
+    post(conn, subscribed, "old", key="k", headers='{"v": 1}')
+    post(conn, subscribed, "new", key="k")
+    tick(conn, subscribed)
+    assert [(m.payload, m.headers) for m in work_off(conn, subscribed)] == [("new", None)]
+
+
+def test_text_is_replaced_by_bytes_and_back(conn: Connection, subscribed: str) -> None:
+    a = post(conn, subscribed, "text", key="a")
+    b = post(conn, subscribed, b"\x00\xff", key="b")
+    assert post(conn, subscribed, b"\x00\x01", key="a") == a
+    assert post(conn, subscribed, "text", key="b") == b
+    tick(conn, subscribed)
+    assert [(m.payload, m.payload_bytes) for m in work_off(conn, subscribed)] == [
+        (None, b"\x00\x01"),
+        ("text", None),
+    ]
+
+
+def test_a_key_replaced_500_times_is_delivered_once_with_the_last_body(
+    conn: Connection, subscribed: str
+) -> None:
+    found = {post(conn, subscribed, str(n), key="k") for n in range(250)}
+    tick(conn, subscribed)
+    found |= {post(conn, subscribed, str(n), key="k") for n in range(250, 500)}
+    assert len(found) == 1
+    tick(conn, subscribed)
+    assert [(m.msg_id, m.payload) for m in work_off(conn, subscribed)] == [(found.pop(), "499")]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_once_handed_out_a_new_message_is_made_and_both_are_delivered(pool: Connection, plain: bool) -> None:
+    first = post(pool, "q", "one", key="k")
+    tick(pool, "q")
+    (message,) = receive(pool, "q") if plain else take(pool, "q")
+    second = post(pool, "q", "two", key="k")
+    assert second > first
+    assert post(pool, "q", "two again", key="k") == second
+    tick(pool, "q")
+    assert nack(pool, message, "0", "once more") == 1
+    ack(pool, message.batch_id)
+    settle(pool, "q")
+    got = {}
+    while batch := receive(pool, "q") if plain else take(pool, "q"):
+        got.update({m.msg_id: m.payload for m in batch})
+        ack(pool, batch[0].batch_id)
+    assert got == {first: "one", second: "two again"}
+
+
+def test_redelivery_shows_the_body_that_was_handed_out_first(pool: Connection) -> None:
+    first = post(pool, "q", "old", key="k", headers='{"v": 1}')
+    tick(pool, "q")
+    assert post(pool, "q", "new", key="k", headers='{"v": 2}') == first
+    tick(pool, "q")
+    (message,) = take(pool, "q")
+    seen = (message.payload, message.headers, message.type)
+    for number in range(1, 4):
+        post(pool, "q", f"later {number}", key="k", headers='{"v": 3}')
+        move_clock(pool, f"{number} minutes")
+        (again,) = take(pool, "q")
+        assert (again.msg_id, again.payload, again.headers, again.type) == (first, *seen)
+    nack(pool, again, "0")
+    settle(pool, "q")
+    got = {m.msg_id: m.payload for m in work_off(pool, "q")}
+    assert got.pop(first) == "new"
+    assert list(got.values()) == ["later 3"]
+
+
+def test_a_plain_consumers_open_batch_comes_again_as_it_was(conn: Connection, subscribed: str) -> None:
+    post(conn, subscribed, "old", key="k")
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)
+    post(conn, subscribed, "new", key="k")
+    tick(conn, subscribed)
+    assert receive(conn, subscribed) == batch
+    ack(conn, batch[0].batch_id)
+    assert payloads(conn, subscribed) == ["new"]
+
+
+def test_what_one_consumer_got_is_pending_for_nobody(conn: Connection, subscribed: str) -> None:
+    subscribe(conn, subscribed, "d")
+    first = post(conn, subscribed, "one", key="k")
+    tick(conn, subscribed)
+    take(conn, subscribed)
+    second = post(conn, subscribed, "two", key="k")
+    assert second != first
+    tick(conn, subscribed)
+    assert [(m.msg_id, m.payload) for m in work_off(conn, subscribed, consumer="d")] == [
+        (first, "one"),
+        (second, "two"),
+    ]
+
+
+@pytest.mark.parametrize("how", ["ack", "release", "nack", "dead"])
+def test_after_any_outcome_a_key_makes_a_new_message(conn: Connection, subscribed: str, how: str) -> None:
+    first = post(conn, subscribed, "one", key="k")
+    tick(conn, subscribed)
+    (message,) = take(conn, subscribed)
+    if how == "release":
+        release(conn, message.batch_id)
+    elif how == "nack":
+        nack(conn, message, "1 hour")
+    else:
+        outcome(conn, how, message.batch_id, [first], *(["x"] if how == "dead" else []))
+    second = post(conn, subscribed, "two", key="k")
+    assert second > first
+    tick(conn, subscribed)
+    got = {m.msg_id: m.payload for m in work_off(conn, subscribed)}
+    assert got == ({first: "one", second: "two"} if how == "release" else {second: "two"})
+
+
+def test_a_hand_out_that_is_rolled_back_leaves_the_message_pending(pool: Connection) -> None:
+    first = post(pool, "q", "one", key="k")
+    tick(pool, "q")
+    pool.execute("begin")
+    assert len(take(pool, "q")) == 1
+    pool.execute("rollback")
+    assert post(pool, "q", "two", key="k") == first
+    tick(pool, "q")
+    assert [(m.msg_id, m.payload) for m in work_off(pool, "q")] == [(first, "two")]
+
+
+def test_messages_without_key_and_of_other_queues_are_never_merged(
+    conn: Connection, subscribed: str, new_queue: Callable[..., str]
+) -> None:
+    other = new_queue()
+    subscribe(conn, other)
+    sent = [post(conn, subscribed, "x") for _ in range(3)]
+    sent += [post(conn, subscribed, "x", partition_key="p") for _ in range(3)]
+    sent += [post(conn, subscribed, "x", key=k) for k in ("k", "K", " k")]
+    there = post(conn, other, "y", key="k")
+    for name in (subscribed, other):
+        tick(conn, name)
+    assert ids(work_off(conn, subscribed)) == sent
+    assert len(set(sent)) == 9
+    assert [(m.msg_id, m.payload) for m in work_off(conn, other)] == [(there, "y")]
+
+
+@pytest.mark.parametrize("key", ["", "k" * 1001, "ü" * 501])
+def test_a_key_is_1_to_1000_bytes_long(conn: Connection, subscribed: str, key: str) -> None:
+    refused("PQ005", lambda: post(conn, subscribed, key=key))
+    long = "ü" * 500
+    assert post(conn, subscribed, "a", key=long) == post(conn, subscribed, "b", key=long)
+
+
+def test_a_key_of_any_characters_is_kept(conn: Connection, subscribed: str) -> None:
+    keys = ["'; drop table x; --", "a\nb", "\\x00", "null", "%s", "🐘"]
+    for key in keys:
+        post(conn, subscribed, "old", key=key)
+    for key in keys:
+        post(conn, subscribed, key, key=key)
+    tick(conn, subscribed)
+    assert [(m.key, m.payload) for m in work_off(conn, subscribed)] == [(k, k) for k in keys]
+
+
+def test_an_expired_pending_message_is_not_resurrected(pool: Connection) -> None:
+    first = post(pool, "q", "old", key="k", ttl="1 minute")
+    tick(pool, "q")
+    move_clock(pool, "2 minutes")
+    second = post(pool, "q", "new", key="k")
+    assert second > first
+    tick(pool, "q")
+    assert [(m.msg_id, m.payload) for m in work_off(pool, "q")] == [(second, "new")]
+
+
+def test_a_full_queue_takes_a_replacement_and_no_new_key(conn: Connection, subscribed: str) -> None:
+    configure(conn, subscribed, max_depth=2)
+    first = post(conn, subscribed, "one", key="k")
+    post(conn, subscribed, "two", key="l")
+    assert post(conn, subscribed, "three", key="k") == first
+    refused("PQ003", lambda: post(conn, subscribed, "four", key="m"))
+    tick(conn, subscribed)
+    assert [m.payload for m in work_off(conn, subscribed)] == ["three", "two"]
+
+
+def test_a_delayed_message_is_replaced_in_its_place(pool: Connection) -> None:
+    first = post(pool, "q", "old", key="k", delay="10 minutes")
+    assert post(pool, "q", "new", key="k", delay="10 minutes") == first
+    settle(pool, "q")
+    assert take(pool, "q") == []
+    move_clock(pool, "11 minutes")
+    settle(pool, "q")
+    assert [(m.msg_id, m.payload) for m in work_off(pool, "q")] == [(first, "new")]
+    assert work_off(pool, "q") == []
+
+
+@pytest.mark.parametrize("delays", [("10 minutes", None), (None, "10 minutes")])
+def test_a_key_sent_with_and_without_delay_is_one_message(
+    pool: Connection, delays: tuple[str | None, str | None]
+) -> None:
+    first = post(pool, "q", "old", key="k", delay=delays[0])
+    assert post(pool, "q", "new", key="k", delay=delays[1]) == first
+    got = []
+    for minutes in (0, 11, 22):
+        move_clock(pool, f"{minutes} minutes")
+        settle(pool, "q")
+        got += [(m.msg_id, m.payload) for m in work_off(pool, "q")]
+    assert got == [(first, "new")]
+
+
+def test_purging_a_key_takes_its_pending_message_only(conn: Connection, subscribed: str) -> None:
+    post(conn, subscribed, "one", key="k")
+    other = post(conn, subscribed, "two", key="l")
+    keyless = post(conn, subscribed, "three")
+    tick(conn, subscribed)
+    assert value(conn, "select pgque.purge_key(%s, 'k')", subscribed) == 1
+    assert value(conn, "select pgque.purge_key(%s, 'k')", subscribed) == 0
+    assert value(conn, "select pgque.purge_key(%s, 'nothing')", subscribed) == 0
+    again = post(conn, subscribed, "again", key="k")
+    tick(conn, subscribed)
+    assert ids(work_off(conn, subscribed)) == [other, keyless, again]
+
+
+def test_keys_leave_no_row_behind_once_delivered(pool: Connection) -> None:
+    from sql.helpers import forced_tick, rotate, row_counts
+
+    def traffic(count: int) -> None:
+        for number in range(count):
+            post(pool, "q", "a", key=f"k{number}")
+            post(pool, "q", "b", key=f"k{number}")
+        tick(pool, "q")
+        assert len(work_off(pool, "q")) == count
+        for _ in range(5):
+            forced_tick(pool, "q")
+            work_off(pool, "q")
+            rotate(pool, "q")
+            value(pool, "select pgque.maint()")
+
+    traffic(50)
+    before = row_counts(pool)
+    traffic(400)
+    after = row_counts(pool)
+    grown = {t: n - before.get(t, 0) for t, n in after.items() if n - before.get(t, 0) > 100}
+    assert grown == {}
+
+
+def test_a_consumer_that_comes_later_finds_one_message_per_key(conn: Connection, queue: str) -> None:
+    first = post(conn, queue, "old", key="k")
+    tick(conn, queue)
+    assert post(conn, queue, "new", key="k") == first
+    tick(conn, queue)
+    value(conn, "select pgque.subscribe(%s, 'late', 'earliest')", queue)
+    assert [(m.msg_id, m.payload) for m in work_off(conn, queue, consumer="late")] == [(first, "new")]
+
+
+def test_headers_of_a_keyed_batch_are_kept(conn: Connection, subscribed: str) -> None:
+    value(
+        conn,
+        "select pgque.send_batch(%s, 't', %s::text[], headers => %s::jsonb[], keys => %s::text[])",
+        subscribed,
+        ["a", "b", "c"],
+        [json.dumps({"n": n}) for n in range(3)],
+        ["k", "l", "k"],
+    )
+    tick(conn, subscribed)
+    assert [(m.payload, m.headers, m.key) for m in work_off(conn, subscribed)] == [
+        ("c", {"n": 2}, "k"),
+        ("b", {"n": 1}, "l"),
+    ]
+    assert rows(conn, "select * from pgque.list_messages(%s)", subscribed) == []
+
+
+def test_keys_and_offers_without_keys_mix(conn: Connection, subscribed: str) -> None:
+    a = post(conn, subscribed, "a", key="k")
+    plain = offer(conn, subscribed, 3)
+    assert post(conn, subscribed, "b", key="k") == a
+    tick(conn, subscribed)
+    assert ids(take(conn, subscribed, "w1", 1)) == [a]
+    assert ids(take(conn, subscribed, "w2")) == plain

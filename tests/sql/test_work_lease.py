@@ -1,0 +1,349 @@
+"""Leases: the old batch id, extending, hiding, handing back, and names that come and go."""
+
+from __future__ import annotations
+
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    extend,
+    forced_tick,
+    ids,
+    move_clock,
+    nack,
+    nack_ids,
+    offer,
+    outcome,
+    refused,
+    release,
+    rotate,
+    row_counts,
+    rows,
+    set_visibility,
+    subscribe,
+    take,
+    value,
+    work_off,
+)
+
+LOST = "lost to another worker"
+
+
+@pytest.fixture
+def pool(own: Connection) -> Connection:
+    """A database of its own with a queue q and its consumer c."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    return own
+
+
+def test_a_lapsed_batch_that_nobody_took_is_acked_as_ever(pool: Connection) -> None:
+    offer(pool, "q", 3)
+    batch = take(pool, "q", "w1")
+    move_clock(pool, "1 hour")
+    assert ack(pool, batch[0].batch_id) == 1
+    assert work_off(pool, "q", "w2") == []
+    assert ack(pool, batch[0].batch_id) == 0
+
+
+def test_a_lapsed_message_that_nobody_took_is_nacked_buried_and_extended_as_ever(pool: Connection) -> None:
+    sent = offer(pool, "q", 4)
+    (a, b, c, d) = take(pool, "q", "w1")
+    move_clock(pool, "1 minute")
+    assert nack(pool, a, "1 hour", "later") == 1
+    assert outcome(pool, "dead", b.batch_id, [b.msg_id], "bad") == {b.msg_id: None}
+    assert outcome(pool, "ack", c.batch_id, [c.msg_id]) == {c.msg_id: None}
+    assert set_visibility(pool, d.batch_id, "10 minutes") == 1
+    assert take(pool, "q", "w2") == []
+    move_clock(pool, "12 minutes")
+    assert ids(work_off(pool, "q", "w2")) == sent[3:]
+    move_clock(pool, "62 minutes")
+    (again,) = work_off(pool, "q", "w2")
+    assert (again.msg_id, again.receive_count, again.retry_count, again.last_error) == (
+        sent[0],
+        2,
+        1,
+        "later",
+    )
+
+
+def test_a_batch_that_was_taken_over_is_dead_for_every_call(pool: Connection) -> None:
+    offer(pool, "q", 2)
+    lost = take(pool, "q", "w1")
+    old = lost[0].batch_id
+    move_clock(pool, "1 minute")
+    taken = take(pool, "q", "w2", timeout="1 day")
+    if len(taken) < 2:  # smaller pieces after a lapse
+        taken += take(pool, "q", "w2", timeout="1 day")
+    assert ids(taken) == ids(lost)
+    assert ack(pool, old) == 0
+    assert outcome(pool, "ack", old, ids(lost)) == dict.fromkeys(ids(lost), LOST)
+    assert {r[0]: (r[1], r[2]) for r in nack_ids(pool, old, ids(lost))} == dict.fromkeys(
+        ids(lost), (False, LOST)
+    )
+    assert outcome(pool, "dead", old, ids(lost), "x") == dict.fromkeys(ids(lost), LOST)
+    assert outcome(pool, "archive", old, ids(lost)) == dict.fromkeys(ids(lost), LOST)
+    assert extend(pool, old, "1 hour") == 0
+    assert set_visibility(pool, old, "0") == 0
+    assert set_visibility(pool, old, "1 hour") == 0
+    assert release(pool, old) == 0
+    refused("PQ012", nack, pool, lost[0])
+    # The new holder noticed nothing.
+    assert take(pool, "q", "w3") == []
+    for message in taken:
+        assert outcome(pool, "ack", message.batch_id, [message.msg_id]) == {message.msg_id: None}
+    assert rows(pool, "select * from pgque.dlq_inspect('q')") == []
+    move_clock(pool, "3 days")
+    assert work_off(pool, "q", "w3") == []
+
+
+def test_of_a_lapsed_batch_only_the_messages_that_another_took_are_lost(pool: Connection) -> None:
+    sent = offer(pool, "q", 4)
+    old = take(pool, "q", "w1")[0].batch_id
+    move_clock(pool, "1 minute")
+    taken = take(pool, "q", "w2", 1, "1 day")
+    assert ids(taken) == sent[:1]
+    assert outcome(pool, "ack", old, sent) == {
+        sent[0]: LOST,
+        sent[1]: None,
+        sent[2]: None,
+        sent[3]: None,
+    }
+    assert take(pool, "q", "w3") == []
+    assert ack(pool, taken[0].batch_id) == 1
+    move_clock(pool, "3 days")
+    assert take(pool, "q", "w3") == []
+
+
+def test_acking_a_whole_batch_of_which_another_took_one_acks_the_rest(pool: Connection) -> None:
+    sent = offer(pool, "q", 3)
+    old = take(pool, "q", "w1")[0].batch_id
+    move_clock(pool, "1 minute")
+    taken = take(pool, "q", "w2", 1, "1 day")
+    assert ack(pool, old) == 1
+    assert take(pool, "q", "w3") == []
+    assert ack(pool, old) == 0
+    assert outcome(pool, "ack", taken[0].batch_id, sent[:1]) == {sent[0]: None}
+
+
+def test_what_was_acked_before_the_lapse_stays_acked_for_the_old_holder(pool: Connection) -> None:
+    sent = offer(pool, "q", 2)
+    old = take(pool, "q", "w1")[0].batch_id
+    outcome(pool, "ack", old, sent[:1])
+    move_clock(pool, "1 minute")
+    assert ids(take(pool, "q", "w2", timeout="1 day")) == sent[1:]
+    assert outcome(pool, "ack", old, sent) == {sent[0]: "settled already", sent[1]: LOST}
+
+
+def test_a_message_handed_back_and_taken_again_by_the_same_worker_has_a_new_token(pool: Connection) -> None:
+    sent = offer(pool, "q", 1)
+    old = take(pool, "q", "w1")[0].batch_id
+    move_clock(pool, "1 minute")
+    (again,) = take(pool, "q", "w1")
+    assert again.batch_id != old
+    assert outcome(pool, "ack", old, sent)[sent[0]] is not None
+    assert ack(pool, old) == 0
+    assert ack(pool, again.batch_id) == 1
+
+
+def test_extending_adds_to_the_deadline_and_never_shrinks_it(pool: Connection) -> None:
+    sent = offer(pool, "q", 1)
+    batch = take(pool, "q", "w1")[0].batch_id
+    assert extend(pool, batch, "30 seconds") == 1
+    assert extend(pool, batch, "30 seconds") == 1
+    assert extend(pool, batch, "0") == 1
+    refused("PQ005", extend, pool, batch, "-1 second")
+    move_clock(pool, "88 seconds")
+    assert take(pool, "q", "w2") == []
+    move_clock(pool, "92 seconds")
+    assert ids(take(pool, "q", "w2")) == sent
+
+
+def test_extending_says_how_many_messages_are_still_held(pool: Connection) -> None:
+    sent = offer(pool, "q", 5)
+    batch = take(pool, "q", "w1")[0].batch_id
+    outcome(pool, "ack", batch, sent[:1])
+    nack_ids(pool, batch, sent[1:2], "0")
+    assert extend(pool, batch, "1 minute") == 3
+    assert release(pool, batch, sent[2:3]) == 1
+    assert extend(pool, batch, "1 minute") == 2
+    assert ack(pool, batch) == 1
+    assert extend(pool, batch, "1 minute") == 0
+    assert ids(work_off(pool, "q", "w2")) == sent[1:3]
+
+
+def test_a_lease_is_extended_past_any_number_of_timeouts(pool: Connection) -> None:
+    sent = offer(pool, "q", 2)
+    batch = take(pool, "q", "w1")[0].batch_id
+    for number in range(10):
+        move_clock(pool, f"{20 * number} seconds")
+        assert take(pool, "q", "w2") == []
+        assert extend(pool, batch, "20 seconds") == 2
+    assert outcome(pool, "ack", batch, sent) == dict.fromkeys(sent)
+
+
+@pytest.mark.parametrize("to", ["5 seconds", "10 minutes"])
+def test_visibility_is_set_from_now(pool: Connection, to: str) -> None:
+    sent = offer(pool, "q", 2)
+    batch = take(pool, "q", "w1")[0].batch_id
+    assert set_visibility(pool, batch, to) == 2
+    seconds = {"5 seconds": 5, "10 minutes": 600}[to]
+    move_clock(pool, f"{seconds - 2} seconds")
+    assert take(pool, "q", "w2") == []
+    move_clock(pool, f"{seconds + 1} seconds")
+    assert sorted(ids(take(pool, "q", "w2") + take(pool, "q", "w2"))) == sent
+    refused("PQ005", set_visibility, pool, batch, "-1 second")
+
+
+@pytest.mark.parametrize("how", ["release", "set_visibility", "reclaim"])
+def test_a_batch_handed_back_is_available_at_once_with_its_count(pool: Connection, how: str) -> None:
+    sent = offer(pool, "q", 3)
+    for delivery in (1, 2, 3):
+        batch = take(pool, "q", f"w{delivery}", timeout="1 day")
+        assert ids(batch) == sent
+        assert {m.receive_count for m in batch} == {delivery}
+        assert {m.retry_count for m in batch} == {0}
+        token = batch[0].batch_id
+        if how == "release":
+            assert release(pool, token) == 3
+        elif how == "set_visibility":
+            assert set_visibility(pool, token, "0") == 3
+        else:
+            assert value(pool, "select pgque.reclaim('q', 'c')") == 1
+
+
+def test_part_of_a_batch_is_handed_back(pool: Connection) -> None:
+    sent = offer(pool, "q", 4)
+    batch = take(pool, "q", "w1", timeout="1 day")[0].batch_id
+    assert release(pool, batch, [sent[1], sent[3], 10**9]) == 2
+    assert release(pool, batch, [sent[1]]) == 0
+    assert ids(take(pool, "q", "w2")) == [sent[1], sent[3]]
+    found = outcome(pool, "ack", batch, sent[:2])
+    assert found[sent[0]] is None and found[sent[1]] is not None
+
+
+def test_a_batch_handed_back_and_not_taken_is_still_good_or_reported(pool: Connection) -> None:
+    sent = offer(pool, "q", 2)
+    batch = take(pool, "q", "w1")[0].batch_id
+    release(pool, batch)
+    result = outcome(pool, "ack", batch, sent)
+    again = ids(work_off(pool, "q", "w2"))
+    # Whatever was said to be acked does not come again, and the rest does.
+    assert again == [i for i in sent if result[i] is not None]
+
+
+def test_reclaiming_spares_batches_that_were_handed_out_lately(pool: Connection) -> None:
+    sent = offer(pool, "q", 4)
+    old = take(pool, "q", "w1", 2, "1 day")
+    move_clock(pool, "10 minutes")
+    young = take(pool, "q", "w2", 2, "1 day")
+    assert value(pool, "select pgque.reclaim('q', 'c', '5 minutes')") == 1
+    again = take(pool, "q", "w3", timeout="1 day")
+    assert [(m.msg_id, m.receive_count) for m in again] == [(i, 2) for i in sent[:2]]
+    assert ack(pool, old[0].batch_id) == 0
+    assert ack(pool, young[0].batch_id) == 1
+    assert value(pool, "select pgque.reclaim('q', 'c', '0')") == 1
+    assert ids(work_off(pool, "q", "w4")) == sent[:2]
+    assert value(pool, "select pgque.reclaim('q', 'c')") == 0
+
+
+def test_workers_are_listed_with_what_they_hold_and_until_when(pool: Connection) -> None:
+    value(pool, "select pgque.create_queue('r')")
+    subscribe(pool, "r", "d")
+    offer(pool, "q", 5)
+    offer(pool, "r", 1)
+    take(pool, "q", "w1", 2, "1 hour")
+    first = take(pool, "q", "w1", 1, "10 minutes")
+    take(pool, "q", "w2", 1)
+    take(pool, "r", "w1", 1, consumer="d")
+    call = (
+        "select w.queue, w.consumer, w.worker, w.batches, w.messages,"
+        " round(extract(epoch from w.lease_until - pgque.clock()) / 60)::int,"
+        " w.last_seen between pgque.clock() - interval '1 minute' and pgque.clock()"
+    )
+    listed = rows(
+        pool,
+        call
+        + " from pgque.list_workers() as w (queue, consumer, worker, batches, messages, last_seen, lease_until) order by 1, 3",
+    )
+    assert [r[:5] for r in listed] == [
+        ("q", "c", "w1", 2, 3),
+        ("q", "c", "w2", 1, 1),
+        ("r", "d", "w1", 1, 1),
+    ]
+    assert [r[5] for r in listed] in ([10, 0, 0], [10, 1, 1])
+    assert all(r[6] for r in listed)
+    assert len(rows(pool, "select * from pgque.list_workers('q')")) == 2
+    assert len(rows(pool, "select * from pgque.list_workers('q', 'c')")) == 2
+    ack(pool, first[0].batch_id)
+    (one,) = rows(
+        pool,
+        call
+        + " from pgque.list_workers('q', 'c') as w (queue, consumer, worker, batches, messages, last_seen, lease_until) where w.worker = 'w1'",
+    )
+    assert one[3:6] == (1, 2, 60)
+
+
+def test_two_hundred_workers_that_came_and_went_leave_no_row(pool: Connection) -> None:
+    def shift(first: int) -> None:
+        offer(pool, "q", 500)
+        for number in range(first, first + 200):
+            batch = take(pool, "q", f"container-{number}", 1)
+            if number % 3 == 0:
+                assert release(pool, batch[0].batch_id) == 1
+            elif number % 3 == 1:
+                assert ack(pool, batch[0].batch_id) == 1
+            take(pool, "q", f"idle-{number}", 1, "1 second")
+        move_clock(pool, f"{first + 1} hours")
+        work_off(pool, "q", f"last-{first}")
+        for _ in range(4):
+            forced_tick(pool, "q")
+            assert work_off(pool, "q", f"last-{first}") == []
+            rotate(pool, "q")
+            value(pool, "select pgque.maint()")
+
+    from sql.test_held_xmin import low_threshold
+
+    low_threshold(pool)
+    configure(pool, "q", rotation_period="1 microsecond")
+    shift(0)
+    before = row_counts(pool)
+    shift(1000)
+    after = row_counts(pool)
+    grown = {t: (before.get(t, 0), n) for t, n in after.items() if n > before.get(t, 0) + 60}
+    assert grown == {}
+    assert rows(pool, "select * from pgque.list_workers()") == []
+
+
+def test_an_idle_worker_blocks_no_rotation(pool: Connection) -> None:
+    offer(pool, "q", 1)
+    for worker in ("idle", "lazy"):
+        work_off(pool, "q", worker)
+    rotations = 0
+    for _ in range(6):
+        offer(pool, "q", 10)
+        work_off(pool, "q", "busy")
+        forced_tick(pool, "q")
+        work_off(pool, "q", "busy")
+        rotations += rotate(pool, "q")
+    assert rotations == 6
+
+
+def test_installing_again_keeps_leases_and_what_waits(pool: Connection) -> None:
+    from support import servers
+
+    sent = offer(pool, "q", 6)
+    kept = take(pool, "q", "w1", 2, "1 day")
+    other = take(pool, "q", "w2", 2, "1 day")
+    nack(pool, other[0], "10 minutes", "later")
+    with pool.transaction():
+        pool.execute(servers.SQL_FILE.read_bytes())
+    assert extend(pool, kept[0].batch_id, "0") == 2
+    assert ids(take(pool, "q", "w3", timeout="1 day")) == sent[4:]
+    assert ack(pool, kept[0].batch_id) == 1
+    assert outcome(pool, "ack", other[1].batch_id, [sent[3]]) == {sent[3]: None}
+    move_clock(pool, "11 minutes")
+    (message,) = work_off(pool, "q", "w4")
+    assert (message.msg_id, message.receive_count, message.last_error) == (sent[2], 2, "later")

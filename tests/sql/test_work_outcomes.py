@@ -1,0 +1,336 @@
+"""One outcome per message: ack, nack, dead, release, and how often a message may come."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    dead_letters,
+    extend,
+    figure,
+    ids,
+    move_clock,
+    nack,
+    nack_ids,
+    offer,
+    outcome,
+    receive,
+    refused,
+    release,
+    rows,
+    set_visibility,
+    settle,
+    subscribe,
+    take,
+    value,
+    work_off,
+)
+
+
+@pytest.fixture
+def pool(own: Connection) -> Connection:
+    """A database of its own with a queue q and its consumer c."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    return own
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_each_message_of_a_batch_has_an_outcome_of_its_own(
+    conn: Connection, subscribed: str, plain: bool
+) -> None:
+    sent = offer(conn, subscribed, 6)
+    batch = receive(conn, subscribed) if plain else take(conn, subscribed)
+    token = batch[0].batch_id
+    assert outcome(conn, "ack", token, sent[:2]) == dict.fromkeys(sent[:2])
+    assert {r[0]: r[1] for r in nack_ids(conn, token, sent[2:3], "0", "again")} == {sent[2]: True}
+    assert outcome(conn, "dead", token, sent[3:4], "broken") == {sent[3]: None}
+    assert outcome(conn, "archive", token, sent[4:5]) == {sent[4]: None}
+    for call in ("ack", "dead", "archive"):
+        assert outcome(conn, call, token, [*sent[:5], 10**9]) == {
+            **dict.fromkeys(sent[:5], "settled already"),
+            10**9: "not in this batch",
+        }
+    assert ack(conn, token) == 1
+    settle(conn, subscribed)
+    again = receive(conn, subscribed) if plain else take(conn, subscribed)
+    assert [(m.msg_id, m.last_error, m.receive_count, m.retry_count) for m in again] == [
+        (sent[2], "again", 2, 1)
+    ]
+    assert dead_letters(conn, subscribed) == {sent[3]: "broken"}
+    archived = rows(conn, "select a.msg_id from pgque.archive_list(%s) as a", subscribed)
+    assert archived == [(sent[4],)]
+    assert outcome(conn, "ack", token, sent[5:]) == {sent[5]: "batch not open"}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_plain_consumers_batch_and_a_workers_are_finished_by_their_last_message(
+    conn: Connection, subscribed: str, plain: bool
+) -> None:
+    sent = offer(conn, subscribed, 2)
+    batch = receive(conn, subscribed) if plain else take(conn, subscribed)
+    outcome(conn, "ack", batch[0].batch_id, sent[:1])
+    outcome(conn, "ack", batch[0].batch_id, sent[1:])
+    later = offer(conn, subscribed, 1)
+    again = receive(conn, subscribed) if plain else take(conn, subscribed)
+    assert ids(again) == later
+
+
+def test_unacked_messages_alone_come_back_to_a_plain_consumer(conn: Connection, subscribed: str) -> None:
+    sent = offer(conn, subscribed, 5)
+    token = receive(conn, subscribed)[0].batch_id
+    outcome(conn, "ack", token, [sent[1], sent[4]])
+    again = receive(conn, subscribed)
+    assert ids(again) == [sent[0], sent[2], sent[3]]
+    assert {m.batch_id for m in again} == {token}
+
+
+def test_an_outcome_of_nothing_is_nothing(conn: Connection, subscribed: str) -> None:
+    sent = offer(conn, subscribed, 1)
+    token = take(conn, subscribed)[0].batch_id
+    for call in ("ack", "dead", "archive"):
+        assert outcome(conn, call, token, []) == {}
+    assert release(conn, token, []) == 0
+    twice = rows(conn, "select ok from pgque.ack(%s, %s::bigint[])", token, sent * 2)
+    assert (True,) in twice
+
+
+@pytest.mark.parametrize("batch_id", [0, -1, 1, 10**15, 2**62])
+def test_a_batch_that_never_was_is_reported_and_not_raised(
+    conn: Connection, subscribed: str, batch_id: int
+) -> None:
+    sent = offer(conn, subscribed, 1)
+    take(conn, subscribed)
+    assert ack(conn, batch_id) == 0
+    assert extend(conn, batch_id, "1 minute") == 0
+    assert set_visibility(conn, batch_id, "0") == 0
+    assert release(conn, batch_id) == 0
+    assert outcome(conn, "ack", batch_id, sent) == {sent[0]: "batch not open"}
+    assert [r[1] for r in nack_ids(conn, batch_id, sent)] == [False]
+
+
+def test_a_rolled_back_outcome_did_not_happen(pool: Connection) -> None:
+    sent = offer(pool, "q", 4)
+    token = take(pool, "q")[0].batch_id
+    pool.execute("begin")
+    outcome(pool, "ack", token, sent[:1])
+    nack_ids(pool, token, sent[1:2])
+    outcome(pool, "dead", token, sent[2:3], "x")
+    release(pool, token, sent[3:])
+    pool.execute("rollback")
+    assert extend(pool, token, "1 second") == 4
+    assert dead_letters(pool, "q") == {}
+    assert outcome(pool, "ack", token, sent) == dict.fromkeys(sent)
+
+
+def test_a_nacked_message_waits_a_minute_unless_told_otherwise(pool: Connection) -> None:
+    offer(pool, "q", 1)
+    (message,) = take(pool, "q")
+    rows(pool, "select * from pgque.nack(%s, %s::bigint[])", message.batch_id, [message.msg_id])
+    move_clock(pool, "58 seconds")
+    settle(pool, "q")
+    assert take(pool, "q") == []
+    move_clock(pool, "62 seconds")
+    settle(pool, "q")
+    (again,) = take(pool, "q")
+    assert (again.msg_id, again.created_at) == (message.msg_id, message.created_at)
+
+
+def test_a_retry_after_that_is_negative_is_refused(conn: Connection, subscribed: str) -> None:
+    sent = offer(conn, subscribed, 1)
+    (message,) = take(conn, subscribed)
+    refused("PQ005", nack, conn, message, "-1 second")
+    refused("PQ005", nack_ids, conn, message.batch_id, sent, "-1 second")
+
+
+def test_a_nack_of_a_message_of_another_batch_is_refused(conn: Connection, subscribed: str) -> None:
+    offer(conn, subscribed, 2)
+    (first,), (second,) = take(conn, subscribed, "w1", 1), take(conn, subscribed, "w2", 1)
+    refused("PQ007", nack, conn, first._replace(batch_id=second.batch_id))
+    assert ack(conn, first.batch_id) == ack(conn, second.batch_id) == 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_a_limit_of_n_receives_is_exactly_n_deliveries(pool: Connection, limit: int) -> None:
+    configure(pool, "q", max_receive_attempts=limit)
+    (sent,) = offer(pool, "q", 1)
+    deliveries = 0
+    for number in range(limit + 3):
+        move_clock(pool, f"{number} minutes")
+        for message in take(pool, "q", f"w{number}"):
+            deliveries += 1
+            assert (message.msg_id, message.receive_count) == (sent, deliveries)
+    assert deliveries == limit
+    assert dead_letters(pool, "q") == {sent: "receive attempts used up"}
+
+
+@pytest.mark.parametrize("how", ["release", "crash", "nack"])
+def test_without_settings_five_deliveries_are_the_end(pool: Connection, how: str) -> None:
+    (sent,) = offer(pool, "q", 1)
+    deliveries = 0
+    for number in range(9):
+        move_clock(pool, f"{number} minutes")
+        settle(pool, "q")
+        for message in take(pool, "q"):
+            deliveries += 1
+            if how == "release":
+                release(pool, message.batch_id)
+            elif how == "nack":
+                nack(pool, message, "0", "no luck")
+    assert deliveries == 5
+    reason = "no luck" if how == "nack" else "receive attempts used up"
+    assert dead_letters(pool, "q") == {sent: reason}
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_a_limit_of_n_retries_is_n_plus_one_deliveries(pool: Connection, retries: int) -> None:
+    configure(pool, "q", max_retries=retries, max_receive_attempts=100)
+    (sent,) = offer(pool, "q", 1)
+    counts = []
+    for _ in range(retries + 3):
+        settle(pool, "q")
+        for message in take(pool, "q"):
+            counts.append((message.receive_count, message.retry_count))
+            assert nack(pool, message, "0") == 1
+    assert counts == [(n + 1, n) for n in range(retries + 1)]
+    assert dead_letters(pool, "q") == {sent: "retries used up"}
+
+
+def test_the_first_of_both_limits_ends_a_message(pool: Connection) -> None:
+    configure(pool, "q", max_retries=2, max_receive_attempts=4)
+    sent = offer(pool, "q", 2)
+    got: Counter[int] = Counter()
+    for number in range(8):
+        move_clock(pool, f"{number} minutes")
+        while batch := take(pool, "q"):
+            for message in batch:
+                got[message.msg_id] += 1
+                if message.msg_id == sent[0]:
+                    nack(pool, message, "0", "nacked")
+    assert got == {sent[0]: 3, sent[1]: 4}
+    assert dead_letters(pool, "q") == {sent[0]: "nacked", sent[1]: "receive attempts used up"}
+
+
+def test_a_nack_at_the_last_attempt_buries_at_once(pool: Connection) -> None:
+    configure(pool, "q", max_receive_attempts=1)
+    (sent,) = offer(pool, "q", 1)
+    (message,) = take(pool, "q")
+    nack(pool, message, "1 hour", "never again")
+    assert dead_letters(pool, "q") == {sent: "never again"}
+
+
+def test_a_live_lease_is_never_judged(pool: Connection) -> None:
+    configure(pool, "q", max_receive_attempts=1)
+    sent = offer(pool, "q", 1)
+    token = take(pool, "q", "w1", timeout="1 hour")[0].batch_id
+    move_clock(pool, "59 minutes")
+    value(pool, "select pgque.maint()")
+    assert take(pool, "q", "w2") == []
+    assert dead_letters(pool, "q") == {}
+    assert extend(pool, token, "1 hour") == 1
+    move_clock(pool, "118 minutes")
+    value(pool, "select pgque.maint()")
+    assert take(pool, "q", "w2") == []
+    assert outcome(pool, "ack", token, sent) == {sent[0]: None}
+    move_clock(pool, "1 day")
+    value(pool, "select pgque.maint()")
+    assert dead_letters(pool, "q") == {}
+
+
+def test_maintenance_judges_what_no_worker_comes_for(pool: Connection) -> None:
+    configure(pool, "q", max_receive_attempts=1)
+    (sent,) = offer(pool, "q", 1)
+    token = take(pool, "q", "w1")[0].batch_id
+    move_clock(pool, "10 minutes")
+    for _ in range(2):
+        value(pool, "select pgque.maint()")
+    assert dead_letters(pool, "q") == {sent: "receive attempts used up"}
+    assert ack(pool, token) == 0
+
+
+def test_maintenance_gives_a_lapsed_message_that_has_attempts_left_to_the_next_worker(
+    pool: Connection,
+) -> None:
+    sent = offer(pool, "q", 2)
+    take(pool, "q", "w1")
+    move_clock(pool, "10 minutes")
+    for _ in range(3):
+        value(pool, "select pgque.maint()")
+    assert dead_letters(pool, "q") == {}
+    again = take(pool, "q", "w2")
+    assert [(m.msg_id, m.receive_count) for m in again] == [(i, 2) for i in sent]
+
+
+@pytest.mark.parametrize("victims", [[57], [0], [99], [10, 11, 90]])
+def test_a_message_that_kills_its_worker_takes_only_itself_down(pool: Connection, victims: list[int]) -> None:
+    configure(pool, "q", max_receive_attempts=5)
+    sent = offer(pool, "q", 100)
+    poison = {sent[n] for n in victims}
+    acked: set[int] = set()
+    received: Counter[int] = Counter()
+    idle = 0
+    for number in range(400):
+        move_clock(pool, f"{number} minutes")
+        batch = take(pool, "q", f"w{number}", 100)
+        if not batch:
+            idle += 1
+            if idle > 2:
+                break
+            value(pool, "select pgque.maint()")
+            continue
+        idle = 0
+        received.update(ids(batch))
+        if poison.isdisjoint(ids(batch)):  # else it dies before it acks anything
+            for token in {m.batch_id for m in batch}:
+                assert ack(pool, token) == 1
+            acked.update(ids(batch))
+    assert acked == set(sent) - poison
+    assert dead_letters(pool, "q") == dict.fromkeys(poison, "receive attempts used up")
+    assert max(received.values()) <= 5
+    assert {received[i] for i in poison} == {5}
+
+
+def test_a_killed_worker_halves_nothing_of_what_comes_later(pool: Connection) -> None:
+    offer(pool, "q", 10)
+    take(pool, "q", "w1", 10)
+    move_clock(pool, "1 minute")
+    work_off(pool, "q", "w2", 100)
+    later = offer(pool, "q", 50)
+    assert ids(take(pool, "q", "w2", 50)) == later
+
+
+def test_dropping_is_counted_and_leaves_no_dead_letter(pool: Connection) -> None:
+    configure(pool, "q", drop_policy="drop", max_retries=0, max_receive_attempts=1)
+    before = figure(pool, "dropped", "q")
+    offer(pool, "q", 3)
+    a, b, _ = take(pool, "q")
+    nack(pool, a, "0", "broken")
+    outcome(pool, "dead", b.batch_id, [b.msg_id], "x")
+    move_clock(pool, "1 hour")
+    value(pool, "select pgque.maint()")
+    assert take(pool, "q") == []
+    assert dead_letters(pool, "q") == {}
+    assert figure(pool, "dropped", "q") == before + 3
+    error = refused("PQ005", value, pool, "select pgque.set_queue_config('q', 'drop_policy', 'burn')")
+    assert "drop_policy" in str(error)
+
+
+def test_held_messages_are_listed_as_failed_requeued_on_demand_and_not_purged(pool: Connection) -> None:
+    configure(pool, "q", drop_policy="hold", max_retries=0)
+    (sent,) = offer(pool, "q", 1)
+    (message,) = take(pool, "q")
+    nack(pool, message, "0", "broken")
+    listed = rows(pool, "select l.msg_id, l.last_error from pgque.list_messages('q', 'failed') as l")
+    assert listed == [(sent, "broken")]
+    assert rows(pool, "select s.status from pgque.message_status('q', %s) as s", sent) == [("failed",)]
+    (dl_id,) = rows(pool, "select d.dl_id from pgque.dead_letter as d where d.dl_held")[0]
+    move_clock(pool, "100 days")
+    assert value(pool, "select pgque.dlq_purge('q', '0')") == 0
+    assert value(pool, "select pgque.dlq_requeue(%s)", dl_id) == sent
+    settle(pool, "q")
+    assert [(m.msg_id, m.receive_count, m.retry_count) for m in take(pool, "q")] == [(sent, 1, 0)]

@@ -1,0 +1,446 @@
+"""Two sessions at one message: taking over, settling, compacting, rotating at the same time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    dead_letters,
+    extend,
+    forced_tick,
+    ids,
+    move_clock,
+    nack,
+    nack_ids,
+    offer,
+    outcome,
+    refused,
+    release,
+    rows,
+    set_visibility,
+    settle,
+    subscribe,
+    take,
+    value,
+    work_off,
+)
+from sql.test_held_xmin import low_threshold
+
+OLD = pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+LOST = "lost to another worker"
+
+
+@pytest.fixture
+def pool(own: Connection) -> Connection:
+    """A database of its own with a queue q and its consumer c."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    return own
+
+
+class Pair:
+    """Two sessions: one with a transaction open, and one that runs in a thread."""
+
+    def __init__(
+        self,
+        dsn: str,
+        connect: Callable[..., Connection],
+        background: Callable[..., Any],
+        wait: Callable[..., None],
+    ) -> None:
+        self.one = connect(dsn, autocommit=False)
+        self._dsn, self._connect, self._background, self._wait = dsn, connect, background, wait
+
+    def other(self, call: Callable[[Connection], Any]) -> Any:
+        """Start the call; return once it is done or waits for a lock."""
+        job = self._background(call, self._connect(self._dsn))
+        watcher = self._connect(self._dsn)
+        query = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
+        self._wait(lambda: job.done or value(watcher, query, job.pid), "the other session is done or waits")
+        return job
+
+
+@pytest.fixture
+def pair(
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> Pair:
+    """Two more sessions in the test's own database."""
+    return Pair(own_dsn, connect, background, wait_until)
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_of_two_takers_of_a_lapsed_batch_each_message_goes_to_one(
+    pool: Connection, pair: Pair, end: str
+) -> None:
+    sent = offer(pool, "q", 4)
+    take(pool, "q", "w1")
+    move_clock(pool, "1 minute")
+    first = take(pair.one, "q", "w2")
+    job = pair.other(lambda c: take(c, "q", "w3"))
+    pair.one.execute(end.encode())
+    second = job.result()
+    rest = []
+    while more := take(pool, "q", "w4", timeout="1 day"):
+        rest += ids(more)
+    got = Counter((ids(first) if end == "commit" else []) + ids(second) + rest)
+    assert got == Counter(sent)
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_an_ack_meets_a_take_over_and_one_of_them_has_the_message(
+    pool: Connection, pair: Pair, end: str
+) -> None:
+    sent = offer(pool, "q", 3)
+    old = take(pool, "q", "w1")[0].batch_id
+    move_clock(pool, "1 minute")
+    taken = take(pair.one, "q", "w2")
+    job = pair.other(lambda c: outcome(c, "ack", old, sent))
+    pair.one.execute(end.encode())
+    result = job.result()
+    kept = set(ids(taken)) if end == "commit" else set()
+    assert {i for i, reason in result.items() if reason is not None} == kept
+    later: list[int] = []
+    move_clock(pool, "1 day")
+    later += ids(work_off(pool, "q", "w3"))
+    assert set(later) == kept
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+@pytest.mark.parametrize("how", ["ack", "nack", "dead", "release", "set_visibility"])
+def test_a_take_over_meets_an_outcome_that_is_not_yet_committed(
+    pool: Connection, pair: Pair, end: str, how: str
+) -> None:
+    sent = offer(pool, "q", 3)
+    old = take(pool, "q", "w1")[0].batch_id
+    move_clock(pool, "1 minute")
+    if how == "ack":
+        assert ack(pair.one, old) == 1
+    elif how == "nack":
+        assert [r[1] for r in nack_ids(pair.one, old, sent, "10 hours", "x")] == [True] * 3
+    elif how == "dead":
+        outcome(pair.one, "dead", old, sent, "x")
+    elif how == "release":
+        release(pair.one, old)
+    else:
+        assert set_visibility(pair.one, old, "10 hours") == 3
+    job = pair.other(lambda c: take(c, "q", "w2", timeout="30 hours"))
+    pair.one.execute(end.encode())
+    job.result()
+    move_clock(pool, "2 hours")
+    later = list(ids(job.result()))
+    while more := take(pool, "q", "w3", timeout="30 hours"):
+        later += ids(more)
+    gone = end == "commit" and how in ("ack", "nack", "dead", "set_visibility")
+    assert sorted(later) == ([] if gone else sent)
+    move_clock(pool, "20 hours")
+    settle(pool, "q")
+    back = end == "commit" and how in ("nack", "set_visibility")
+    assert sorted(ids(work_off(pool, "q", "w4"))) == (sent if back else [])
+    assert sorted(dead_letters(pool, "q")) == (sent if end == "commit" and how == "dead" else [])
+
+
+def test_an_open_ack_whose_lease_lapses_keeps_nobody_from_other_messages(
+    pool: Connection, pair: Pair, own_dsn: str
+) -> None:
+    first = offer(pool, "q", 2)
+    old = take(pool, "q", "w1")[0].batch_id
+    assert ack(pair.one, old) == 1
+    move_clock(pool, "1 minute")
+    later = offer(pool, "q", 5)
+    pool.execute("set statement_timeout = '5s'")
+    got = ids(take(pool, "q", "w2", 3)) + ids(take(pool, "q", "w3", 3))
+    got += ids(take(pool, "q", "w4", 3))
+    assert set(later) <= set(got)
+    pair.one.commit()
+    assert set(first).isdisjoint(got)
+    move_clock(pool, "1 day")
+    assert set(first).isdisjoint(ids(work_off(pool, "q", "w5")))
+
+
+def test_open_transactions_of_workers_do_not_stop_each_other(
+    pool: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    sent = offer(pool, "q", 12)
+    sessions = [connect(own_dsn, autocommit=False) for _ in range(3)]
+    held = []
+    for number, session in enumerate(sessions):
+        session.execute("set statement_timeout = '5s'")
+        batch = take(pool, "q", f"w{number}", 4)
+        held += ids(batch)
+        # The handler's own transaction: ack with the business data, commit later.
+        assert ack(session, batch[0].batch_id) == 1
+    assert held == sent
+    more = offer(pool, "q", 2)
+    pool.execute("set statement_timeout = '5s'")
+    assert ids(take(pool, "q", "w9")) == more
+    for session in sessions:
+        session.commit()
+    move_clock(pool, "1 day")
+    assert sorted(ids(work_off(pool, "q", "w9"))) == more
+
+
+def test_two_acks_of_one_batch_succeed_once(pool: Connection, pair: Pair) -> None:
+    sent = offer(pool, "q", 2)
+    token = take(pool, "q")[0].batch_id
+    assert ack(pair.one, token) == 1
+    job = pair.other(lambda c: ack(c, token))
+    pair.one.commit()
+    assert job.result() == 0
+    assert set(outcome(pool, "ack", token, sent).values()) <= {"settled already", "batch not open"}
+
+
+def test_an_ack_and_a_nack_of_one_message_at_once_agree(pool: Connection, pair: Pair) -> None:
+    (sent,) = offer(pool, "q", 1)
+    token = take(pool, "q")[0].batch_id
+    assert outcome(pair.one, "ack", token, [sent]) == {sent: None}
+    job = pair.other(lambda c: nack_ids(c, token, [sent], "0"))
+    pair.one.commit()
+    assert [r[1] for r in job.result()] == [False]
+    move_clock(pool, "1 day")
+    settle(pool, "q")
+    assert take(pool, "q") == []
+
+
+def test_a_reclaim_meets_an_ack_and_one_of_them_wins(pool: Connection, pair: Pair) -> None:
+    sent = offer(pool, "q", 2)
+    token = take(pool, "q", timeout="1 day")[0].batch_id
+    assert ack(pair.one, token) == 1
+    job = pair.other(lambda c: value(c, "select pgque.reclaim('q', 'c')"))
+    pair.one.commit()
+    assert job.result() in (0, 1)
+    move_clock(pool, "3 days")
+    assert work_off(pool, "q", "w2") == []
+    assert set(outcome(pool, "ack", token, sent).values()).isdisjoint({None})
+
+
+def test_judging_by_maintenance_meets_an_extension(pool: Connection, pair: Pair) -> None:
+    configure(pool, "q", max_receive_attempts=1)
+    sent = offer(pool, "q", 1)
+    token = take(pool, "q")[0].batch_id
+    move_clock(pool, "1 minute")
+    assert extend(pair.one, token, "1 hour") == 1
+    job = pair.other(lambda c: value(c, "select pgque.maint()"))
+    pair.one.commit()
+    job.result()
+    if dead_letters(pool, "q") == {}:
+        assert outcome(pool, "ack", token, sent) == {sent[0]: None}
+    else:
+        assert outcome(pool, "ack", token, sent) != {sent[0]: None}
+
+
+@OLD
+@pytest.mark.parametrize("how", ["ack", "ids", "nack", "dead"])
+def test_a_transaction_with_a_snapshot_of_its_own_settles_a_batch(
+    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str, how: str
+) -> None:
+    sent = offer(pool, "q", 2)
+    token = take(pool, "q")[0].batch_id
+    one = transaction(isolation, own_dsn)
+    if how == "ack":
+        assert ack(one, token) == 1
+    elif how == "nack":
+        assert [r[1] for r in nack_ids(one, token, sent, "0")] == [True, True]
+    else:
+        call = "ack" if how == "ids" else "dead"
+        assert outcome(one, call, token, sent, *(["x"] if how == "dead" else [])) == dict.fromkeys(sent)
+    one.execute("commit")
+    move_clock(pool, "1 day")
+    settle(pool, "q")
+    assert ids(work_off(pool, "q", "w2")) == (sent if how == "nack" else [])
+
+
+@OLD
+@pytest.mark.parametrize("how", ["ack", "ids", "nack"])
+def test_a_snapshot_older_than_a_take_over_settles_nothing_that_another_holds(
+    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str, how: str
+) -> None:
+    sent = offer(pool, "q", 2)
+    token = take(pool, "q")[0].batch_id
+    stale = transaction(isolation, own_dsn)
+    move_clock(pool, "1 minute")
+    taken = take(pool, "q", "w2", timeout="1 day") + take(pool, "q", "w2", timeout="1 day")
+    assert ids(taken) == sent
+    try:
+        if how == "ack":
+            assert ack(stale, token) == 0
+        elif how == "ids":
+            assert outcome(stale, "ack", token, sent) == dict.fromkeys(sent, LOST)
+        else:
+            assert [r[1] for r in nack_ids(stale, token, sent, "0")] == [False, False]
+        stale.execute("commit")
+    except psycopg.errors.SerializationFailure:
+        stale.execute("rollback")
+    move_clock(pool, "2 minutes")
+    settle(pool, "q")
+    assert take(pool, "q", "w3") == []
+    for m in taken:
+        assert outcome(pool, "ack", m.batch_id, [m.msg_id]) == {m.msg_id: None}
+
+
+@OLD
+def test_a_snapshot_older_than_another_ack_acks_nothing_twice(
+    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent = offer(pool, "q", 2)
+    token = take(pool, "q")[0].batch_id
+    stale = transaction(isolation, own_dsn)
+    assert outcome(pool, "ack", token, sent[:1]) == {sent[0]: None}
+    try:
+        found = outcome(stale, "ack", token, sent)
+        stale.execute("commit")
+    except psycopg.errors.SerializationFailure:
+        stale.execute("rollback")
+    else:
+        assert found[sent[0]] is not None
+    assert set(outcome(pool, "ack", token, sent[:1]).values()) != {None}
+
+
+@OLD
+def test_a_snapshot_older_than_the_hand_out_settles_it_or_says_why_not(
+    pool: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    stale = transaction(isolation, own_dsn)
+    sent = offer(pool, "q", 2)
+    token = take(pool, "q")[0].batch_id
+    acked = False
+    try:
+        acked = ack(stale, token) == 1
+        stale.execute("commit")
+    except psycopg.errors.SerializationFailure:
+        stale.execute("rollback")
+        acked = False
+    move_clock(pool, "1 day")
+    assert ids(work_off(pool, "q", "w2")) == ([] if acked else sent)
+
+
+def test_the_journal_is_compacted_while_batches_are_open(pool: Connection) -> None:
+    low_threshold(pool)
+    sent = offer(pool, "q", 12)
+    kept = take(pool, "q", "w1", 4, "1 day")
+    lost = take(pool, "q", "w2", 4, "1 minute")
+    outcome(pool, "ack", kept[0].batch_id, sent[:1])
+    nack(pool, lost[0], "10 minutes", "x")
+    for _ in range(4):
+        for _ in range(150):
+            offer(pool, "q", 1)
+            (one,) = take(pool, "q", "w3", 1)
+            assert ack(pool, one.batch_id) == 1
+        for _ in range(3):
+            value(pool, "select pgque.maint()")
+    assert extend(pool, kept[0].batch_id, "1 second") == 3
+    assert outcome(pool, "ack", kept[0].batch_id, sent[:2]) == {sent[0]: "settled already", sent[1]: None}
+    move_clock(pool, "2 minutes")
+    again = ids(take(pool, "q", "w4", timeout="1 day") + take(pool, "q", "w4", timeout="1 day"))
+    assert sorted(set(again) & set(sent[:8])) == sent[5:8]
+    assert ack(pool, kept[0].batch_id) == 1
+    assert ack(pool, lost[0].batch_id) == 0
+    move_clock(pool, "11 minutes")
+    settle(pool, "q")
+    (message,) = work_off(pool, "q", "w5")
+    assert (message.msg_id, message.receive_count, message.retry_count) == (sent[4], 2, 1)
+
+
+def test_workers_rotation_and_compaction_at_once_lose_and_repeat_nothing(
+    pool: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]
+) -> None:
+    low_threshold(pool)
+    configure(pool, "q", rotation_period="1 microsecond")
+    done = [False]
+
+    def worker(name: str, size: int) -> Callable[[Connection], list[int]]:
+        def run(c: Connection) -> list[int]:
+            got = []
+            token = None
+            while not done[0]:
+                batch = take(c, "q", name, size, "1 hour", ack_batch=token)
+                got += ids(batch)
+                token = batch[0].batch_id if batch else None
+            if token:
+                assert ack(c, token) == 1
+            return got
+
+        return run
+
+    def keeper(c: Connection) -> None:
+        while not done[0]:
+            value(c, "select pgque.maint()")
+
+    jobs = [background(worker(f"w{n}", 1 + 3 * n), connect(own_dsn)) for n in range(3)]
+    upkeep = background(keeper, connect(own_dsn))
+    sent = []
+    for number in range(150):
+        sent += offer(pool, "q", 1 + number % 9)
+    forced_tick(pool, "q")
+    sent += offer(pool, "q", 1)
+    import time
+
+    end = time.monotonic() + 15
+    while time.monotonic() < end and value(
+        pool, "select sum(i.pending_events) from pgque.get_consumer_info('q', 'c') as i"
+    ):
+        time.sleep(0.05)
+    done[0] = True
+    upkeep.result()
+    got = Counter(i for job in jobs for i in job.result())
+    got.update(ids(work_off(pool, "q", "last")))
+    assert got - Counter(sent) == Counter(), "handed out twice"
+    assert Counter(sent) - got == Counter(), "never handed out"
+
+
+def test_a_worker_whose_backend_is_killed_loses_only_its_lease(
+    pool: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    sent = offer(pool, "q", 6)
+    victim = connect(own_dsn)
+    token = take(victim, "q", "w1", 2)[0].batch_id
+    inside = connect(own_dsn, autocommit=False)
+    assert ids(take(inside, "q", "w2", 2)) == sent[2:4]
+    for session in (victim, inside):
+        value(pool, "select pg_terminate_backend(%s, 5000)", session.info.backend_pid)
+    # What was never committed is there at once; the committed hand-out comes back when it lapses.
+    assert ids(take(pool, "q", "w3", 4)) == sent[2:]
+    move_clock(pool, "29 seconds")
+    assert take(pool, "q", "w3") == []
+    move_clock(pool, "61 seconds")
+    got = []
+    while batch := take(pool, "q", "w4", timeout="1 day"):
+        got += ids(batch)
+    assert sorted(got) == sent
+    assert ack(pool, token) == 0
+
+
+def test_the_tokens_of_batches_never_repeat(pool: Connection) -> None:
+    seen: set[int] = set()
+    for number in range(60):
+        offer(pool, "q", 1)
+        pool.execute("begin")
+        batch = take(pool, "q", f"w{number}", 1)
+        pool.execute("rollback" if number % 3 == 0 else "commit")
+        for m in batch:
+            assert m.batch_id not in seen
+            seen.add(m.batch_id)
+        if number % 7 == 0:
+            move_clock(pool, f"{number} hours")
+    assert len(seen) == 60
+
+
+def test_unsubscribing_meets_a_worker(pool: Connection, pair: Pair) -> None:
+    offer(pool, "q", 2)
+    batch = take(pair.one, "q")
+    job = pair.other(lambda c: value(c, "select pgque.unsubscribe('q', 'c')"))
+    pair.one.commit()
+    assert job.result() >= 1
+    assert ack(pool, batch[0].batch_id) == 0
+    refused("PQ011", take, pool, "q")
+    assert rows(pool, "select * from pgque.list_workers()") == []
