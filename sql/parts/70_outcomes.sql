@@ -46,7 +46,12 @@ begin
 
   if v_open and v_sub.sub_role = 'pool' then
     v_rows := pgque._lease_rows(v_sub, v_lease, p_ids);
-    v_new := pgque._note(p_batch, v_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r));
+    -- One may be settled in the leaf that is not written any more.
+    v_new := pgque._note(p_batch, v_sub.sub_id, array(
+      select r.ev_id
+      from pg_catalog.unnest(v_rows) r
+      where not exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = r.ev_id)
+        and not exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = r.ev_id)));
     if p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count then
       perform pgque._note(p_batch, v_sub.sub_id, array[0]);
     end if;
