@@ -2704,6 +2704,17 @@ language sql volatile as $$
     | (p_position.pos_sub & 1048575)
 $$;
 
+-- The subscriber whose bits a batch id carries, or null.
+create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  return v_sub;
+end
+$$;
+
 -- Locks the subscriber that owns a batch and returns its position, or null if
 -- the batch is not open.
 create or replace function pgque._lock_batch(p_batch bigint) returns pgque.position_0
@@ -3462,8 +3473,8 @@ language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, null, 
 create or replace function pgque._open_batch(p_batch bigint, out sub pgque.subscriber, out pos pgque.position_0)
 language plpgsql as $$
 begin
-  select s.* into sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
-  if found then
+  sub := pgque._batch_owner(p_batch);
+  if sub.sub_id is not null then
     pos := pgque._position(sub.sub_id);
   end if;
   if pos.pos_batch is distinct from p_batch or p_batch is null then
@@ -4605,7 +4616,6 @@ language plpgsql as $$
 declare
   v_row   pgque.retry_queue;
   v_good  pgque.retry_queue[] := '{}';
-  v_busy  bigint[];
 begin
   foreach v_row in array p_rows loop
     if v_row.ev_key is not null and v_row.ev_receives = 0 then
@@ -5476,7 +5486,7 @@ $$;
 create or replace function pgque._need_pool(p_batch bigint) returns void
 language plpgsql as $$
 begin
-  if exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int and s.sub_role <> 'pool') then
+  if (pgque._batch_owner(p_batch)).sub_role <> 'pool' then
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('batch %s is not leased', p_batch),
@@ -5521,7 +5531,7 @@ declare
 begin
   perform pgque._need_pool($1);
   perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
-  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  v_sub := (pgque._batch_owner($1)).sub_id;
   perform pg_advisory_xact_lock($1);
   v_lease := pgque._lease(v_sub, $1);
   v_state := pgque._lease_state($1);
@@ -5555,9 +5565,8 @@ language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + make_interva
 create or replace function pgque._is_open(p_batch bigint) returns boolean
 language plpgsql as $$
 declare
-  v_sub  pgque.subscriber;
+  v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
 begin
-  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
   if v_sub.sub_role = 'pool' then
     return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
       or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);

@@ -133,6 +133,17 @@ language sql volatile as $$
     | (p_position.pos_sub & 1048575)
 $$;
 
+-- The subscriber whose bits a batch id carries, or null.
+create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  return v_sub;
+end
+$$;
+
 -- Locks the subscriber that owns a batch and returns its position, or null if
 -- the batch is not open.
 create or replace function pgque._lock_batch(p_batch bigint) returns pgque.position_0

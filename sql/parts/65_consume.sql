@@ -725,8 +725,8 @@ language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, null, 
 create or replace function pgque._open_batch(p_batch bigint, out sub pgque.subscriber, out pos pgque.position_0)
 language plpgsql as $$
 begin
-  select s.* into sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
-  if found then
+  sub := pgque._batch_owner(p_batch);
+  if sub.sub_id is not null then
     pos := pgque._position(sub.sub_id);
   end if;
   if pos.pos_batch is distinct from p_batch or p_batch is null then

@@ -684,7 +684,6 @@ language plpgsql as $$
 declare
   v_row   pgque.retry_queue;
   v_good  pgque.retry_queue[] := '{}';
-  v_busy  bigint[];
 begin
   foreach v_row in array p_rows loop
     if v_row.ev_key is not null and v_row.ev_receives = 0 then

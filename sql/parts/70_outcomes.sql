@@ -317,7 +317,7 @@ $$;
 create or replace function pgque._need_pool(p_batch bigint) returns void
 language plpgsql as $$
 begin
-  if exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int and s.sub_role <> 'pool') then
+  if (pgque._batch_owner(p_batch)).sub_role <> 'pool' then
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('batch %s is not leased', p_batch),
@@ -362,7 +362,7 @@ declare
 begin
   perform pgque._need_pool($1);
   perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
-  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  v_sub := (pgque._batch_owner($1)).sub_id;
   perform pg_advisory_xact_lock($1);
   v_lease := pgque._lease(v_sub, $1);
   v_state := pgque._lease_state($1);
@@ -396,9 +396,8 @@ language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + make_interva
 create or replace function pgque._is_open(p_batch bigint) returns boolean
 language plpgsql as $$
 declare
-  v_sub  pgque.subscriber;
+  v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
 begin
-  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
   if v_sub.sub_role = 'pool' then
     return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
       or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);

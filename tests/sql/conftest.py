@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import psycopg
 import pytest
 
-from sql.helpers import Connection, subscribe
+from sql.helpers import Connection, subscribe, value
 
 
 @pytest.fixture
@@ -22,6 +22,14 @@ def own(own_dsn: str) -> Iterator[Connection]:
     """An autocommit connection to a database of the test's own, with pgque."""
     with psycopg.connect(own_dsn, autocommit=True) as connection:
         yield connection
+
+
+@pytest.fixture
+def pool(own: Connection) -> Connection:
+    """A database of its own with a queue q and its consumer c."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    return own
 
 
 @pytest.fixture

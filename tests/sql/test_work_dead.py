@@ -33,14 +33,6 @@ from sql.helpers import (
 )
 
 
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
-
-
 def bury(conn: Connection, queue: str, count: int = 1, reason: str = "broken") -> list[int]:
     """Make dead letters by dead(); return their message ids."""
     offer(conn, queue, count)

@@ -39,14 +39,6 @@ from sql.helpers import (
 )
 
 
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
-
-
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_delayed_message_comes_when_it_is_due_with_the_id_that_send_gave(
     pool: Connection, plain: bool

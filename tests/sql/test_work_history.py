@@ -35,15 +35,6 @@ from sql.helpers import (
     work_off,
 )
 
-
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
-
-
 ARCHIVE = (
     "select a.queue, a.consumer_name, a.msg_id, a.type, a.payload, a.headers, a.key, a.receive_count, a.worker, a.outcome"
     " from pgque.archive_list(%s) as a order by a.msg_id"

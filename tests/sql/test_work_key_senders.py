@@ -18,20 +18,11 @@ from sql.helpers import (
     receive,
     send,
     settle,
-    subscribe,
     take,
     tick,
     value,
     work_off,
 )
-
-
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
 
 
 def batch_with_keys(conn: Connection, queue: str, bodies: list[str], keys: list[str | None]) -> list[int]:

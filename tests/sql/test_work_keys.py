@@ -31,14 +31,6 @@ from sql.helpers import (
 )
 
 
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
-
-
 @pytest.mark.parametrize("ticked", [False, True])
 def test_a_second_send_replaces_what_is_pending_and_keeps_id_and_place(
     conn: Connection, subscribed: str, ticked: bool

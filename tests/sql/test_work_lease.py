@@ -31,14 +31,6 @@ from sql.helpers import (
 LOST = "lost to another worker"
 
 
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
-
-
 def test_a_lapsed_batch_that_nobody_took_is_acked_as_ever(pool: Connection) -> None:
     offer(pool, "q", 3)
     batch = take(pool, "q", "w1")

@@ -34,14 +34,6 @@ from sql.helpers import (
 )
 
 
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
-
-
 def stop_clock(conn: Connection, second: float) -> None:
     """Let the engine's clock stand still so many seconds after a time of day."""
     conn.execute(

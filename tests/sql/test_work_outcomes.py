@@ -25,19 +25,10 @@ from sql.helpers import (
     rows,
     set_visibility,
     settle,
-    subscribe,
     take,
     value,
     work_off,
 )
-
-
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -27,7 +27,6 @@ from sql.helpers import (
     rows,
     set_visibility,
     settle,
-    subscribe,
     take,
     value,
     work_off,
@@ -36,14 +35,6 @@ from sql.test_held_xmin import low_threshold
 
 OLD = pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 LOST = "lost to another worker"
-
-
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
 
 
 class Pair:

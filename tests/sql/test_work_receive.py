@@ -34,14 +34,6 @@ from sql.helpers import (
 )
 
 
-@pytest.fixture
-def pool(own: Connection) -> Connection:
-    """A database of its own with a queue q and its consumer c."""
-    value(own, "select pgque.create_queue('q')")
-    subscribe(own, "q")
-    return own
-
-
 def test_of_ten_messages_in_one_window_w1_takes_one_w2_the_other_nine_and_w3_none(
     conn: Connection, subscribed: str
 ) -> None:
