@@ -46,6 +46,8 @@
 do $$
 begin
   perform set_config('client_min_messages', 'warning', true);
+  -- What others may create in public must not run here; the last part puts it back.
+  perform set_config('pgque.path_before', current_setting('search_path'), true), set_config('search_path', 'pg_catalog, pg_temp', true);
   if to_regnamespace('pgque') is null then
     create schema pgque;
   end if;
@@ -106,7 +108,9 @@ language sql immutable as $$
     when jsonb_typeof(p_backoff) <> 'object' then false
     when exists (
       select from jsonb_each(p_backoff) b
-      where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number') then false
+      where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number'
+        -- It is computed with as double precision.
+        or (b.value <> '0' and abs((b.value #>> '{}')::numeric) < 0.000001)) then false
     else coalesce((p_backoff->>'base')::numeric, 1) between 0 and 31536000
       and coalesce((p_backoff->>'factor')::numeric, 2) between 1 and 1000
       and coalesce((p_backoff->>'cap')::numeric, 3600) between 0 and 31536000
@@ -343,7 +347,7 @@ create table if not exists pgque.retry_queue (
   ev_bytes        bytea,
   ev_expires      timestamptz,
   ev_error        text,
-  constraint retry_queue_pkey primary key (ev_owner, ev_id)
+  constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue)
 );
 
 create table if not exists pgque.dead_letter (
@@ -529,6 +533,7 @@ create sequence if not exists pgque.delete_expired_ran minvalue 0;
 --   pos_paid                 throughput: paid up to here
 --   set_ev_id                0: nothing of the batch is left in the log; below:
 --                            set_until is where its lease ends
+--   ros_last                 no message of the window is behind these
 --   ev_batch, ev_worker      a waiting message's last batch, and its worker
 --   ev_lane                  its order key
 do $$
@@ -566,6 +571,7 @@ begin
       pos_lapse timestamptz;
       pos_paid timestamptz$c$);
     perform pgque._add_columns('pgque.settled_' || v_leaf, 'set_until timestamptz');
+    perform pgque._add_columns('pgque.roster_' || v_leaf, 'ros_last boolean not null default false');
   end loop;
   perform pgque._add_columns('pgque.subscriber', $c$
     sub_keyed boolean not null default false$c$);
@@ -577,6 +583,11 @@ begin
   perform pgque._add_columns('pgque.dead_letter', $c$
     dl_receives int not null default 0;
     dl_held boolean not null default false$c$);
+  -- What is delayed has no owner yet, and its id is its queue's.
+  if (select cardinality(c.conkey) from pg_constraint c where c.conrelid = 'pgque.retry_queue'::regclass and c.contype = 'p') = 2 then
+    alter table pgque.retry_queue drop constraint retry_queue_pkey,
+      add constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue);
+  end if;
   if not exists (select from pg_constraint c where c.conrelid = 'pgque.subscriber'::regclass and c.conname = 'subscriber_role_known') then
     alter table pgque.subscriber drop constraint if exists subscriber_role,
       add constraint subscriber_role_known check (sub_role in ('normal', 'coop_main', 'coop_member', 'pool'));
@@ -864,6 +875,12 @@ begin
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
+    if 'queue_' || v_param = any (columns) then
+      raise exception using
+        errcode = 'PQ005',
+        message = pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
+        hint = 'A setting goes by its name with or without queue_, not by both.';
+    end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue);
   end loop;
@@ -1713,10 +1730,10 @@ declare
   v_leaf   int;
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
-  if $4 is null or $5 is null or $5 <= '0' then
+  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' then
     raise exception using
       errcode = 'PQ005',
-      message = format('send_idem to queue %I needs a key and a positive ttl', $1),
+      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl', v_queue.queue_name),
       hint = 'Without a key use pgque.send().';
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
@@ -2405,11 +2422,16 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(ticker.queue_name);
   v_last := pgque._last_tick(v_queue);
-  if ticker.tick_time is null or (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq) is not true then
+  if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     raise exception using
       errcode = 'PQ005',
       message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      hint = 'Tick ids rise, event sequences do not fall, and a tick has a time.';
+      hint = 'Tick ids rise, event sequences and times do not fall.';
+  elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
+      hint = 'Ids and event sequences go up to 2^62, and a time is finite.';
   end if;
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
@@ -2580,16 +2602,15 @@ $$;
 --
 -- No sequential scans: a plan made while the journal was short is kept while it
 -- grows.
-create or replace function pgque._position(p_sub int) returns pgque.position_0
+create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position_0
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_leaf      int;
+  v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position_0;
 begin
   -- Compaction may move the row from the second leaf to the first between the
   -- two looks: then it is found by looking again.
   for v_try in 1..10 loop
-    v_leaf := pgque._journal_leaf();
     if v_leaf = 0 then
       select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
     end if;
@@ -2602,6 +2623,7 @@ begin
     if v_position.pos_sub is not null then
       return v_position;
     end if;
+    v_leaf := pgque._journal_leaf();
   end loop;
   -- A snapshot that is older than a compaction sees neither leaf's row.
   raise exception using
@@ -3374,12 +3396,13 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_sub      int;
   v_role     text;
   v_archive  boolean;
   v_count    bigint;
   v_batch    pgque.position_0;
 begin
-  select s.sub_role, q.queue_archive_on_ack into v_role, v_archive
+  select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
@@ -3389,7 +3412,7 @@ begin
       return (v_count > 0)::int;
     end if;
   elsif v_role = 'pool' then
-    return pgque._close_lease(ack.batch_id);
+    return pgque._close_lease(v_sub, ack.batch_id);
   end if;
   v_batch := pgque._lock_batch(ack.batch_id);
   if v_batch.pos_sub is null then
@@ -3604,6 +3627,12 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_cursor  refcursor := $2;
 begin
+  if coalesce($2, '') = '' or $3 < 0 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
+      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+  end if;
   open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
     pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
   return query execute format('fetch forward %s from %I', $3, $2);
@@ -4041,31 +4070,29 @@ $$;
 
 -- ack() of a whole lease.  The messages that wait in the retry queue under its
 -- id are done as well: nobody has taken them.
-create or replace function pgque._close_lease(p_batch bigint) returns int
+create or replace function pgque._close_lease(p_sub int, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_sub     int;
   v_lease   pgque.position_0;
   v_count   int := 0;
   v_done    int := 0;
 begin
-  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
   perform pg_catalog.pg_advisory_xact_lock(p_batch);
   if pg_catalog.current_setting('transaction_isolation') = 'read committed' then
     -- The usual case in one statement.
-    if pgque._journal_leaf() = 0 then
+    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) = 0 then
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, v_sub
+      select p_batch, 0, p_sub
       from (select * from pgque.position_0 union all select * from pgque.position_1) p
-      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+      where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
         and not exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
       limit 1
       on conflict do nothing;
     else
       insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, v_sub
+      select p_batch, 0, p_sub
       from (select * from pgque.position_0 union all select * from pgque.position_1) p
-      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+      where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
         and not exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
       limit 1
       on conflict do nothing;
@@ -4074,14 +4101,14 @@ begin
       return 1;
     end if;
   end if;
-  v_lease := pgque._lease(v_sub, p_batch);
+  v_lease := pgque._lease(p_sub, p_batch);
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
-    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, v_sub, array[0])), 0);
+    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub, array[0])), 0);
   end if;
   -- Whatever somebody else has locked is being taken over.
   delete from pgque.retry_queue r
   where (r.ev_owner, r.ev_id) in (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = p_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
 end
@@ -4089,6 +4116,9 @@ $$;
 
 -- A hand-out to a worker: first what waits in the retry queue, then from the
 -- log, at most p_max messages together.
+--
+-- Every expression and statement here is made ready anew in each transaction, so
+-- what can be said in one is not said in two.
 create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
 returns setof pgque.delivery
 language plpgsql set enable_seqscan = off as $$
@@ -4100,56 +4130,51 @@ declare
   v_slice    record;
   v_token    bigint;
   v_max      bigint := p_max;
+  v_leaf     int;
+  v_due      boolean;
   v_waiting  record;
   v_lapsed   boolean;
   v_sifted   record;
-  v_rows     pgque.event[];
   v_count    bigint := 0;
   v_looked   bigint := 0;
 begin
-  perform pgque._need_read_committed('receive() for a worker');
   select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
-  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('invalid worker name for queue %I', v_queue.queue_name),
-      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
-  elsif p_timeout <= '0' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', v_queue.queue_name),
-      hint = 'It is how long the worker has before others get its messages.';
+  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0'
+    or pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
+  then
+    perform pgque._refuse_worker(v_queue.queue_name, p_timeout);
   end if;
-  if p_ack is not null then
-    if v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
-      perform pgque.ack(p_ack);
-    else
-      perform pgque._close_lease(p_ack);
-    end if;
+  if p_ack is null then
+    null;
+  elsif v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
+    perform pgque.ack(p_ack);
+  else
+    perform pgque._close_lease(p_sub.sub_id, p_ack);
   end if;
   if p_sub.sub_role = 'normal' then
     perform pgque._make_pool(p_sub, v_queue.queue_name);
   end if;
-
-  -- An idle poll takes no lock, writes nothing and needs no transaction id.
-  v_first := pgque._position(p_sub.sub_id);
-  v_pos := pgque._next_from(v_first);
-  if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
-    and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
-    and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
-  then
-    return;
+  if p_ack is null then
+    -- An idle poll takes no lock, writes nothing and needs no transaction id.
+    v_pos := pgque._next_from(pgque._position(p_sub.sub_id));
+    if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
+      and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
+      and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+    then
+      return;
+    end if;
   end if;
 
   perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
-  if not found
-    or exists (select from pgque.position_0 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
-    or exists (select from pgque.position_1 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
-  then
-    v_pos := pgque._next_from(pgque._lock_position(p_sub.sub_id));
+  if not found then
+    perform pgque._lock_position(p_sub.sub_id);   -- says that it was unsubscribed
   end if;
-  v_first := v_pos;
   v_now := pgque.clock();
+  select j.journal_cur, exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+  into v_leaf, v_due
+  from pgque.journal j where j.journal_id = 1;
+  v_first := pgque._next_from(pgque._position(p_sub.sub_id, v_leaf));
+  v_pos := v_first;
   v_token := pgque._new_batch_id(v_pos);
   v_pos.pos_worker := p_worker;
   v_pos.pos_until := v_now + coalesce(p_timeout, v_queue.queue_visibility_timeout);
@@ -4157,6 +4182,7 @@ begin
   v_pos.pos_keys := null;
   if v_now >= v_pos.pos_lapse or pg_catalog.cardinality(v_pos.pos_open) >= v_pos.pos_prune then
     v_pos := pgque._reap(v_queue, p_sub, v_pos, v_now);
+    v_due := true;
   end if;
   if v_queue.queue_throughput_limit > 0 then
     -- What was not used within the last second is lost.
@@ -4164,7 +4190,7 @@ begin
     v_max := least(v_max, pg_catalog.floor(extract(epoch from v_now - v_pos.pos_paid) * v_queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 
-  if v_max > 0 and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now) then
+  if v_due and v_max > 0 then
     select t.* into v_waiting from pgque._take_waiting(v_queue, p_sub, v_pos, v_token, v_max, v_now) t;
     v_pos.pos_shelf := v_waiting.taken;
     v_lapsed := v_waiting.lapsed;
@@ -4181,7 +4207,9 @@ begin
 
   -- What lapsed may be poison: nothing else goes with it.
   while v_max > v_pos.pos_shelf and v_lapsed is not true and v_looked < 10000 loop
-    v_pos := pgque._next_from(v_pos);
+    if v_looked > 0 then
+      v_pos := pgque._next_from(v_pos);
+    end if;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
       exit when v_pos.pos_next_tick is null;
@@ -4193,14 +4221,11 @@ begin
     end if;
     v_looked := v_looked + coalesce(pg_catalog.cardinality(v_slice.ids), 1) * case when v_slice.keyed then 10 else 1 end;
     v_pos.pos_done_count := pg_catalog.cardinality(v_slice.ids);
-    v_pos.pos_last_id := case when v_slice.more then v_slice.ids[pg_catalog.cardinality(v_slice.ids)] end;
+    v_pos.pos_last_id := case when v_slice.more then v_slice.ids[v_pos.pos_done_count] end;
     if v_slice.ids is null then
       v_pos := pgque._past_window(v_pos);
-    elsif p_sub.sub_keyed or v_slice.keyed or pg_catalog.cardinality(v_slice.ids) > v_max - v_pos.pos_shelf then
-      execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
-      into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
-      perform pgque._need_rows(v_rows, v_slice.ids);
-      v_sifted := pgque._sift(v_queue, p_sub, v_pos, v_rows, v_token, v_max - v_pos.pos_shelf, v_now);
+    elsif p_sub.sub_keyed or v_slice.keyed or v_pos.pos_done_count > v_max - v_pos.pos_shelf then
+      v_sifted := pgque._sift(v_queue, p_sub, v_pos, pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves), v_token, v_max - v_pos.pos_shelf, v_now);
       v_pos := v_sifted.pos;
       return query
         select e.ev_id, v_token, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
@@ -4208,31 +4233,26 @@ begin
           1, e.ev_error, e.ev_expires, v_queue.queue_name
         from pg_catalog.unnest(v_sifted.rows) e;
       get diagnostics v_count = row_count;
-      v_pos.pos_fresh := v_count;
-      exit when v_count > 0;
-      v_pos.pos_fresh := 1;
     else
-      return query execute pg_catalog.format(
+      return query execute
         'select e.ev_id, $4, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
         ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-        ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $5'
-        ' from (%s) e where e.ev_expires is null or e.ev_expires > $6 order by e.ev_id', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+        ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $5 from ('
+        || pgque._slice_sql(p_sub.sub_queue, v_slice.leaves) || ') e where (e.ev_expires <= $6) is not true order by 1'
       using v_slice.ids, v_slice.tids, v_slice.leaves, v_token, v_queue.queue_name, v_now;
       get diagnostics v_count = row_count;
-      if v_count < pg_catalog.cardinality(v_slice.ids) then
-        execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
-        into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
-        perform pgque._need_rows(v_rows, v_slice.ids);
-        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_slice.ids) - v_count);
+      if v_count < v_pos.pos_done_count then
+        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', v_pos.pos_done_count - v_count);
         -- They are no part of the batch.
-        perform pgque._note(v_token, p_sub.sub_id, array(select e.ev_id from pg_catalog.unnest(v_rows) e where e.ev_expires <= v_now))
+        perform pgque._note(v_token, p_sub.sub_id, array(
+            select e.ev_id from pg_catalog.unnest(pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves)) e where e.ev_expires <= v_now))
         where v_count > 0;
       end if;
-      v_pos.pos_fresh := v_count;
-      exit when v_count > 0;
-      v_pos.pos_fresh := 1;   -- for _next_from(): this slice is behind us
     end if;
-    v_count := 0;
+    if v_slice.ids is not null then
+      v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
+    end if;
+    exit when v_count > 0;
   end loop;
 
   if v_count = 0 then
@@ -4257,11 +4277,29 @@ begin
   -- As _append_position() does, in READ COMMITTED and under the lock.
   v_pos.pos_seq := v_pos.pos_seq + 1;
   v_pos.pos_time := v_now;
-  if pgque._journal_leaf() = 0 then
+  if v_leaf = 0 then
     insert into pgque.position_0 select v_pos.*;
   else
     insert into pgque.position_1 select v_pos.*;
   end if;
+end
+$$;
+
+-- What a worker may not ask for.
+create or replace function pgque._refuse_worker(p_queue text, p_timeout interval) returns void
+language plpgsql as $$
+begin
+  perform pgque._need_read_committed('receive() for a worker');
+  if p_timeout <= '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', p_queue),
+      hint = 'It is how long the worker has before others get its messages.';
+  end if;
+  raise exception using
+    errcode = 'PQ004',
+    message = pg_catalog.format('invalid worker name for queue %I', p_queue),
+    hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
 end
 $$;
 
@@ -4292,8 +4330,8 @@ declare
   v_filenodes  oid[];
   v_row        record;
   v_known      boolean := false;
-  v_from       int;
   v_done       bigint := coalesce(p_pos.pos_done_id, 0);
+  v_from       int;
 begin
   if p_pos.pos_done_id is null and p_pos.pos_next_event_seq - p_pos.pos_event_seq <= p_max then
     v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
@@ -4303,27 +4341,29 @@ begin
         ' from (%s order by ev_id limit %s) e', v_rows, p_max + 1)
       into ids, leaves, tids, keyed;
     end if;
+    more := pg_catalog.cardinality(ids) > p_max;
   else
     for v_try in 1..5 loop
       v_filenodes := pgque._filenodes(p_sub.sub_queue);
-      -- The row that holds v_done itself comes too: it says that there is a roster.
-      for v_row in
-        select r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed
+      loop
+        select r.ros_id_hi, r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed, r.ros_last into v_row
         from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
-        where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi >= v_done
+        where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi > v_done
           and r.ros_valid and r.ros_filenodes = v_filenodes
         order by r.ros_id_hi
-      loop
+        limit 1;
+        exit when not found;
         v_known := true;
         -- The ids rise, so what is behind v_done is found by bisection.  There may
         -- be two rosters of a window.
-        v_from := pg_catalog.width_bucket(greatest(v_done, ids[pg_catalog.cardinality(ids)]), v_row.ros_ids) + 1;
-        continue when v_from > pg_catalog.cardinality(v_row.ros_ids);
+        v_from := pg_catalog.width_bucket(v_done, v_row.ros_ids) + 1;
         ids := ids || v_row.ros_ids[v_from:];
         leaves := leaves || v_row.ros_leaves[v_from:];
         tids := tids || v_row.ros_tids[v_from:];
         keyed := coalesce(keyed, false) or v_row.ros_keyed;
-        exit when pg_catalog.cardinality(ids) > p_max;
+        v_done := v_row.ros_id_hi;
+        more := not v_row.ros_last or pg_catalog.cardinality(ids) > p_max;
+        exit when pg_catalog.cardinality(ids) >= p_max;
       end loop;
       exit when v_known or pgque._make_roster(p_sub, p_pos) = 0;
       if v_try = 5 then
@@ -4331,8 +4371,7 @@ begin
       end if;
     end loop;
   end if;
-  more := pg_catalog.cardinality(ids) > p_max;
-  if more then
+  if pg_catalog.cardinality(ids) > p_max then
     ids := ids[:p_max];
     leaves := leaves[:p_max];
     tids := tids[:p_max];
@@ -4367,51 +4406,57 @@ begin
   if v_rows is null then
     return 0;
   end if;
+  -- Sorted once: an ORDER BY in each aggregate sorts for each.
   execute pg_catalog.format(
     $q$
-    insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid)
-    select $1, $4, $2, max(e.ev_id), array_agg(e.ev_id order by e.n), array_agg(e.leaf order by e.n), array_agg(e.tid order by e.n), bool_or(e.keyed),
-      pgque._filenodes($3), pg_catalog.pg_current_xact_id()
-    from (select e.*, row_number() over (order by e.ev_id) as n from (%s) e) e
-    group by (e.n - 1) / 100
+    insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid, ros_last)
+    select $1, $2, $3, a.ids[least(n + 99, cardinality(a.ids))], a.ids[n:n + 99], a.leaves[n:n + 99], a.tids[n:n + 99], true = any (a.keyed[n:n + 99]),
+      $4, pg_catalog.pg_current_xact_id(), n + 100 > cardinality(a.ids)
+    from (
+      select array_agg(e.ev_id) as ids, array_agg(e.leaf) as leaves, array_agg(e.tid) as tids, array_agg(e.keyed) as keyed
+      from (%s order by ev_id) e
+      offset 0
+    ) a
+    cross join pg_catalog.generate_series(1, cardinality(a.ids), 100) n
     $q$, (select j.journal_cur from pgque.journal j where j.journal_id = 1), v_rows)
-  using p_sub.sub_id, p_pos.pos_next_tick, p_sub.sub_queue, p_pos.pos_tick;
+  using p_sub.sub_id, p_pos.pos_tick, p_pos.pos_next_tick, pgque._filenodes(p_sub.sub_queue);
   get diagnostics v_count = row_count;
   return v_count;
 end
 $$;
 
--- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner
--- shall not see the arrays: it would weigh each element.
+-- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner is
+-- not shown long arrays: it would weigh each element.
 create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
 language plpgsql immutable as $$
-declare
-  v_sql  text;
 begin
   if p_leaves[1] = all (p_leaves) then
-    return pg_catalog.format(
-      'select e.* from pgque.event_%s_%s e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null',
-      p_queue_id, p_leaves[1]);
+    return 'select e.* from pgque.event_' || p_queue_id || '_' || p_leaves[1]
+      || case when pg_catalog.cardinality(p_leaves) > 10
+        then ' e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null'
+        else ' e where e.ctid = any ($2) and e.ev_id = any ($1) and $3 is not null' end;
   end if;
-  for n in 0..2 loop
-    if n = any (p_leaves) then
-      v_sql := pg_catalog.concat_ws(' union all ', v_sql, pg_catalog.format(
-        'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
-        ' and e.ev_id = any ((select $1)::bigint[])',
-        p_queue_id, n));
-    end if;
-  end loop;
-  return v_sql;
+  return (
+    select pg_catalog.string_agg(pg_catalog.format(
+      'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
+      ' and e.ev_id = any ((select $1)::bigint[])', p_queue_id, n), ' union all ')
+    from pg_catalog.generate_series(0, 2) n
+    where n = any (p_leaves));
 end
 $$;
 
--- The rows that a roster named must be where it said.
-create or replace function pgque._need_rows(p_rows pgque.event[], p_ids bigint[]) returns void
+-- The same, which must be where the roster said.
+create or replace function pgque._slice_rows(p_queue_id int, p_ids bigint[], p_tids tid[], p_leaves smallint[]) returns pgque.event[]
 language plpgsql as $$
+declare
+  v_rows  pgque.event[];
 begin
-  if coalesce(pg_catalog.cardinality(p_rows), 0) <> pg_catalog.cardinality(p_ids) then
+  execute 'select array_agg(row(e.*)::pgque.event order by e.ev_id) from (' || pgque._slice_sql(p_queue_id, p_leaves) || ') e'
+  into v_rows using p_ids, p_tids, p_leaves;
+  if coalesce(pg_catalog.cardinality(v_rows), 0) <> pg_catalog.cardinality(p_ids) then
     perform pgque._rewritten();
   end if;
+  return v_rows;
 end
 $$;
 
@@ -4447,13 +4492,24 @@ begin
   if v_ids is null then
     return null;
   end if;
-  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_leaves))
-  into v_rows using v_ids, v_tids, v_leaves;
-  perform pgque._need_rows(v_rows, v_ids);
+  v_rows := pgque._slice_rows(p_sub.sub_queue, v_ids, v_tids, v_leaves);
   if (select q.queue_keyed from pgque.queue q where q.queue_id = p_sub.sub_queue) then
     v_rows := pgque._with_bodies(p_sub.sub_queue, v_rows);
   end if;
   return v_rows;
+end
+$$;
+
+-- Of batches that may be open those that are.
+create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
+language plpgsql set enable_seqscan = off as $$
+begin
+  return array(
+    select o.token
+    from pg_catalog.unnest(p_tokens) with ordinality o (token, n)
+    where not exists (select from pgque.settled_0 s where s.set_batch = o.token and s.set_ev_id = 0)
+      and not exists (select from pgque.settled_1 s where s.set_batch = o.token and s.set_ev_id = 0)
+    order by o.n);
 end
 $$;
 
@@ -4471,7 +4527,7 @@ declare
   v_open   bigint[] := '{}';
   v_lapse  timestamptz;
 begin
-  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+  foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
     v_state := pgque._lease_state(v_token);
     continue when v_state.closed;
     v_lease := pgque._lease(p_sub.sub_id, v_token);
@@ -4530,9 +4586,16 @@ begin
 end
 $$;
 
--- The key whose order a pool keeps.
+-- The key whose order a pool keeps.  An index takes no long ones; two that share
+-- a lane keep an order too many.
 create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
-language sql immutable as $$ select case when p_sub.sub_keyed then coalesce(p_key, p_extra1) end $$;
+language sql immutable as $$
+  select case
+    when not p_sub.sub_keyed then null
+    when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
+    else coalesce(p_key, p_extra1)
+  end
+$$;
 
 -- An event as it waits for a subscriber in the retry queue.
 create or replace function pgque._waiting(
@@ -5559,7 +5622,7 @@ end
 $$;
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
-language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + make_interval(secs => $3)) $$;
+language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
 
 -- Whether a batch is open in any way.
 create or replace function pgque._is_open(p_batch bigint) returns boolean
@@ -5582,7 +5645,7 @@ begin
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null));
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null));
 end
 $$;
 
@@ -5636,7 +5699,7 @@ begin
       limit 10000
       for update skip locked
     ) d
-    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id
+    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id and r.ev_queue = p_queue_id
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
@@ -5896,7 +5959,8 @@ begin
   end loop;
   -- What somebody settles just now is left to him.
   delete from pgque.retry_queue r
-  where (r.ev_owner, r.ev_id) in (select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked);
+  where r.ev_queue = v_queue.queue_id
+    and (r.ev_owner, r.ev_id) in (select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked);
   return v_count;
 end
 $$;
@@ -5938,7 +6002,7 @@ $$;
 -- The archive's bucket for a queue and a time.
 create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
 language sql stable as $$
-  select p_queue_id * 100000::bigint + greatest((p_time at time zone 'UTC')::date - date '2000-01-01', 0)
+  select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
 $$;
 
 -- Makes the leaf of a bucket if it is not there.  Two sessions meet at the lock.
@@ -6493,7 +6557,7 @@ begin
   for v_gone in
     with gone as (
       delete from pgque.retry_queue r
-      where (r.ev_owner, r.ev_id) in (
+      where r.ev_queue = v_queue.queue_id and (r.ev_owner, r.ev_id) in (
         -- One with a key that nobody was given yet may have a newer body.
         select e.ev_owner, e.ev_id from pgque.retry_queue e
         where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
@@ -6872,10 +6936,11 @@ end
 $$;
 
 -- The settings of the loop: period, and when stop() was called last.
-create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
+create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) into tick_period_ms, stopped_at from pgque.config c;
+  period := tick_period_ms * interval '1 millisecond';
 end
 $$;
 
@@ -6910,7 +6975,8 @@ $$;
 -- period.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
--- names are qualified and all work is in functions.
+-- names are qualified, operators get the very types they are for (else one in
+-- public might fit better), and all work is in functions.
 create or replace procedure pgque.ticker_loop(run_for pg_catalog.interval default null)
 language plpgsql as $$
 declare
@@ -6937,7 +7003,7 @@ begin
   set transaction isolation level read committed;
   v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
   if v_timeout > '0'::pg_catalog.interval then
-    v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2));
+    v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
   end if;
   v_next := v_start;
   loop
@@ -6950,7 +7016,7 @@ begin
       commit and chain;
       continue;
     end if;
-    select c.tick_period_ms * '1 millisecond'::pg_catalog.interval, c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
+    select c.period, c.stopped_at into v_period, v_stopped from pgque._loop_settings() c;
     exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
@@ -6970,7 +7036,7 @@ begin
       end loop;
       -- After a look in vain, a pause of ten times what it took.
       v_look := case when v_ticked then v_began + v_period
-        else pg_catalog.clock_timestamp() + 10 * (pg_catalog.clock_timestamp() - v_began) end;
+        else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
     if pg_catalog.clock_timestamp() >= v_maint then
@@ -6989,7 +7055,7 @@ begin
     end if;
     while pg_catalog.clock_timestamp() < v_next loop
       -- pg_sleep() rounds up to whole milliseconds.
-      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4)) - 0.0007);
+      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4::pg_catalog.float8)) - 0.0007);
       if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then
         v_next := pg_catalog.clock_timestamp();
       end if;
@@ -7108,7 +7174,7 @@ begin
   end loop;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
-  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque._loop_config() c));
+  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
   return next;
   component := 'queues'; status := (select count(*)::text from pgque.queue);
   detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';
@@ -8372,7 +8438,7 @@ language sql immutable as $$
     ('dlq_requeue_all', 'pgque_admin'),
     ('dlq_purge', 'pgque_admin'),
     ('_ticked_queues', 'pgque_admin'),
-    ('_loop_config', 'pgque_admin'),
+    ('_loop_settings', 'pgque_admin'),
     ('_look_again_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),
@@ -8468,5 +8534,13 @@ exception
   when feature_not_supported then
     -- Not run by CREATE EXTENSION.
     null;
+end
+$$;
+
+do $$
+begin
+  if current_setting('pgque.path_before', true) <> '' then
+    perform set_config('search_path', current_setting('pgque.path_before'), true);
+  end if;
 end
 $$;

@@ -5,6 +5,8 @@
 do $$
 begin
   perform set_config('client_min_messages', 'warning', true);
+  -- What others may create in public must not run here; the last part puts it back.
+  perform set_config('pgque.path_before', current_setting('search_path'), true), set_config('search_path', 'pg_catalog, pg_temp', true);
   if to_regnamespace('pgque') is null then
     create schema pgque;
   end if;
@@ -65,7 +67,9 @@ language sql immutable as $$
     when jsonb_typeof(p_backoff) <> 'object' then false
     when exists (
       select from jsonb_each(p_backoff) b
-      where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number') then false
+      where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number'
+        -- It is computed with as double precision.
+        or (b.value <> '0' and abs((b.value #>> '{}')::numeric) < 0.000001)) then false
     else coalesce((p_backoff->>'base')::numeric, 1) between 0 and 31536000
       and coalesce((p_backoff->>'factor')::numeric, 2) between 1 and 1000
       and coalesce((p_backoff->>'cap')::numeric, 3600) between 0 and 31536000

@@ -228,7 +228,7 @@ create table if not exists pgque.retry_queue (
   ev_bytes        bytea,
   ev_expires      timestamptz,
   ev_error        text,
-  constraint retry_queue_pkey primary key (ev_owner, ev_id)
+  constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue)
 );
 
 create table if not exists pgque.dead_letter (
@@ -414,6 +414,7 @@ create sequence if not exists pgque.delete_expired_ran minvalue 0;
 --   pos_paid                 throughput: paid up to here
 --   set_ev_id                0: nothing of the batch is left in the log; below:
 --                            set_until is where its lease ends
+--   ros_last                 no message of the window is behind these
 --   ev_batch, ev_worker      a waiting message's last batch, and its worker
 --   ev_lane                  its order key
 do $$
@@ -451,6 +452,7 @@ begin
       pos_lapse timestamptz;
       pos_paid timestamptz$c$);
     perform pgque._add_columns('pgque.settled_' || v_leaf, 'set_until timestamptz');
+    perform pgque._add_columns('pgque.roster_' || v_leaf, 'ros_last boolean not null default false');
   end loop;
   perform pgque._add_columns('pgque.subscriber', $c$
     sub_keyed boolean not null default false$c$);
@@ -462,6 +464,11 @@ begin
   perform pgque._add_columns('pgque.dead_letter', $c$
     dl_receives int not null default 0;
     dl_held boolean not null default false$c$);
+  -- What is delayed has no owner yet, and its id is its queue's.
+  if (select cardinality(c.conkey) from pg_constraint c where c.conrelid = 'pgque.retry_queue'::regclass and c.contype = 'p') = 2 then
+    alter table pgque.retry_queue drop constraint retry_queue_pkey,
+      add constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue);
+  end if;
   if not exists (select from pg_constraint c where c.conrelid = 'pgque.subscriber'::regclass and c.conname = 'subscriber_role_known') then
     alter table pgque.subscriber drop constraint if exists subscriber_role,
       add constraint subscriber_role_known check (sub_role in ('normal', 'coop_main', 'coop_member', 'pool'));

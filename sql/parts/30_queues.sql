@@ -185,6 +185,12 @@ begin
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
+    if 'queue_' || v_param = any (columns) then
+      raise exception using
+        errcode = 'PQ005',
+        message = pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
+        hint = 'A setting goes by its name with or without queue_, not by both.';
+    end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue);
   end loop;

@@ -518,10 +518,10 @@ declare
   v_leaf   int;
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
-  if $4 is null or $5 is null or $5 <= '0' then
+  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' then
     raise exception using
       errcode = 'PQ005',
-      message = format('send_idem to queue %I needs a key and a positive ttl', $1),
+      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl', v_queue.queue_name),
       hint = 'Without a key use pgque.send().';
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));

@@ -221,11 +221,16 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(ticker.queue_name);
   v_last := pgque._last_tick(v_queue);
-  if ticker.tick_time is null or (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq) is not true then
+  if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     raise exception using
       errcode = 'PQ005',
       message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      hint = 'Tick ids rise, event sequences do not fall, and a tick has a time.';
+      hint = 'Tick ids rise, event sequences and times do not fall.';
+  elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
+      hint = 'Ids and event sequences go up to 2^62, and a time is finite.';
   end if;
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end

@@ -9,16 +9,15 @@
 --
 -- No sequential scans: a plan made while the journal was short is kept while it
 -- grows.
-create or replace function pgque._position(p_sub int) returns pgque.position_0
+create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position_0
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_leaf      int;
+  v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position_0;
 begin
   -- Compaction may move the row from the second leaf to the first between the
   -- two looks: then it is found by looking again.
   for v_try in 1..10 loop
-    v_leaf := pgque._journal_leaf();
     if v_leaf = 0 then
       select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
     end if;
@@ -31,6 +30,7 @@ begin
     if v_position.pos_sub is not null then
       return v_position;
     end if;
+    v_leaf := pgque._journal_leaf();
   end loop;
   -- A snapshot that is older than a compaction sees neither leaf's row.
   raise exception using

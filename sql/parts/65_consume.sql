@@ -626,12 +626,13 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_sub      int;
   v_role     text;
   v_archive  boolean;
   v_count    bigint;
   v_batch    pgque.position_0;
 begin
-  select s.sub_role, q.queue_archive_on_ack into v_role, v_archive
+  select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
@@ -641,7 +642,7 @@ begin
       return (v_count > 0)::int;
     end if;
   elsif v_role = 'pool' then
-    return pgque._close_lease(ack.batch_id);
+    return pgque._close_lease(v_sub, ack.batch_id);
   end if;
   v_batch := pgque._lock_batch(ack.batch_id);
   if v_batch.pos_sub is null then
@@ -856,6 +857,12 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_cursor  refcursor := $2;
 begin
+  if coalesce($2, '') = '' or $3 < 0 then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
+      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+  end if;
   open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
     pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
   return query execute format('fetch forward %s from %I', $3, $2);

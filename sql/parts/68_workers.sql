@@ -109,31 +109,29 @@ $$;
 
 -- ack() of a whole lease.  The messages that wait in the retry queue under its
 -- id are done as well: nobody has taken them.
-create or replace function pgque._close_lease(p_batch bigint) returns int
+create or replace function pgque._close_lease(p_sub int, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_sub     int;
   v_lease   pgque.position_0;
   v_count   int := 0;
   v_done    int := 0;
 begin
-  select s.sub_id into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
   perform pg_catalog.pg_advisory_xact_lock(p_batch);
   if pg_catalog.current_setting('transaction_isolation') = 'read committed' then
     -- The usual case in one statement.
-    if pgque._journal_leaf() = 0 then
+    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) = 0 then
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, v_sub
+      select p_batch, 0, p_sub
       from (select * from pgque.position_0 union all select * from pgque.position_1) p
-      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+      where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
         and not exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
       limit 1
       on conflict do nothing;
     else
       insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, v_sub
+      select p_batch, 0, p_sub
       from (select * from pgque.position_0 union all select * from pgque.position_1) p
-      where p.pos_sub = v_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+      where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
         and not exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
       limit 1
       on conflict do nothing;
@@ -142,14 +140,14 @@ begin
       return 1;
     end if;
   end if;
-  v_lease := pgque._lease(v_sub, p_batch);
+  v_lease := pgque._lease(p_sub, p_batch);
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
-    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, v_sub, array[0])), 0);
+    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub, array[0])), 0);
   end if;
   -- Whatever somebody else has locked is being taken over.
   delete from pgque.retry_queue r
   where (r.ev_owner, r.ev_id) in (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = p_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
 end
@@ -157,6 +155,9 @@ $$;
 
 -- A hand-out to a worker: first what waits in the retry queue, then from the
 -- log, at most p_max messages together.
+--
+-- Every expression and statement here is made ready anew in each transaction, so
+-- what can be said in one is not said in two.
 create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
 returns setof pgque.delivery
 language plpgsql set enable_seqscan = off as $$
@@ -168,56 +169,51 @@ declare
   v_slice    record;
   v_token    bigint;
   v_max      bigint := p_max;
+  v_leaf     int;
+  v_due      boolean;
   v_waiting  record;
   v_lapsed   boolean;
   v_sifted   record;
-  v_rows     pgque.event[];
   v_count    bigint := 0;
   v_looked   bigint := 0;
 begin
-  perform pgque._need_read_committed('receive() for a worker');
   select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
-  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('invalid worker name for queue %I', v_queue.queue_name),
-      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
-  elsif p_timeout <= '0' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', v_queue.queue_name),
-      hint = 'It is how long the worker has before others get its messages.';
+  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0'
+    or pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
+  then
+    perform pgque._refuse_worker(v_queue.queue_name, p_timeout);
   end if;
-  if p_ack is not null then
-    if v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
-      perform pgque.ack(p_ack);
-    else
-      perform pgque._close_lease(p_ack);
-    end if;
+  if p_ack is null then
+    null;
+  elsif v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
+    perform pgque.ack(p_ack);
+  else
+    perform pgque._close_lease(p_sub.sub_id, p_ack);
   end if;
   if p_sub.sub_role = 'normal' then
     perform pgque._make_pool(p_sub, v_queue.queue_name);
   end if;
-
-  -- An idle poll takes no lock, writes nothing and needs no transaction id.
-  v_first := pgque._position(p_sub.sub_id);
-  v_pos := pgque._next_from(v_first);
-  if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
-    and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
-    and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
-  then
-    return;
+  if p_ack is null then
+    -- An idle poll takes no lock, writes nothing and needs no transaction id.
+    v_pos := pgque._next_from(pgque._position(p_sub.sub_id));
+    if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
+      and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
+      and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+    then
+      return;
+    end if;
   end if;
 
   perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
-  if not found
-    or exists (select from pgque.position_0 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
-    or exists (select from pgque.position_1 p where p.pos_sub = p_sub.sub_id and p.pos_seq > v_first.pos_seq)
-  then
-    v_pos := pgque._next_from(pgque._lock_position(p_sub.sub_id));
+  if not found then
+    perform pgque._lock_position(p_sub.sub_id);   -- says that it was unsubscribed
   end if;
-  v_first := v_pos;
   v_now := pgque.clock();
+  select j.journal_cur, exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
+  into v_leaf, v_due
+  from pgque.journal j where j.journal_id = 1;
+  v_first := pgque._next_from(pgque._position(p_sub.sub_id, v_leaf));
+  v_pos := v_first;
   v_token := pgque._new_batch_id(v_pos);
   v_pos.pos_worker := p_worker;
   v_pos.pos_until := v_now + coalesce(p_timeout, v_queue.queue_visibility_timeout);
@@ -225,6 +221,7 @@ begin
   v_pos.pos_keys := null;
   if v_now >= v_pos.pos_lapse or pg_catalog.cardinality(v_pos.pos_open) >= v_pos.pos_prune then
     v_pos := pgque._reap(v_queue, p_sub, v_pos, v_now);
+    v_due := true;
   end if;
   if v_queue.queue_throughput_limit > 0 then
     -- What was not used within the last second is lost.
@@ -232,7 +229,7 @@ begin
     v_max := least(v_max, pg_catalog.floor(extract(epoch from v_now - v_pos.pos_paid) * v_queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 
-  if v_max > 0 and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now) then
+  if v_due and v_max > 0 then
     select t.* into v_waiting from pgque._take_waiting(v_queue, p_sub, v_pos, v_token, v_max, v_now) t;
     v_pos.pos_shelf := v_waiting.taken;
     v_lapsed := v_waiting.lapsed;
@@ -249,7 +246,9 @@ begin
 
   -- What lapsed may be poison: nothing else goes with it.
   while v_max > v_pos.pos_shelf and v_lapsed is not true and v_looked < 10000 loop
-    v_pos := pgque._next_from(v_pos);
+    if v_looked > 0 then
+      v_pos := pgque._next_from(v_pos);
+    end if;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
       exit when v_pos.pos_next_tick is null;
@@ -261,14 +260,11 @@ begin
     end if;
     v_looked := v_looked + coalesce(pg_catalog.cardinality(v_slice.ids), 1) * case when v_slice.keyed then 10 else 1 end;
     v_pos.pos_done_count := pg_catalog.cardinality(v_slice.ids);
-    v_pos.pos_last_id := case when v_slice.more then v_slice.ids[pg_catalog.cardinality(v_slice.ids)] end;
+    v_pos.pos_last_id := case when v_slice.more then v_slice.ids[v_pos.pos_done_count] end;
     if v_slice.ids is null then
       v_pos := pgque._past_window(v_pos);
-    elsif p_sub.sub_keyed or v_slice.keyed or pg_catalog.cardinality(v_slice.ids) > v_max - v_pos.pos_shelf then
-      execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
-      into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
-      perform pgque._need_rows(v_rows, v_slice.ids);
-      v_sifted := pgque._sift(v_queue, p_sub, v_pos, v_rows, v_token, v_max - v_pos.pos_shelf, v_now);
+    elsif p_sub.sub_keyed or v_slice.keyed or v_pos.pos_done_count > v_max - v_pos.pos_shelf then
+      v_sifted := pgque._sift(v_queue, p_sub, v_pos, pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves), v_token, v_max - v_pos.pos_shelf, v_now);
       v_pos := v_sifted.pos;
       return query
         select e.ev_id, v_token, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
@@ -276,31 +272,26 @@ begin
           1, e.ev_error, e.ev_expires, v_queue.queue_name
         from pg_catalog.unnest(v_sifted.rows) e;
       get diagnostics v_count = row_count;
-      v_pos.pos_fresh := v_count;
-      exit when v_count > 0;
-      v_pos.pos_fresh := 1;
     else
-      return query execute pg_catalog.format(
+      return query execute
         'select e.ev_id, $4, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
         ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-        ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $5'
-        ' from (%s) e where e.ev_expires is null or e.ev_expires > $6 order by e.ev_id', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
+        ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $5 from ('
+        || pgque._slice_sql(p_sub.sub_queue, v_slice.leaves) || ') e where (e.ev_expires <= $6) is not true order by 1'
       using v_slice.ids, v_slice.tids, v_slice.leaves, v_token, v_queue.queue_name, v_now;
       get diagnostics v_count = row_count;
-      if v_count < pg_catalog.cardinality(v_slice.ids) then
-        execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_slice.leaves))
-        into v_rows using v_slice.ids, v_slice.tids, v_slice.leaves;
-        perform pgque._need_rows(v_rows, v_slice.ids);
-        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_slice.ids) - v_count);
+      if v_count < v_pos.pos_done_count then
+        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', v_pos.pos_done_count - v_count);
         -- They are no part of the batch.
-        perform pgque._note(v_token, p_sub.sub_id, array(select e.ev_id from pg_catalog.unnest(v_rows) e where e.ev_expires <= v_now))
+        perform pgque._note(v_token, p_sub.sub_id, array(
+            select e.ev_id from pg_catalog.unnest(pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves)) e where e.ev_expires <= v_now))
         where v_count > 0;
       end if;
-      v_pos.pos_fresh := v_count;
-      exit when v_count > 0;
-      v_pos.pos_fresh := 1;   -- for _next_from(): this slice is behind us
     end if;
-    v_count := 0;
+    if v_slice.ids is not null then
+      v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
+    end if;
+    exit when v_count > 0;
   end loop;
 
   if v_count = 0 then
@@ -325,11 +316,29 @@ begin
   -- As _append_position() does, in READ COMMITTED and under the lock.
   v_pos.pos_seq := v_pos.pos_seq + 1;
   v_pos.pos_time := v_now;
-  if pgque._journal_leaf() = 0 then
+  if v_leaf = 0 then
     insert into pgque.position_0 select v_pos.*;
   else
     insert into pgque.position_1 select v_pos.*;
   end if;
+end
+$$;
+
+-- What a worker may not ask for.
+create or replace function pgque._refuse_worker(p_queue text, p_timeout interval) returns void
+language plpgsql as $$
+begin
+  perform pgque._need_read_committed('receive() for a worker');
+  if p_timeout <= '0' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', p_queue),
+      hint = 'It is how long the worker has before others get its messages.';
+  end if;
+  raise exception using
+    errcode = 'PQ004',
+    message = pg_catalog.format('invalid worker name for queue %I', p_queue),
+    hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
 end
 $$;
 
@@ -360,8 +369,8 @@ declare
   v_filenodes  oid[];
   v_row        record;
   v_known      boolean := false;
-  v_from       int;
   v_done       bigint := coalesce(p_pos.pos_done_id, 0);
+  v_from       int;
 begin
   if p_pos.pos_done_id is null and p_pos.pos_next_event_seq - p_pos.pos_event_seq <= p_max then
     v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
@@ -371,27 +380,29 @@ begin
         ' from (%s order by ev_id limit %s) e', v_rows, p_max + 1)
       into ids, leaves, tids, keyed;
     end if;
+    more := pg_catalog.cardinality(ids) > p_max;
   else
     for v_try in 1..5 loop
       v_filenodes := pgque._filenodes(p_sub.sub_queue);
-      -- The row that holds v_done itself comes too: it says that there is a roster.
-      for v_row in
-        select r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed
+      loop
+        select r.ros_id_hi, r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed, r.ros_last into v_row
         from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
-        where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi >= v_done
+        where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi > v_done
           and r.ros_valid and r.ros_filenodes = v_filenodes
         order by r.ros_id_hi
-      loop
+        limit 1;
+        exit when not found;
         v_known := true;
         -- The ids rise, so what is behind v_done is found by bisection.  There may
         -- be two rosters of a window.
-        v_from := pg_catalog.width_bucket(greatest(v_done, ids[pg_catalog.cardinality(ids)]), v_row.ros_ids) + 1;
-        continue when v_from > pg_catalog.cardinality(v_row.ros_ids);
+        v_from := pg_catalog.width_bucket(v_done, v_row.ros_ids) + 1;
         ids := ids || v_row.ros_ids[v_from:];
         leaves := leaves || v_row.ros_leaves[v_from:];
         tids := tids || v_row.ros_tids[v_from:];
         keyed := coalesce(keyed, false) or v_row.ros_keyed;
-        exit when pg_catalog.cardinality(ids) > p_max;
+        v_done := v_row.ros_id_hi;
+        more := not v_row.ros_last or pg_catalog.cardinality(ids) > p_max;
+        exit when pg_catalog.cardinality(ids) >= p_max;
       end loop;
       exit when v_known or pgque._make_roster(p_sub, p_pos) = 0;
       if v_try = 5 then
@@ -399,8 +410,7 @@ begin
       end if;
     end loop;
   end if;
-  more := pg_catalog.cardinality(ids) > p_max;
-  if more then
+  if pg_catalog.cardinality(ids) > p_max then
     ids := ids[:p_max];
     leaves := leaves[:p_max];
     tids := tids[:p_max];
@@ -435,51 +445,57 @@ begin
   if v_rows is null then
     return 0;
   end if;
+  -- Sorted once: an ORDER BY in each aggregate sorts for each.
   execute pg_catalog.format(
     $q$
-    insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid)
-    select $1, $4, $2, max(e.ev_id), array_agg(e.ev_id order by e.n), array_agg(e.leaf order by e.n), array_agg(e.tid order by e.n), bool_or(e.keyed),
-      pgque._filenodes($3), pg_catalog.pg_current_xact_id()
-    from (select e.*, row_number() over (order by e.ev_id) as n from (%s) e) e
-    group by (e.n - 1) / 100
+    insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid, ros_last)
+    select $1, $2, $3, a.ids[least(n + 99, cardinality(a.ids))], a.ids[n:n + 99], a.leaves[n:n + 99], a.tids[n:n + 99], true = any (a.keyed[n:n + 99]),
+      $4, pg_catalog.pg_current_xact_id(), n + 100 > cardinality(a.ids)
+    from (
+      select array_agg(e.ev_id) as ids, array_agg(e.leaf) as leaves, array_agg(e.tid) as tids, array_agg(e.keyed) as keyed
+      from (%s order by ev_id) e
+      offset 0
+    ) a
+    cross join pg_catalog.generate_series(1, cardinality(a.ids), 100) n
     $q$, (select j.journal_cur from pgque.journal j where j.journal_id = 1), v_rows)
-  using p_sub.sub_id, p_pos.pos_next_tick, p_sub.sub_queue, p_pos.pos_tick;
+  using p_sub.sub_id, p_pos.pos_tick, p_pos.pos_next_tick, pgque._filenodes(p_sub.sub_queue);
   get diagnostics v_count = row_count;
   return v_count;
 end
 $$;
 
--- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner
--- shall not see the arrays: it would weigh each element.
+-- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner is
+-- not shown long arrays: it would weigh each element.
 create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
 language plpgsql immutable as $$
-declare
-  v_sql  text;
 begin
   if p_leaves[1] = all (p_leaves) then
-    return pg_catalog.format(
-      'select e.* from pgque.event_%s_%s e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null',
-      p_queue_id, p_leaves[1]);
+    return 'select e.* from pgque.event_' || p_queue_id || '_' || p_leaves[1]
+      || case when pg_catalog.cardinality(p_leaves) > 10
+        then ' e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null'
+        else ' e where e.ctid = any ($2) and e.ev_id = any ($1) and $3 is not null' end;
   end if;
-  for n in 0..2 loop
-    if n = any (p_leaves) then
-      v_sql := pg_catalog.concat_ws(' union all ', v_sql, pg_catalog.format(
-        'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
-        ' and e.ev_id = any ((select $1)::bigint[])',
-        p_queue_id, n));
-    end if;
-  end loop;
-  return v_sql;
+  return (
+    select pg_catalog.string_agg(pg_catalog.format(
+      'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
+      ' and e.ev_id = any ((select $1)::bigint[])', p_queue_id, n), ' union all ')
+    from pg_catalog.generate_series(0, 2) n
+    where n = any (p_leaves));
 end
 $$;
 
--- The rows that a roster named must be where it said.
-create or replace function pgque._need_rows(p_rows pgque.event[], p_ids bigint[]) returns void
+-- The same, which must be where the roster said.
+create or replace function pgque._slice_rows(p_queue_id int, p_ids bigint[], p_tids tid[], p_leaves smallint[]) returns pgque.event[]
 language plpgsql as $$
+declare
+  v_rows  pgque.event[];
 begin
-  if coalesce(pg_catalog.cardinality(p_rows), 0) <> pg_catalog.cardinality(p_ids) then
+  execute 'select array_agg(row(e.*)::pgque.event order by e.ev_id) from (' || pgque._slice_sql(p_queue_id, p_leaves) || ') e'
+  into v_rows using p_ids, p_tids, p_leaves;
+  if coalesce(pg_catalog.cardinality(v_rows), 0) <> pg_catalog.cardinality(p_ids) then
     perform pgque._rewritten();
   end if;
+  return v_rows;
 end
 $$;
 
@@ -515,13 +531,24 @@ begin
   if v_ids is null then
     return null;
   end if;
-  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._slice_sql(p_sub.sub_queue, v_leaves))
-  into v_rows using v_ids, v_tids, v_leaves;
-  perform pgque._need_rows(v_rows, v_ids);
+  v_rows := pgque._slice_rows(p_sub.sub_queue, v_ids, v_tids, v_leaves);
   if (select q.queue_keyed from pgque.queue q where q.queue_id = p_sub.sub_queue) then
     v_rows := pgque._with_bodies(p_sub.sub_queue, v_rows);
   end if;
   return v_rows;
+end
+$$;
+
+-- Of batches that may be open those that are.
+create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
+language plpgsql set enable_seqscan = off as $$
+begin
+  return array(
+    select o.token
+    from pg_catalog.unnest(p_tokens) with ordinality o (token, n)
+    where not exists (select from pgque.settled_0 s where s.set_batch = o.token and s.set_ev_id = 0)
+      and not exists (select from pgque.settled_1 s where s.set_batch = o.token and s.set_ev_id = 0)
+    order by o.n);
 end
 $$;
 
@@ -539,7 +566,7 @@ declare
   v_open   bigint[] := '{}';
   v_lapse  timestamptz;
 begin
-  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+  foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
     v_state := pgque._lease_state(v_token);
     continue when v_state.closed;
     v_lease := pgque._lease(p_sub.sub_id, v_token);
@@ -598,9 +625,16 @@ begin
 end
 $$;
 
--- The key whose order a pool keeps.
+-- The key whose order a pool keeps.  An index takes no long ones; two that share
+-- a lane keep an order too many.
 create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
-language sql immutable as $$ select case when p_sub.sub_keyed then coalesce(p_key, p_extra1) end $$;
+language sql immutable as $$
+  select case
+    when not p_sub.sub_keyed then null
+    when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
+    else coalesce(p_key, p_extra1)
+  end
+$$;
 
 -- An event as it waits for a subscriber in the retry queue.
 create or replace function pgque._waiting(

@@ -390,7 +390,7 @@ end
 $$;
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
-language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + make_interval(secs => $3)) $$;
+language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
 
 -- Whether a batch is open in any way.
 create or replace function pgque._is_open(p_batch bigint) returns boolean
@@ -413,7 +413,7 @@ begin
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null));
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null));
 end
 $$;
 
@@ -467,7 +467,7 @@ begin
       limit 10000
       for update skip locked
     ) d
-    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id
+    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id and r.ev_queue = p_queue_id
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
@@ -727,7 +727,8 @@ begin
   end loop;
   -- What somebody settles just now is left to him.
   delete from pgque.retry_queue r
-  where (r.ev_owner, r.ev_id) in (select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked);
+  where r.ev_queue = v_queue.queue_id
+    and (r.ev_owner, r.ev_id) in (select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked);
   return v_count;
 end
 $$;

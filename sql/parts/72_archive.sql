@@ -5,7 +5,7 @@
 -- The archive's bucket for a queue and a time.
 create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
 language sql stable as $$
-  select p_queue_id * 100000::bigint + greatest((p_time at time zone 'UTC')::date - date '2000-01-01', 0)
+  select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
 $$;
 
 -- Makes the leaf of a bucket if it is not there.  Two sessions meet at the lock.

@@ -431,7 +431,7 @@ begin
   for v_gone in
     with gone as (
       delete from pgque.retry_queue r
-      where (r.ev_owner, r.ev_id) in (
+      where r.ev_queue = v_queue.queue_id and (r.ev_owner, r.ev_id) in (
         -- One with a key that nobody was given yet may have a newer body.
         select e.ev_owner, e.ev_id from pgque.retry_queue e
         where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())

@@ -30,10 +30,11 @@ end
 $$;
 
 -- The settings of the loop: period, and when stop() was called last.
-create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
+create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) into tick_period_ms, stopped_at from pgque.config c;
+  period := tick_period_ms * interval '1 millisecond';
 end
 $$;
 
@@ -68,7 +69,8 @@ $$;
 -- period.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
--- names are qualified and all work is in functions.
+-- names are qualified, operators get the very types they are for (else one in
+-- public might fit better), and all work is in functions.
 create or replace procedure pgque.ticker_loop(run_for pg_catalog.interval default null)
 language plpgsql as $$
 declare
@@ -95,7 +97,7 @@ begin
   set transaction isolation level read committed;
   v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
   if v_timeout > '0'::pg_catalog.interval then
-    v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2));
+    v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
   end if;
   v_next := v_start;
   loop
@@ -108,7 +110,7 @@ begin
       commit and chain;
       continue;
     end if;
-    select c.tick_period_ms * '1 millisecond'::pg_catalog.interval, c.stopped_at into v_period, v_stopped from pgque._loop_config() c;
+    select c.period, c.stopped_at into v_period, v_stopped from pgque._loop_settings() c;
     exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
@@ -128,7 +130,7 @@ begin
       end loop;
       -- After a look in vain, a pause of ten times what it took.
       v_look := case when v_ticked then v_began + v_period
-        else pg_catalog.clock_timestamp() + 10 * (pg_catalog.clock_timestamp() - v_began) end;
+        else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
     if pg_catalog.clock_timestamp() >= v_maint then
@@ -147,7 +149,7 @@ begin
     end if;
     while pg_catalog.clock_timestamp() < v_next loop
       -- pg_sleep() rounds up to whole milliseconds.
-      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4)) - 0.0007);
+      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4::pg_catalog.float8)) - 0.0007);
       if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then
         v_next := pg_catalog.clock_timestamp();
       end if;
@@ -266,7 +268,7 @@ begin
   end loop;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
-  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque._loop_config() c));
+  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
   return next;
   component := 'queues'; status := (select count(*)::text from pgque.queue);
   detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';

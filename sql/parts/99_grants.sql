@@ -121,7 +121,7 @@ language sql immutable as $$
     ('dlq_requeue_all', 'pgque_admin'),
     ('dlq_purge', 'pgque_admin'),
     ('_ticked_queues', 'pgque_admin'),
-    ('_loop_config', 'pgque_admin'),
+    ('_loop_settings', 'pgque_admin'),
     ('_look_again_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),
@@ -217,5 +217,13 @@ exception
   when feature_not_supported then
     -- Not run by CREATE EXTENSION.
     null;
+end
+$$;
+
+do $$
+begin
+  if current_setting('pgque.path_before', true) <> '' then
+    perform set_config('search_path', current_setting('pgque.path_before'), true);
+  end if;
 end
 $$;

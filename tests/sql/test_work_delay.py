@@ -39,6 +39,41 @@ from sql.helpers import (
 )
 
 
+@pytest.mark.parametrize("what", ["pump", "purge", "expire_messages"])
+def test_delayed_messages_of_two_queues_with_the_same_ids_have_nothing_to_do_with_each_other(
+    pool: Connection, what: str
+) -> None:
+    value(pool, "select pgque.create_queue('other')")
+    subscribe(pool, "other")
+    for queue in ("q", "other"):
+        assert post(pool, queue, "plain", delay="1 minute", ttl="3 minutes") == 1
+        assert post(pool, queue, "keyed", delay="1 minute", key="k") == 2
+    if what == "purge":
+        assert value(pool, "select pgque.purge('other')") == 2
+    elif what == "expire_messages":
+        move_clock(pool, "4 minutes")
+        assert value(pool, "select pgque.expire_messages('other')") == 1
+    else:
+        move_clock(pool, "2 minutes")
+        assert (
+            value(pool, "select pgque._retry_queue(q.queue_id) from pgque.queue q where queue_name = 'other'")
+            == 2
+        )
+    waiting = rows(
+        pool,
+        "select q.queue_name, array_agg(r.ev_id order by r.ev_id) from pgque.retry_queue r"
+        " join pgque.queue q on q.queue_id = r.ev_queue group by q.queue_name order by q.queue_name",
+    )
+    assert (
+        waiting
+        == {
+            "pump": [("q", [1, 2])],
+            "purge": [("q", [1, 2])],
+            "expire_messages": [("other", [2]), ("q", [1, 2])],
+        }[what]
+    )
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_delayed_message_comes_when_it_is_due_with_the_id_that_send_gave(
     pool: Connection, plain: bool
