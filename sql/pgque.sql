@@ -44,12 +44,43 @@
 -- ---------------------------------------------------------------------------
 
 do $$
+declare
+  v_foreign  text;
 begin
   perform set_config('client_min_messages', 'warning', true);
   -- What others may create in public must not run here; the last part puts it back.
   perform set_config('pgque.path_before', current_setting('search_path'), true), set_config('search_path', 'pg_catalog, pg_temp', true);
   if to_regnamespace('pgque') is null then
     create schema pgque;
+  end if;
+  -- What somebody else put into the schema, or may put there, would run with our rights.
+  select min(f.what) into v_foreign
+  from (
+    select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner
+    from pg_namespace n where n.nspname = 'pgque'
+    union all
+    select 'there is ' || p.oid::regprocedure::text || ' of ' || p.proowner::regrole::text, p.proowner
+    from pg_proc p where p.pronamespace = 'pgque'::regnamespace
+    union all
+    select 'there is ' || c.oid::regclass::text || ' of ' || c.relowner::regrole::text, c.relowner
+    from pg_class c where c.relnamespace = 'pgque'::regnamespace
+    union all
+    select 'there is the type ' || t.oid::regtype::text || ' of ' || t.typowner::regrole::text, t.typowner
+    from pg_type t where t.typnamespace = 'pgque'::regnamespace
+    union all
+    select 'there is the operator ' || o.oid::regoperator::text || ' of ' || o.oprowner::regrole::text, o.oprowner
+    from pg_operator o where o.oprnamespace = 'pgque'::regnamespace
+    union all
+    select coalesce(nullif(a.grantee, 0)::regrole::text, 'everybody') || ' may create objects in it', 0
+    from pg_namespace n, aclexplode(n.nspacl) a
+    where n.nspname = 'pgque' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
+  ) f
+  where f.owner <> (select r.oid from pg_roles r where r.rolname = current_user);
+  if v_foreign is not null then
+    raise exception using
+      errcode = 'insufficient_privilege',
+      message = format('schema pgque is not ours alone: %s', v_foreign),
+      hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
   end if;
   if to_regrole('pgque_reader') is null then
     create role pgque_reader;
@@ -729,6 +760,18 @@ begin
 end
 $$;
 
+-- Takes back what default privileges give everybody.
+create or replace function pgque._keep_from_public(p_relation text) returns void
+language plpgsql as $$
+begin
+  if exists (
+    select from pg_catalog.pg_class c cross join lateral pg_catalog.aclexplode(c.relacl) a where c.oid = p_relation::regclass and a.grantee = 0)
+  then
+    execute 'revoke all on ' || p_relation || ' from public';
+  end if;
+end
+$$;
+
 -- Makes one of a queue's six tables and attaches it.  ATTACH locks the parent
 -- in a mode that lets senders and readers of other queues go on.
 create or replace function pgque._create_leaf(p_kind text, p_queue_id int, p_n int, p_event_seq regclass) returns void
@@ -738,6 +781,7 @@ declare
   v_slot  int := p_queue_id * 3 + p_n;
 begin
   execute pg_catalog.format('create table pgque.%I (like pgque.%I including all)', v_leaf, p_kind);
+  perform pgque._keep_from_public('pgque.' || v_leaf);
   execute pg_catalog.format('grant select on pgque.%I to pgque_admin', v_leaf);
   if p_kind = 'tick' then
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
@@ -946,6 +990,7 @@ begin
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
+  perform pgque._keep_from_public(v_seq), pgque._keep_from_public(format('pgque.tick_%s_seq', v_id));
   execute format('grant usage on sequence %s to pgque_writer', v_seq);
   execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
@@ -2827,7 +2872,7 @@ begin
     v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
-  elsif p_start_at ~ '^\d{1,18}$' then
+  elsif p_start_at ~ '^[0-9]{1,18}$' then
     v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
@@ -3407,6 +3452,12 @@ begin
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
   if v_archive then
+    if v_role = 'pool' then
+      perform pg_advisory_xact_lock(ack.batch_id);
+      if not pgque._still_whole(v_sub, ack.batch_id) then
+        return 0;
+      end if;
+    end if;
     select count(*) into v_count from pgque._settle(ack.batch_id, null, 'archive', null, 'acked');
     if v_role = 'pool' then
       return (v_count > 0)::int;
@@ -3707,7 +3758,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue($1);
 begin
-  if $2 ~ '^\d{1,18}$' then
+  if $2 ~ '^[0-9]{1,18}$' then
     return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
   end if;
   return (pgque._find_tick(v_queue, $2)).tick_id;
@@ -3815,7 +3866,7 @@ $$;
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
 ) returns text
-language plpgsql as $$
+language plpgsql set datestyle = 'ISO' as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue);
   v_from   pgque.tick;
@@ -3831,7 +3882,7 @@ begin
     || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
     || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
       else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
-    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', p_types) end
+    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
   return pg_catalog.format('select %s from (%s) e order by e.ev_id',
     pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, coalesce(v_cond, 'false')));
@@ -3944,7 +3995,7 @@ begin
       hint = 'Pass two arrays: the ids, and a reason for each.';
   end if;
   execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
-    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', $3), v_sub.sub_id, null, null)))
+    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
   into v_rows;
   return query
     select i.id, b.ok is true,
@@ -4025,7 +4076,7 @@ $$;
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
-  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id > 0), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
     (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
   into closed, settled, moved, until
   from (
@@ -4068,6 +4119,41 @@ begin
 end
 $$;
 
+-- Whether a batch still has all of its messages but those that were settled one
+-- by one: whoever is given some of it, or has been, or has them taken out, makes
+-- it less.  Locks those that wait in the retry queue.  The caller holds the
+-- batch's lock.  Of a batch that compaction has forgotten nothing is known.
+create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease    pgque.position_0;
+  v_state    record;
+  v_waiting  bigint;
+  v_settled  bigint;
+begin
+  select count(*) into v_waiting
+  from (
+    select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
+  ) r;
+  v_lease := pgque._lease(p_sub, p_batch);
+  if v_lease.pos_sub is null then
+    return true;
+  end if;
+  v_state := pgque._lease_state(p_batch);
+  -- Those that were settled where they waited.
+  select count(*) into v_settled
+  from (
+    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
+    union
+    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
+  ) s;
+  if v_lease.pos_fresh > 0 and v_state.closed then
+    v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled;
+  end if;
+  return v_waiting >= v_lease.pos_shelf - v_settled;
+end
+$$;
+
 -- ack() of a whole lease.  The messages that wait in the retry queue under its
 -- id are done as well: nobody has taken them.
 create or replace function pgque._close_lease(p_sub int, p_batch bigint) returns int
@@ -4101,14 +4187,14 @@ begin
       return 1;
     end if;
   end if;
+  if not pgque._still_whole(p_sub, p_batch) then
+    return 0;
+  end if;
   v_lease := pgque._lease(p_sub, p_batch);
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub, array[0])), 0);
   end if;
-  -- Whatever somebody else has locked is being taken over.
-  delete from pgque.retry_queue r
-  where (r.ev_owner, r.ev_id) in (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = p_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
+  delete from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
 end
@@ -4526,13 +4612,16 @@ declare
   v_state  record;
   v_open   bigint[] := '{}';
   v_lapse  timestamptz;
+  v_tried  int := 0;
 begin
   foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
     v_state := pgque._lease_state(v_token);
     continue when v_state.closed;
     v_lease := pgque._lease(p_sub.sub_id, v_token);
     continue when v_lease.pos_sub is null;
-    if coalesce(v_state.until, v_lease.pos_until) <= p_now then
+    if coalesce(v_state.until, v_lease.pos_until) <= p_now and v_tried < 200 then
+      -- The server has room for some thousand locks; the others come next time.
+      v_tried := v_tried + 1;
       if pg_catalog.pg_try_advisory_xact_lock(v_token) then
         v_state := pgque._lease_state(v_token);
         continue when v_state.closed;
@@ -4618,6 +4707,32 @@ language sql immutable as $$
   end
 $$;
 
+-- Locks messages that wait for a pool and are due, but for p_but: any (p_receives
+-- null), of those that lapsed the ones with so many receives, or of the others (-1).
+create or replace function pgque._due(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int
+)
+returns pgque.retry_queue[]
+language plpgsql as $$
+begin
+  if p_sub.sub_keyed then
+    return array(
+      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_pos, p_max, p_now, p_but)) r
+      where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
+  end if;
+  return array(
+    select r
+    from (
+      select r.* from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+        and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
+      order by r.ev_retry_after, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+
 -- Leases messages that wait in the retry queue and are due.  Those whose
 -- attempts are used up, or that expired, are not handed out but done with.
 create or replace function pgque._take_waiting(
@@ -4634,40 +4749,33 @@ declare
 begin
   taken := 0;
   for v_try in 1..100 loop
-    if p_sub.sub_keyed then
-      v_rows := pgque._heads_of_lanes(p_sub, p_pos, p_max, p_now, v_busy);
-    else
-      v_rows := array(
-        select r
-        from (
-          select r.* from pgque.retry_queue r
-          where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (v_busy)
-          order by r.ev_retry_after, r.ev_id
-          limit p_max
-          for update skip locked
-        ) r);
-    end if;
+    -- The first says how many go together; the others stay unlocked, since
+    -- their holder may be about to say something.
+    v_rows := pgque._due(p_sub, p_pos, 1, p_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
+    lapsed := v_rows[1].ev_batch is not null;
+    v_piece := case
+      when v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then greatest(p_max, 1000)   -- not to be delivered
+      when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max)
+      else p_max
+    end;
+    if v_piece > 1 then
+      v_rows := pgque._due(p_sub, p_pos, v_piece, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
+    end if;
     v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
     -- The others are gone, or wait for who is replacing them.
     v_busy := v_busy || array(
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
-    v_rows := v_good;
-    lapsed := v_rows[1].ev_batch is not null;
-    v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
-    v_ids := array(
-      select r.ev_id
-      from pg_catalog.unnest(v_rows) r
-      where (r.ev_batch is not null) = lapsed and (not lapsed or r.ev_receives = v_rows[1].ev_receives)
-      limit v_piece);
+    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit case when lapsed then least(v_piece, p_max) else p_max end);
     if pg_catalog.cardinality(v_ids) > 0 then
       update pgque.retry_queue r
       set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
       where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_ids);
       taken := pg_catalog.cardinality(v_ids);
-      exit;
+      return;
     end if;
   end loop;
+  lapsed := null;
 end
 $$;
 
@@ -5255,6 +5363,7 @@ declare
   v_and    text := '';
   v_rows   pgque.event[];
   v_new    bigint[];
+  v_gone   bigint[];
   v_items  pgque.retry_queue[] := '{}';
   v_item   pgque.retry_queue;
 begin
@@ -5291,7 +5400,7 @@ begin
     if pg_catalog.cardinality(p_ids) = 1 then
       v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
     elsif p_ids is not null then
-      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
+      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove(p_ids, null));
     end if;
     execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
       pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
@@ -5341,9 +5450,13 @@ begin
       returning r.*
     )
     select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
-      v_new || pg_catalog.array_agg(g.ev_id)
-    into v_items, v_new
+      v_new || pg_catalog.array_agg(g.ev_id), pg_catalog.array_agg(g.ev_id + 4611686018427387904)
+    into v_items, v_new, v_gone
     from gone g;
+    if p_ids is not null and p_what <> 'visibility' and v_gone is not null then
+      -- So that the batch is known to be whole but for them; see _still_whole().
+      perform pgque._note(p_batch, v_sub.sub_id, v_gone);
+    end if;
   end if;
 
   if p_what = 'archive' then
@@ -5389,9 +5502,9 @@ begin
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch <> p_batch) then 'lost to another worker'
           when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
           when exists (
-            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = i.id
+            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)
             union all
-            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = i.id) then 'settled already'
+            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)) then 'settled already'
           when v_lease.pos_sub is null or (v_closed and v_sub.sub_role = 'pool') then 'batch not open'
           else 'not in this batch'
         end
@@ -6019,6 +6132,7 @@ begin
     return;
   end if;
   execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
+  perform pgque._keep_from_public('pgque.' || v_leaf);
   execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
   execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
   execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
@@ -6225,6 +6339,9 @@ declare
 begin
   for v_row in
     select r.* from pgque.retry_queue r where r.ev_queue = p_queue_id and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+    order by r.ev_id
+    -- Who has such a row locked may wait for the table: a rotation gives up.
+    for update nowait
   loop
     v_said := pgque._said(p_queue_id, array[pgque._event(v_row)]);
     if exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2) then
@@ -6335,8 +6452,9 @@ begin
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub)).pos_open) o (token)
     where not pgque._carried(p_sub, o.token, p_cur) and (pgque._lease(p_sub, o.token)).pos_sub is not null
-      and pg_catalog.pg_try_advisory_xact_lock(o.token)
+    limit 500   -- each takes a lock; the others come next time
   loop
+    continue when not pg_catalog.pg_try_advisory_xact_lock(v_token);
     if p_cur = 0 then
       insert into pgque.position_0 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
       insert into pgque.settled_0 select s.* from pgque.settled_1 s where s.set_batch = v_token on conflict do nothing;
@@ -7619,14 +7737,100 @@ begin
 end
 $$;
 
+-- The checks of one queue.
+create or replace function pgque._queue_health(
+  p_queue pgque.queue, out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql as $$
+declare
+  v_last     pgque.tick;
+  v_new      boolean;
+  v_missing  text;
+  v_found    record;
+begin
+  queue := p_queue.queue_name;
+  check_name := 'tables';
+  v_missing := pgque._missing_leaf(p_queue.queue_id);
+  if v_missing is not null then
+    status := 'fail';
+    detail := format('table %s is missing', v_missing);
+    advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
+    return next;
+    return;
+  end if;
+  status := 'ok'; detail := 'all six tables are there'; advice := null;
+  if p_queue.queue_restored then
+    status := 'warn';
+    detail := 'the queue was loaded from a dump and was not used since';
+    advice := format('select pgque.ticker(%L)', queue);
+  end if;
+  return next;
+  if p_queue.queue_restored then
+    return;
+  end if;
+
+  v_last := pgque._last_tick(p_queue);
+  check_name := 'ticks';
+  v_new := coalesce(pgque._tick_reason(p_queue, v_last, pg_current_snapshot()) = 'events', false);
+  status := case
+    when p_queue.queue_external_ticker then 'ok'
+    when p_queue.queue_ticker_paused then 'warn'
+    when v_new and pgque.clock() - v_last.tick_time > interval '1 minute' then 'fail'
+    when v_new and pgque.clock() - v_last.tick_time > interval '5 seconds' then 'warn'
+    else 'ok'
+  end;
+  detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
+    case when v_new then ', committed events wait for one' else '' end);
+  advice := case
+    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', null)', queue)
+    when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
+  end;
+  return next;
+
+  check_name := 'rotation';
+  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(queue) i order by i.last_tick limit 1;
+  status := case
+    when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
+      and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
+    else 'ok'
+  end;
+  detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
+  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
+  return next;
+
+  check_name := 'consumers';
+  status := case
+    when v_found.lag > p_queue.queue_retention_period then 'fail'
+    when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'
+    else 'ok'
+  end;
+  detail := coalesce('consumer ' || v_found.consumer_name || ' lags ' || date_trunc('milliseconds', v_found.lag), 'no consumer');
+  advice := case when status <> 'ok' then format('Past %s it is moved forward and misses events. Start it, or unsubscribe it.', p_queue.queue_retention_period) end;
+  return next;
+
+  check_name := 'retries';
+  select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
+  from pgque.retry_queue r
+  where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
+  status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
+  detail := format('%s due', v_found.n);
+  advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
+  return next;
+
+  check_name := 'dead letters';
+  select count(*) as n, max(d.dl_time) as newest into v_found from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id;
+  status := case when v_found.n > 0 then 'warn' else 'ok' end;
+  detail := format('%s', v_found.n) || coalesce(', newest at ' || v_found.newest, '');
+  advice := case when v_found.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end;
+  return next;
+end
+$$;
+
 -- One check a row: ok, warn or fail, what was found, and what to do about it.
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue    pgque.queue;
-  v_last     pgque.tick;
-  v_new      boolean;
-  v_missing  text;
   v_found    record;
 begin
   select s.status, s.detail into v_found from pgque.status() s where s.component = 'ticker';
@@ -7637,79 +7841,12 @@ begin
   return next;
 
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
-    queue := v_queue.queue_name;
-    check_name := 'tables';
-    v_missing := pgque._missing_leaf(v_queue.queue_id);
-    if v_missing is not null then
-      status := 'fail';
-      detail := format('table %s is missing', v_missing);
-      advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
-      return next;
-      continue;
-    end if;
-    status := 'ok'; detail := 'all six tables are there'; advice := null;
-    if v_queue.queue_restored then
-      status := 'warn';
-      detail := 'the queue was loaded from a dump and was not used since';
-      advice := format('select pgque.ticker(%L)', queue);
-    end if;
-    return next;
-    continue when v_queue.queue_restored;
-
-    v_last := pgque._last_tick(v_queue);
-    check_name := 'ticks';
-    v_new := coalesce(pgque._tick_reason(v_queue, v_last, pg_current_snapshot()) = 'events', false);
-    status := case
-      when v_queue.queue_external_ticker then 'ok'
-      when v_queue.queue_ticker_paused then 'warn'
-      when v_new and pgque.clock() - v_last.tick_time > interval '1 minute' then 'fail'
-      when v_new and pgque.clock() - v_last.tick_time > interval '5 seconds' then 'warn'
-      else 'ok'
+    begin
+      return query select h.* from pgque._queue_health(v_queue) h;
+    exception
+      when sqlstate 'PQ001' or undefined_table then
+        null;   -- it was dropped meanwhile
     end;
-    detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
-      case when v_new then ', committed events wait for one' else '' end);
-    advice := case
-      when v_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', null)', queue)
-      when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
-    end;
-    return next;
-
-    check_name := 'rotation';
-    select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(queue) i order by i.last_tick limit 1;
-    status := case
-      when pgque.clock() - v_queue.queue_switch_time > 4 * v_queue.queue_rotation_period
-        and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(v_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
-      else 'ok'
-    end;
-    detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - v_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
-    advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
-    return next;
-
-    check_name := 'consumers';
-    status := case
-      when v_found.lag > v_queue.queue_retention_period then 'fail'
-      when v_found.lag > v_queue.queue_retention_period / 2 then 'warn'
-      else 'ok'
-    end;
-    detail := coalesce('consumer ' || v_found.consumer_name || ' lags ' || date_trunc('milliseconds', v_found.lag), 'no consumer');
-    advice := case when status <> 'ok' then format('Past %s it is moved forward and misses events. Start it, or unsubscribe it.', v_queue.queue_retention_period) end;
-    return next;
-
-    check_name := 'retries';
-    select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
-    from pgque.retry_queue r
-    where r.ev_queue = v_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
-    status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-    detail := format('%s due', v_found.n);
-    advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
-    return next;
-
-    check_name := 'dead letters';
-    select count(*) as n, max(d.dl_time) as newest into v_found from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
-    status := case when v_found.n > 0 then 'warn' else 'ok' end;
-    detail := format('%s', v_found.n) || coalesce(', newest at ' || v_found.newest, '');
-    advice := case when v_found.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end;
-    return next;
   end loop;
 
   check_name := 'open transactions'; queue := null;
@@ -7822,7 +7959,7 @@ language sql immutable strict as $$
   select coalesce(pg_catalog.string_agg(
     case
       when c.ch ~ '^[A-Za-z0-9_.~-]$' then c.ch
-      else pg_catalog.upper(pg_catalog.regexp_replace(pg_catalog.encode(pg_catalog.convert_to(c.ch, 'UTF8'), 'hex'), '(..)', '%\1', 'g'))
+      else pg_catalog.upper(pg_catalog.regexp_replace(pg_catalog.encode(pg_catalog.convert_to(c.ch, 'UTF8'), 'hex'), '(..)', E'%\\1', 'g'))
     end, '' order by c.n), '')
   from pg_catalog.regexp_split_to_table(p_text, '') with ordinality c (ch, n)
 $$;
@@ -8459,7 +8596,7 @@ begin
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
-      and (p.proname like '\_%' or p.proname in (select g.func_name from pgque._grants() g))
+      and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
   loop
     begin
       execute format('drop %s %s', v_func.kind, v_func.sig);

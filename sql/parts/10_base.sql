@@ -3,12 +3,43 @@
 -- ---------------------------------------------------------------------------
 
 do $$
+declare
+  v_foreign  text;
 begin
   perform set_config('client_min_messages', 'warning', true);
   -- What others may create in public must not run here; the last part puts it back.
   perform set_config('pgque.path_before', current_setting('search_path'), true), set_config('search_path', 'pg_catalog, pg_temp', true);
   if to_regnamespace('pgque') is null then
     create schema pgque;
+  end if;
+  -- What somebody else put into the schema, or may put there, would run with our rights.
+  select min(f.what) into v_foreign
+  from (
+    select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner
+    from pg_namespace n where n.nspname = 'pgque'
+    union all
+    select 'there is ' || p.oid::regprocedure::text || ' of ' || p.proowner::regrole::text, p.proowner
+    from pg_proc p where p.pronamespace = 'pgque'::regnamespace
+    union all
+    select 'there is ' || c.oid::regclass::text || ' of ' || c.relowner::regrole::text, c.relowner
+    from pg_class c where c.relnamespace = 'pgque'::regnamespace
+    union all
+    select 'there is the type ' || t.oid::regtype::text || ' of ' || t.typowner::regrole::text, t.typowner
+    from pg_type t where t.typnamespace = 'pgque'::regnamespace
+    union all
+    select 'there is the operator ' || o.oid::regoperator::text || ' of ' || o.oprowner::regrole::text, o.oprowner
+    from pg_operator o where o.oprnamespace = 'pgque'::regnamespace
+    union all
+    select coalesce(nullif(a.grantee, 0)::regrole::text, 'everybody') || ' may create objects in it', 0
+    from pg_namespace n, aclexplode(n.nspacl) a
+    where n.nspname = 'pgque' and a.privilege_type = 'CREATE' and a.grantee <> n.nspowner
+  ) f
+  where f.owner <> (select r.oid from pg_roles r where r.rolname = current_user);
+  if v_foreign is not null then
+    raise exception using
+      errcode = 'insufficient_privilege',
+      message = format('schema pgque is not ours alone: %s', v_foreign),
+      hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
   end if;
   if to_regrole('pgque_reader') is null then
     create role pgque_reader;

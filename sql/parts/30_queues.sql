@@ -39,6 +39,18 @@ begin
 end
 $$;
 
+-- Takes back what default privileges give everybody.
+create or replace function pgque._keep_from_public(p_relation text) returns void
+language plpgsql as $$
+begin
+  if exists (
+    select from pg_catalog.pg_class c cross join lateral pg_catalog.aclexplode(c.relacl) a where c.oid = p_relation::regclass and a.grantee = 0)
+  then
+    execute 'revoke all on ' || p_relation || ' from public';
+  end if;
+end
+$$;
+
 -- Makes one of a queue's six tables and attaches it.  ATTACH locks the parent
 -- in a mode that lets senders and readers of other queues go on.
 create or replace function pgque._create_leaf(p_kind text, p_queue_id int, p_n int, p_event_seq regclass) returns void
@@ -48,6 +60,7 @@ declare
   v_slot  int := p_queue_id * 3 + p_n;
 begin
   execute pg_catalog.format('create table pgque.%I (like pgque.%I including all)', v_leaf, p_kind);
+  perform pgque._keep_from_public('pgque.' || v_leaf);
   execute pg_catalog.format('grant select on pgque.%I to pgque_admin', v_leaf);
   if p_kind = 'tick' then
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
@@ -256,6 +269,7 @@ begin
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
+  perform pgque._keep_from_public(v_seq), pgque._keep_from_public(format('pgque.tick_%s_seq', v_id));
   execute format('grant usage on sequence %s to pgque_writer', v_seq);
   execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')

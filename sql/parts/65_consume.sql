@@ -57,7 +57,7 @@ begin
     v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
-  elsif p_start_at ~ '^\d{1,18}$' then
+  elsif p_start_at ~ '^[0-9]{1,18}$' then
     v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
@@ -637,6 +637,12 @@ begin
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
   if v_archive then
+    if v_role = 'pool' then
+      perform pg_advisory_xact_lock(ack.batch_id);
+      if not pgque._still_whole(v_sub, ack.batch_id) then
+        return 0;
+      end if;
+    end if;
     select count(*) into v_count from pgque._settle(ack.batch_id, null, 'archive', null, 'acked');
     if v_role = 'pool' then
       return (v_count > 0)::int;

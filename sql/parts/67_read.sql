@@ -26,7 +26,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue($1);
 begin
-  if $2 ~ '^\d{1,18}$' then
+  if $2 ~ '^[0-9]{1,18}$' then
     return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
   end if;
   return (pgque._find_tick(v_queue, $2)).tick_id;
@@ -134,7 +134,7 @@ $$;
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
 ) returns text
-language plpgsql as $$
+language plpgsql set datestyle = 'ISO' as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue);
   v_from   pgque.tick;
@@ -150,7 +150,7 @@ begin
     || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
     || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
       else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
-    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', p_types) end
+    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
   return pg_catalog.format('select %s from (%s) e order by e.ev_id',
     pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, coalesce(v_cond, 'false')));
@@ -263,7 +263,7 @@ begin
       hint = 'Pass two arrays: the ids, and a reason for each.';
   end if;
   execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
-    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', $3), v_sub.sub_id, null, null)))
+    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
   into v_rows;
   return query
     select i.id, b.ok is true,

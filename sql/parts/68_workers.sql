@@ -64,7 +64,7 @@ $$;
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
-  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id > 0), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
     (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
   into closed, settled, moved, until
   from (
@@ -107,6 +107,41 @@ begin
 end
 $$;
 
+-- Whether a batch still has all of its messages but those that were settled one
+-- by one: whoever is given some of it, or has been, or has them taken out, makes
+-- it less.  Locks those that wait in the retry queue.  The caller holds the
+-- batch's lock.  Of a batch that compaction has forgotten nothing is known.
+create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease    pgque.position_0;
+  v_state    record;
+  v_waiting  bigint;
+  v_settled  bigint;
+begin
+  select count(*) into v_waiting
+  from (
+    select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
+  ) r;
+  v_lease := pgque._lease(p_sub, p_batch);
+  if v_lease.pos_sub is null then
+    return true;
+  end if;
+  v_state := pgque._lease_state(p_batch);
+  -- Those that were settled where they waited.
+  select count(*) into v_settled
+  from (
+    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
+    union
+    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
+  ) s;
+  if v_lease.pos_fresh > 0 and v_state.closed then
+    v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled;
+  end if;
+  return v_waiting >= v_lease.pos_shelf - v_settled;
+end
+$$;
+
 -- ack() of a whole lease.  The messages that wait in the retry queue under its
 -- id are done as well: nobody has taken them.
 create or replace function pgque._close_lease(p_sub int, p_batch bigint) returns int
@@ -140,14 +175,14 @@ begin
       return 1;
     end if;
   end if;
+  if not pgque._still_whole(p_sub, p_batch) then
+    return 0;
+  end if;
   v_lease := pgque._lease(p_sub, p_batch);
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub, array[0])), 0);
   end if;
-  -- Whatever somebody else has locked is being taken over.
-  delete from pgque.retry_queue r
-  where (r.ev_owner, r.ev_id) in (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = p_sub and e.ev_batch = p_batch order by e.ev_id for update skip locked);
+  delete from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
 end
@@ -565,13 +600,16 @@ declare
   v_state  record;
   v_open   bigint[] := '{}';
   v_lapse  timestamptz;
+  v_tried  int := 0;
 begin
   foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
     v_state := pgque._lease_state(v_token);
     continue when v_state.closed;
     v_lease := pgque._lease(p_sub.sub_id, v_token);
     continue when v_lease.pos_sub is null;
-    if coalesce(v_state.until, v_lease.pos_until) <= p_now then
+    if coalesce(v_state.until, v_lease.pos_until) <= p_now and v_tried < 200 then
+      -- The server has room for some thousand locks; the others come next time.
+      v_tried := v_tried + 1;
       if pg_catalog.pg_try_advisory_xact_lock(v_token) then
         v_state := pgque._lease_state(v_token);
         continue when v_state.closed;
@@ -657,6 +695,32 @@ language sql immutable as $$
   end
 $$;
 
+-- Locks messages that wait for a pool and are due, but for p_but: any (p_receives
+-- null), of those that lapsed the ones with so many receives, or of the others (-1).
+create or replace function pgque._due(
+  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int
+)
+returns pgque.retry_queue[]
+language plpgsql as $$
+begin
+  if p_sub.sub_keyed then
+    return array(
+      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_pos, p_max, p_now, p_but)) r
+      where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
+  end if;
+  return array(
+    select r
+    from (
+      select r.* from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+        and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
+      order by r.ev_retry_after, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+
 -- Leases messages that wait in the retry queue and are due.  Those whose
 -- attempts are used up, or that expired, are not handed out but done with.
 create or replace function pgque._take_waiting(
@@ -670,43 +734,38 @@ declare
   v_ids    bigint[];
   v_busy   bigint[] := '{}';
   v_piece  bigint;
+  v_look   bigint;
 begin
   taken := 0;
   for v_try in 1..100 loop
-    if p_sub.sub_keyed then
-      v_rows := pgque._heads_of_lanes(p_sub, p_pos, p_max, p_now, v_busy);
-    else
-      v_rows := array(
-        select r
-        from (
-          select r.* from pgque.retry_queue r
-          where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (v_busy)
-          order by r.ev_retry_after, r.ev_id
-          limit p_max
-          for update skip locked
-        ) r);
-    end if;
+    -- The first says how many go together; the others stay unlocked, since
+    -- their holder may be about to say something.
+    v_rows := pgque._due(p_sub, p_pos, 1, p_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
+    lapsed := v_rows[1].ev_batch is not null;
+    v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
+    -- Those that are not to be delivered are weeded out many at a time.
+    v_look := case
+      when v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then greatest(p_max, 1000)
+      else v_piece
+    end;
+    if v_look > 1 then
+      v_rows := pgque._due(p_sub, p_pos, v_look, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
+    end if;
     v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
     -- The others are gone, or wait for who is replacing them.
     v_busy := v_busy || array(
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
-    v_rows := v_good;
-    lapsed := v_rows[1].ev_batch is not null;
-    v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
-    v_ids := array(
-      select r.ev_id
-      from pg_catalog.unnest(v_rows) r
-      where (r.ev_batch is not null) = lapsed and (not lapsed or r.ev_receives = v_rows[1].ev_receives)
-      limit v_piece);
+    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
       update pgque.retry_queue r
       set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
       where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_ids);
       taken := pg_catalog.cardinality(v_ids);
-      exit;
+      return;
     end if;
   end loop;
+  lapsed := null;
 end
 $$;
 

@@ -23,6 +23,7 @@ declare
   v_and    text := '';
   v_rows   pgque.event[];
   v_new    bigint[];
+  v_gone   bigint[];
   v_items  pgque.retry_queue[] := '{}';
   v_item   pgque.retry_queue;
 begin
@@ -59,7 +60,7 @@ begin
     if pg_catalog.cardinality(p_ids) = 1 then
       v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
     elsif p_ids is not null then
-      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', p_ids);
+      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove(p_ids, null));
     end if;
     execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
       pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
@@ -109,9 +110,13 @@ begin
       returning r.*
     )
     select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
-      v_new || pg_catalog.array_agg(g.ev_id)
-    into v_items, v_new
+      v_new || pg_catalog.array_agg(g.ev_id), pg_catalog.array_agg(g.ev_id + 4611686018427387904)
+    into v_items, v_new, v_gone
     from gone g;
+    if p_ids is not null and p_what <> 'visibility' and v_gone is not null then
+      -- So that the batch is known to be whole but for them; see _still_whole().
+      perform pgque._note(p_batch, v_sub.sub_id, v_gone);
+    end if;
   end if;
 
   if p_what = 'archive' then
@@ -157,9 +162,9 @@ begin
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch <> p_batch) then 'lost to another worker'
           when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
           when exists (
-            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = i.id
+            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)
             union all
-            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = i.id) then 'settled already'
+            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)) then 'settled already'
           when v_lease.pos_sub is null or (v_closed and v_sub.sub_role = 'pool') then 'batch not open'
           else 'not in this batch'
         end

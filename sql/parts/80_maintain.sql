@@ -99,6 +99,9 @@ declare
 begin
   for v_row in
     select r.* from pgque.retry_queue r where r.ev_queue = p_queue_id and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+    order by r.ev_id
+    -- Who has such a row locked may wait for the table: a rotation gives up.
+    for update nowait
   loop
     v_said := pgque._said(p_queue_id, array[pgque._event(v_row)]);
     if exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2) then
@@ -209,8 +212,9 @@ begin
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub)).pos_open) o (token)
     where not pgque._carried(p_sub, o.token, p_cur) and (pgque._lease(p_sub, o.token)).pos_sub is not null
-      and pg_catalog.pg_try_advisory_xact_lock(o.token)
+    limit 500   -- each takes a lock; the others come next time
   loop
+    continue when not pg_catalog.pg_try_advisory_xact_lock(v_token);
     if p_cur = 0 then
       insert into pgque.position_0 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
       insert into pgque.settled_0 select s.* from pgque.settled_1 s where s.set_batch = v_token on conflict do nothing;

@@ -417,14 +417,100 @@ begin
 end
 $$;
 
+-- The checks of one queue.
+create or replace function pgque._queue_health(
+  p_queue pgque.queue, out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql as $$
+declare
+  v_last     pgque.tick;
+  v_new      boolean;
+  v_missing  text;
+  v_found    record;
+begin
+  queue := p_queue.queue_name;
+  check_name := 'tables';
+  v_missing := pgque._missing_leaf(p_queue.queue_id);
+  if v_missing is not null then
+    status := 'fail';
+    detail := format('table %s is missing', v_missing);
+    advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
+    return next;
+    return;
+  end if;
+  status := 'ok'; detail := 'all six tables are there'; advice := null;
+  if p_queue.queue_restored then
+    status := 'warn';
+    detail := 'the queue was loaded from a dump and was not used since';
+    advice := format('select pgque.ticker(%L)', queue);
+  end if;
+  return next;
+  if p_queue.queue_restored then
+    return;
+  end if;
+
+  v_last := pgque._last_tick(p_queue);
+  check_name := 'ticks';
+  v_new := coalesce(pgque._tick_reason(p_queue, v_last, pg_current_snapshot()) = 'events', false);
+  status := case
+    when p_queue.queue_external_ticker then 'ok'
+    when p_queue.queue_ticker_paused then 'warn'
+    when v_new and pgque.clock() - v_last.tick_time > interval '1 minute' then 'fail'
+    when v_new and pgque.clock() - v_last.tick_time > interval '5 seconds' then 'warn'
+    else 'ok'
+  end;
+  detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
+    case when v_new then ', committed events wait for one' else '' end);
+  advice := case
+    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', null)', queue)
+    when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
+  end;
+  return next;
+
+  check_name := 'rotation';
+  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(queue) i order by i.last_tick limit 1;
+  status := case
+    when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
+      and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
+    else 'ok'
+  end;
+  detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
+  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
+  return next;
+
+  check_name := 'consumers';
+  status := case
+    when v_found.lag > p_queue.queue_retention_period then 'fail'
+    when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'
+    else 'ok'
+  end;
+  detail := coalesce('consumer ' || v_found.consumer_name || ' lags ' || date_trunc('milliseconds', v_found.lag), 'no consumer');
+  advice := case when status <> 'ok' then format('Past %s it is moved forward and misses events. Start it, or unsubscribe it.', p_queue.queue_retention_period) end;
+  return next;
+
+  check_name := 'retries';
+  select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
+  from pgque.retry_queue r
+  where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
+  status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
+  detail := format('%s due', v_found.n);
+  advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
+  return next;
+
+  check_name := 'dead letters';
+  select count(*) as n, max(d.dl_time) as newest into v_found from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id;
+  status := case when v_found.n > 0 then 'warn' else 'ok' end;
+  detail := format('%s', v_found.n) || coalesce(', newest at ' || v_found.newest, '');
+  advice := case when v_found.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end;
+  return next;
+end
+$$;
+
 -- One check a row: ok, warn or fail, what was found, and what to do about it.
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue    pgque.queue;
-  v_last     pgque.tick;
-  v_new      boolean;
-  v_missing  text;
   v_found    record;
 begin
   select s.status, s.detail into v_found from pgque.status() s where s.component = 'ticker';
@@ -435,79 +521,12 @@ begin
   return next;
 
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
-    queue := v_queue.queue_name;
-    check_name := 'tables';
-    v_missing := pgque._missing_leaf(v_queue.queue_id);
-    if v_missing is not null then
-      status := 'fail';
-      detail := format('table %s is missing', v_missing);
-      advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
-      return next;
-      continue;
-    end if;
-    status := 'ok'; detail := 'all six tables are there'; advice := null;
-    if v_queue.queue_restored then
-      status := 'warn';
-      detail := 'the queue was loaded from a dump and was not used since';
-      advice := format('select pgque.ticker(%L)', queue);
-    end if;
-    return next;
-    continue when v_queue.queue_restored;
-
-    v_last := pgque._last_tick(v_queue);
-    check_name := 'ticks';
-    v_new := coalesce(pgque._tick_reason(v_queue, v_last, pg_current_snapshot()) = 'events', false);
-    status := case
-      when v_queue.queue_external_ticker then 'ok'
-      when v_queue.queue_ticker_paused then 'warn'
-      when v_new and pgque.clock() - v_last.tick_time > interval '1 minute' then 'fail'
-      when v_new and pgque.clock() - v_last.tick_time > interval '5 seconds' then 'warn'
-      else 'ok'
+    begin
+      return query select h.* from pgque._queue_health(v_queue) h;
+    exception
+      when sqlstate 'PQ001' or undefined_table then
+        null;   -- it was dropped meanwhile
     end;
-    detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
-      case when v_new then ', committed events wait for one' else '' end);
-    advice := case
-      when v_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', null)', queue)
-      when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
-    end;
-    return next;
-
-    check_name := 'rotation';
-    select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(queue) i order by i.last_tick limit 1;
-    status := case
-      when pgque.clock() - v_queue.queue_switch_time > 4 * v_queue.queue_rotation_period
-        and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(v_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
-      else 'ok'
-    end;
-    detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - v_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
-    advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
-    return next;
-
-    check_name := 'consumers';
-    status := case
-      when v_found.lag > v_queue.queue_retention_period then 'fail'
-      when v_found.lag > v_queue.queue_retention_period / 2 then 'warn'
-      else 'ok'
-    end;
-    detail := coalesce('consumer ' || v_found.consumer_name || ' lags ' || date_trunc('milliseconds', v_found.lag), 'no consumer');
-    advice := case when status <> 'ok' then format('Past %s it is moved forward and misses events. Start it, or unsubscribe it.', v_queue.queue_retention_period) end;
-    return next;
-
-    check_name := 'retries';
-    select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
-    from pgque.retry_queue r
-    where r.ev_queue = v_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
-    status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-    detail := format('%s due', v_found.n);
-    advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
-    return next;
-
-    check_name := 'dead letters';
-    select count(*) as n, max(d.dl_time) as newest into v_found from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
-    status := case when v_found.n > 0 then 'warn' else 'ok' end;
-    detail := format('%s', v_found.n) || coalesce(', newest at ' || v_found.newest, '');
-    advice := case when v_found.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end;
-    return next;
   end loop;
 
   check_name := 'open transactions'; queue := null;

@@ -97,7 +97,7 @@ language sql immutable strict as $$
   select coalesce(pg_catalog.string_agg(
     case
       when c.ch ~ '^[A-Za-z0-9_.~-]$' then c.ch
-      else pg_catalog.upper(pg_catalog.regexp_replace(pg_catalog.encode(pg_catalog.convert_to(c.ch, 'UTF8'), 'hex'), '(..)', '%\1', 'g'))
+      else pg_catalog.upper(pg_catalog.regexp_replace(pg_catalog.encode(pg_catalog.convert_to(c.ch, 'UTF8'), 'hex'), '(..)', E'%\\1', 'g'))
     end, '' order by c.n), '')
   from pg_catalog.regexp_split_to_table(p_text, '') with ordinality c (ch, n)
 $$;

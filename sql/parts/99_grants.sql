@@ -142,7 +142,7 @@ begin
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
-      and (p.proname like '\_%' or p.proname in (select g.func_name from pgque._grants() g))
+      and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
   loop
     begin
       execute format('drop %s %s', v_func.kind, v_func.sig);

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import psycopg
 import pytest
 
 from sql.helpers import (
     Connection,
     ack,
     configure,
+    dead_letters,
     extend,
     forced_tick,
     ids,
@@ -109,15 +111,73 @@ def test_of_a_lapsed_batch_only_the_messages_that_another_took_are_lost(pool: Co
     assert take(pool, "q", "w3") == []
 
 
-def test_acking_a_whole_batch_of_which_another_took_one_acks_the_rest(pool: Connection) -> None:
+def test_a_whole_batch_of_which_another_took_one_is_not_acked_but_the_rest_of_it_can_be(
+    pool: Connection,
+) -> None:
+    # Whoever commits its work with ack(batch) must not be told that all of it counts.
     sent = offer(pool, "q", 3)
     old = take(pool, "q", "w1")[0].batch_id
     move_clock(pool, "1 minute")
     taken = take(pool, "q", "w2", 1, "1 day")
-    assert ack(pool, old) == 1
-    assert take(pool, "q", "w3") == []
     assert ack(pool, old) == 0
+    assert outcome(pool, "ack", old, sent) == {sent[0]: LOST, sent[1]: None, sent[2]: None}
+    assert ack(pool, old) == 0
+    assert take(pool, "q", "w3") == []
     assert outcome(pool, "ack", taken[0].batch_id, sent[:1]) == {sent[0]: None}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_batch_is_whole_without_what_its_worker_settled_before(pool: Connection, again: bool) -> None:
+    sent = offer(pool, "q", 4)
+    old = take(pool, "q", "w0" if again else "w1")[0].batch_id
+    if again:  # the same with messages that are leased where they wait
+        move_clock(pool, "1 minute")
+        old = take(pool, "q", "w1")[0].batch_id
+    outcome(pool, "ack", old, sent[:1])
+    move_clock(pool, "2 minutes")
+    value(pool, "select pgque.maint()")  # puts what lapsed aside
+    outcome(pool, "ack", old, sent[1:2])
+    assert outcome(pool, "ack", old, sent[:2]) == dict.fromkeys(sent[:2], "settled already")
+    assert ack(pool, old) == 1
+    assert take(pool, "q", "w2") == []
+
+
+@pytest.mark.parametrize("taken_first", ["log", "waiting"])
+def test_a_batch_of_new_and_of_waiting_messages_is_not_whole_once_either_kind_is_gone(
+    pool: Connection, taken_first: str
+) -> None:
+    configure(pool, "q", max_receive_attempts=2)
+    first = offer(pool, "q", 1)
+    late = take(pool, "q", "w0")[0].batch_id
+    nack_ids(pool, late, first, "0 s", "again")
+    later = offer(pool, "q", 1)
+    both = take(pool, "q", "w1")
+    assert ids(both) == first + later
+    move_clock(pool, "1 minute")
+    if taken_first == "log":
+        # The attempts of the one that waited are used up: it is buried, the other one comes again.
+        assert ids(take(pool, "q", "w2", timeout="1 day")) == later
+    else:
+        value(pool, "select pgque.maint()")
+    assert set(dead_letters(pool, "q")) == set(first)
+    assert ack(pool, both[0].batch_id) == 0
+
+
+def test_who_takes_a_piece_of_what_lapsed_keeps_nobody_from_speaking_about_the_rest(
+    pool: Connection, own_dsn: str
+) -> None:
+    sent = offer(pool, "q", 9)
+    old = take(pool, "q", "w1", 9, "1 ms")[0].batch_id
+    configure(pool, "q", max_receive_attempts=2)
+    value(pool, "select pg_sleep(0.01)")
+    assert ids(take(pool, "q", "w0", 1)) == sent[:1]
+    with psycopg.connect(own_dsn) as second:
+        assert ids(take(second, "q", "w2", 9)) == sent[1:2]
+        assert set(outcome(pool, "dead", old, sent[2:], "bad").values()) == {None}
+        second.rollback()
+    assert ack(pool, old) == 0
+    assert ids(take(pool, "q", "w3", 9)) == sent[1:2]
+    assert set(dead_letters(pool, "q")) == set(sent[2:])
 
 
 def test_what_was_acked_before_the_lapse_stays_acked_for_the_old_holder(pool: Connection) -> None:

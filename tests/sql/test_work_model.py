@@ -51,6 +51,7 @@ class Model:
     batches: dict[int, list[int]] = field(default_factory=dict)
     handed: dict[int, float] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
+    said: dict[int, set[int]] = field(default_factory=dict)  # what a token's holder has settled one by one
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -97,6 +98,7 @@ class Model:
             assert token not in self.batches
             self.batches[token] = ids(batch)
             self.handed[token] = self.now
+            self.said[token] = set()
         return len(batch)
 
     def expected(self, token: int, members: list[int]) -> set[int]:
@@ -124,9 +126,12 @@ class Model:
                 i for i in good if self.known[i].receives >= self.limit and self.known[i].due <= self.now
             }
             if not maybe:
-                assert ack(self.conn, token) == (1 if good else 0)
-                for i in good:
+                # All that is left of the batch, or nothing.
+                whole = set(members) <= good | self.said[token]
+                assert ack(self.conn, token) == (1 if good and whole else 0)
+                for i in good if whole else []:
                     self.known[i].gone = "acked"
+                    self.said[token].add(i)
             return
         if how == "release":
             if maybe:
@@ -136,6 +141,7 @@ class Model:
             self.released.add(token)
             for i in good:
                 self.known[i].due = self.now
+                self.said[token].add(i)
             return
         if how in ("extend", "hide"):
             every = self.expected(token, members)
@@ -166,6 +172,7 @@ class Model:
             if reason is None:
                 known = self.known[i]
                 known.settled = True
+                self.said[token].add(i)
                 if how == "nack":
                     known.nacks += 1
                     known.due = self.now + after
