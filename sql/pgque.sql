@@ -46,12 +46,17 @@
 do $$
 declare
   v_foreign  text;
+  v_local    bool;
 begin
-  perform set_config('client_min_messages', 'warning', true);
-  -- What others may create in public must not run here; the last part puts it back.
-  perform set_config('pgque.path_before', current_setting('search_path'), true), set_config('search_path', 'pg_catalog, pg_temp', true);
+  perform pg_catalog.set_config('client_min_messages', 'warning', true);
+  -- What others may create in public must not run here, also statement by
+  -- statement; the last part puts the path back.  CREATE EXTENSION has its own.
+  v_local := exists (select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgque');
+  perform pg_catalog.set_config('pgque.path_before', pg_catalog.current_setting('search_path'), v_local);
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', v_local);
   if to_regnamespace('pgque') is null then
     create schema pgque;
+    revoke all on schema pgque from public;   -- what default privileges gave
   end if;
   -- What somebody else put into the schema, or may put there, would run with our rights.
   select min(f.what) into v_foreign
@@ -96,7 +101,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.2.0'::text $$;
+language sql immutable as $$ select '0.3.0'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -4746,6 +4751,7 @@ declare
   v_ids    bigint[];
   v_busy   bigint[] := '{}';
   v_piece  bigint;
+  v_look   bigint;
 begin
   taken := 0;
   for v_try in 1..100 loop
@@ -4754,19 +4760,20 @@ begin
     v_rows := pgque._due(p_sub, p_pos, 1, p_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     lapsed := v_rows[1].ev_batch is not null;
-    v_piece := case
-      when v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then greatest(p_max, 1000)   -- not to be delivered
-      when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max)
-      else p_max
+    v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
+    -- Those that are not to be delivered are weeded out many at a time.
+    v_look := case
+      when v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then greatest(p_max, 1000)
+      else v_piece
     end;
-    if v_piece > 1 then
-      v_rows := pgque._due(p_sub, p_pos, v_piece, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
+    if v_look > 1 then
+      v_rows := pgque._due(p_sub, p_pos, v_look, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
     end if;
     v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
     -- The others are gone, or wait for who is replacing them.
     v_busy := v_busy || array(
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
-    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit case when lapsed then least(v_piece, p_max) else p_max end);
+    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
       update pgque.retry_queue r
       set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
@@ -8080,8 +8087,8 @@ comment on function pgque.receive(text, text, int, text, interval, bigint) is
   'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25001). PQ001 no such queue, PQ005 max_return is below 1 '
   'or visibility_timeout is not positive, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
-  'Finishes a batch: exactly the messages that were handed out with it. Returns 1, or 0 if the batch is not open, because it was finished '
-  'before or another worker has taken it over.';
+  'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
+  'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
 comment on function pgque.finish_batch(bigint) is
   'PgQ''s name for ack.';
 comment on function pgque.nack(bigint, pgque.delivery, interval, text) is
@@ -8675,9 +8682,10 @@ end
 $$;
 
 do $$
+declare
+  v_local  boolean := exists (select from pg_extension e where e.extname = 'pgque');
 begin
-  if current_setting('pgque.path_before', true) <> '' then
-    perform set_config('search_path', current_setting('pgque.path_before'), true);
-  end if;
+  perform set_config('search_path', current_setting('pgque.path_before'), v_local);
+  perform set_config('pgque.path_before', '', v_local);
 end
 $$;

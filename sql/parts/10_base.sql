@@ -5,12 +5,17 @@
 do $$
 declare
   v_foreign  text;
+  v_local    bool;
 begin
-  perform set_config('client_min_messages', 'warning', true);
-  -- What others may create in public must not run here; the last part puts it back.
-  perform set_config('pgque.path_before', current_setting('search_path'), true), set_config('search_path', 'pg_catalog, pg_temp', true);
+  perform pg_catalog.set_config('client_min_messages', 'warning', true);
+  -- What others may create in public must not run here, also statement by
+  -- statement; the last part puts the path back.  CREATE EXTENSION has its own.
+  v_local := exists (select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgque');
+  perform pg_catalog.set_config('pgque.path_before', pg_catalog.current_setting('search_path'), v_local);
+  perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', v_local);
   if to_regnamespace('pgque') is null then
     create schema pgque;
+    revoke all on schema pgque from public;   -- what default privileges gave
   end if;
   -- What somebody else put into the schema, or may put there, would run with our rights.
   select min(f.what) into v_foreign
@@ -55,7 +60,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.2.0'::text $$;
+language sql immutable as $$ select '0.3.0'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz

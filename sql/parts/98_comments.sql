@@ -79,8 +79,8 @@ comment on function pgque.receive(text, text, int, text, interval, bigint) is
   'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25001). PQ001 no such queue, PQ005 max_return is below 1 '
   'or visibility_timeout is not positive, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
-  'Finishes a batch: exactly the messages that were handed out with it. Returns 1, or 0 if the batch is not open, because it was finished '
-  'before or another worker has taken it over.';
+  'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
+  'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
 comment on function pgque.finish_batch(bigint) is
   'PgQ''s name for ack.';
 comment on function pgque.nack(bigint, pgque.delivery, interval, text) is

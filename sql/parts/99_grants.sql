@@ -221,9 +221,10 @@ end
 $$;
 
 do $$
+declare
+  v_local  boolean := exists (select from pg_extension e where e.extname = 'pgque');
 begin
-  if current_setting('pgque.path_before', true) <> '' then
-    perform set_config('search_path', current_setting('pgque.path_before'), true);
-  end if;
+  perform set_config('search_path', current_setting('pgque.path_before'), v_local);
+  perform set_config('pgque.path_before', '', v_local);
 end
 $$;

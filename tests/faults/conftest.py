@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from sql.conftest import own, subscribed, transaction
+from sql.test_install import psql
 
-__all__ = ["own", "subscribed", "transaction"]
+__all__ = ["own", "psql", "subscribed", "transaction"]
