@@ -1198,7 +1198,9 @@ begin
         errcode = 'PQ006',
         message = format('queue %I has consumers', v_queue.queue_name),
         hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
-    elsif exists (select from pgque.retry_queue r where r.ev_queue = v_queue.queue_id)
+    elsif exists (
+        select from pgque.retry_queue r
+        where r.ev_queue = v_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
       or exists (select from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)
       or exists (select from pgque.queue q where q.queue_dead_letter_queue = v_queue.queue_id)
     then
@@ -1221,6 +1223,12 @@ begin
   insert into pgque.dropped_queue (queue_id) values (v_queue.queue_id);
   perform pgque._drop_leaves();
   return 1;
+exception
+  when foreign_key_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = format('queue %I changed since this transaction began', v_queue.queue_name),
+      hint = 'Retry the transaction.';
 end
 $$;
 
@@ -3039,6 +3047,7 @@ begin
   end if;
   delete from pgque.subscriber s where s.sub_main = v_main;
   get diagnostics v_count = row_count;
+  -- What an old snapshot does not see maintenance finds.
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
@@ -3063,6 +3072,9 @@ declare
   v_first  boolean := true;
   v_tick   pgque.tick;
 begin
+  if v_cur is null then
+    raise undefined_table;
+  end if;
   for v_tick in execute pg_catalog.format(
     'select t.* from pgque.tick_%s_%s t where t.tick_id >= %s order by t.tick_id limit 101', p_queue_id, v_cur, p_position.pos_tick)
   loop
@@ -3082,6 +3094,21 @@ begin
     end loop;
   end if;
   return p_position;
+exception
+  when undefined_table then
+    -- The queue was dropped meanwhile, or a table of it is gone.
+    if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+      raise exception using
+        errcode = 'serialization_failure',
+        message = 'the queue was dropped since this transaction began',
+        hint = 'Retry the transaction.';
+    elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+      raise exception using
+        errcode = 'PQ001',
+        message = 'queue not found: it was dropped while this call waited',
+        hint = 'Create it again with pgque.create_queue(name).';
+    end if;
+    raise;
 end
 $$;
 
@@ -4226,6 +4253,7 @@ declare
   v_waiting  record;
   v_lapsed   boolean;
   v_sifted   record;
+  v_expired  bigint[];
   v_count    bigint := 0;
   v_looked   bigint := 0;
 begin
@@ -4301,6 +4329,8 @@ begin
     if v_looked > 0 then
       v_pos := pgque._next_from(v_pos);
     end if;
+    -- After a move back a message may come from both places: not in one batch.
+    exit when v_pos.pos_shelf > 0 and v_pos.pos_tick < v_pos.pos_high;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
       exit when v_pos.pos_next_tick is null;
@@ -4333,11 +4363,16 @@ begin
       using v_slice.ids, v_slice.tids, v_slice.leaves, v_token, v_queue.queue_name, v_now;
       get diagnostics v_count = row_count;
       if v_count < v_pos.pos_done_count then
-        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', v_pos.pos_done_count - v_count);
+        v_expired := array(
+          select e.ev_id from pg_catalog.unnest(pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves)) e
+          where e.ev_expires <= v_now);
+        if pg_catalog.cardinality(v_expired) <> v_pos.pos_done_count - v_count then
+          -- A table was being rewritten under the first look.
+          perform pgque._rewritten();
+        end if;
+        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_expired));
         -- They are no part of the batch.
-        perform pgque._note(v_token, p_sub.sub_id, array(
-            select e.ev_id from pg_catalog.unnest(pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves)) e where e.ev_expires <= v_now))
-        where v_count > 0;
+        perform pgque._note(v_token, p_sub.sub_id, v_expired) where v_count > 0;
       end if;
     end if;
     if v_slice.ids is not null then
@@ -4662,8 +4697,10 @@ begin
   end if;
   insert into pgque.retry_queue
   select (pgque._waiting(r, p_sub, coalesce(r.ev_retry, 0) + 1, p_due, p_lease.pos_last_batch, p_lease.pos_worker)).* from pg_catalog.unnest(v_rows) r
-  -- A pool that was moved back may have the message waiting already.
-  on conflict do nothing;
+  -- A pool that was moved back may have the message waiting already: who holds it
+  -- there loses it, so that this one comes.
+  on conflict (ev_owner, ev_id, ev_queue) do update
+  set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker);
   return array(select r.ev_id from pg_catalog.unnest(v_rows) r);
 end
 $$;
@@ -5493,7 +5530,11 @@ begin
         when p_what = 'release' then pgque.clock()
         else pgque.clock() + p_after
       end;
-      insert into pgque.retry_queue select v_item.* on conflict do nothing;
+      insert into pgque.retry_queue select v_item.*
+      -- As in _shelve().
+      on conflict (ev_owner, ev_id, ev_queue) do update
+      set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
+        = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
     end loop;
   end if;
 
@@ -5552,8 +5593,8 @@ begin
         p_item.ev_bytes);
       return;
     exception
-      when sqlstate 'PQ003' or sqlstate 'PQ013' then
-        -- It takes nothing now; the message is not to be lost.
+      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
+        -- It takes nothing now, or is just gone; the message is not to be lost.
         null;
     end;
   end if;
@@ -5709,6 +5750,7 @@ declare
   v_sub    int;
   v_lease  pgque.position_0;
   v_state  record;
+  v_until  timestamptz;
   v_count  int := 0;
   v_held   int;
 begin
@@ -5718,14 +5760,19 @@ begin
   perform pg_advisory_xact_lock($1);
   v_lease := pgque._lease(v_sub, $1);
   v_state := pgque._lease_state($1);
-  if v_lease.pos_fresh > 0 and not v_state.closed then
-    perform pgque._note($1, v_sub, array[v_state.moved - 1], greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2);
-    v_count := v_lease.pos_done_count - v_state.settled;
-  end if;
   update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
   where (r.ev_owner, r.ev_id) in (
     select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked);
   get diagnostics v_held = row_count;
+  if v_lease.pos_fresh > 0 and not v_state.closed then
+    v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;
+    perform pgque._note($1, v_sub, array[v_state.moved - 1], v_until);
+    v_count := v_lease.pos_done_count - v_state.settled;
+    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+      -- An old snapshot does not see that the batch was closed; now it meets that row.
+      perform pgque._shelve(null, pgque._batch_owner($1), v_lease, v_until);
+    end if;
+  end if;
   return v_count + v_held;
 end
 $$;
@@ -6923,6 +6970,15 @@ declare
   v_count  int := 0;
 begin
   v_count := v_count + pgque._compact_idempotency();
+  -- Retries of consumers that are gone.
+  delete from pgque.retry_queue r
+  where r.ev_owner in (
+    with recursive owner (id) as (
+      select min(o.ev_owner) from pgque.retry_queue o
+      union all
+      select (select min(o.ev_owner) from pgque.retry_queue o where o.ev_owner > w.id) from owner w where w.id is not null
+    )
+    select w.id from owner w where w.id > 0 and not exists (select from pgque.subscriber s where s.sub_id = w.id));
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;

@@ -472,7 +472,9 @@ begin
         errcode = 'PQ006',
         message = format('queue %I has consumers', v_queue.queue_name),
         hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
-    elsif exists (select from pgque.retry_queue r where r.ev_queue = v_queue.queue_id)
+    elsif exists (
+        select from pgque.retry_queue r
+        where r.ev_queue = v_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
       or exists (select from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)
       or exists (select from pgque.queue q where q.queue_dead_letter_queue = v_queue.queue_id)
     then
@@ -495,6 +497,12 @@ begin
   insert into pgque.dropped_queue (queue_id) values (v_queue.queue_id);
   perform pgque._drop_leaves();
   return 1;
+exception
+  when foreign_key_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = format('queue %I changed since this transaction began', v_queue.queue_name),
+      hint = 'Retry the transaction.';
 end
 $$;
 

@@ -219,6 +219,7 @@ begin
   end if;
   delete from pgque.subscriber s where s.sub_main = v_main;
   get diagnostics v_count = row_count;
+  -- What an old snapshot does not see maintenance finds.
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
@@ -243,6 +244,9 @@ declare
   v_first  boolean := true;
   v_tick   pgque.tick;
 begin
+  if v_cur is null then
+    raise undefined_table;
+  end if;
   for v_tick in execute pg_catalog.format(
     'select t.* from pgque.tick_%s_%s t where t.tick_id >= %s order by t.tick_id limit 101', p_queue_id, v_cur, p_position.pos_tick)
   loop
@@ -262,6 +266,21 @@ begin
     end loop;
   end if;
   return p_position;
+exception
+  when undefined_table then
+    -- The queue was dropped meanwhile, or a table of it is gone.
+    if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+      raise exception using
+        errcode = 'serialization_failure',
+        message = 'the queue was dropped since this transaction began',
+        hint = 'Retry the transaction.';
+    elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+      raise exception using
+        errcode = 'PQ001',
+        message = 'queue not found: it was dropped while this call waited',
+        hint = 'Create it again with pgque.create_queue(name).';
+    end if;
+    raise;
 end
 $$;
 

@@ -209,6 +209,7 @@ declare
   v_waiting  record;
   v_lapsed   boolean;
   v_sifted   record;
+  v_expired  bigint[];
   v_count    bigint := 0;
   v_looked   bigint := 0;
 begin
@@ -284,6 +285,8 @@ begin
     if v_looked > 0 then
       v_pos := pgque._next_from(v_pos);
     end if;
+    -- After a move back a message may come from both places: not in one batch.
+    exit when v_pos.pos_shelf > 0 and v_pos.pos_tick < v_pos.pos_high;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
       exit when v_pos.pos_next_tick is null;
@@ -316,11 +319,16 @@ begin
       using v_slice.ids, v_slice.tids, v_slice.leaves, v_token, v_queue.queue_name, v_now;
       get diagnostics v_count = row_count;
       if v_count < v_pos.pos_done_count then
-        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', v_pos.pos_done_count - v_count);
+        v_expired := array(
+          select e.ev_id from pg_catalog.unnest(pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves)) e
+          where e.ev_expires <= v_now);
+        if pg_catalog.cardinality(v_expired) <> v_pos.pos_done_count - v_count then
+          -- A table was being rewritten under the first look.
+          perform pgque._rewritten();
+        end if;
+        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_expired));
         -- They are no part of the batch.
-        perform pgque._note(v_token, p_sub.sub_id, array(
-            select e.ev_id from pg_catalog.unnest(pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves)) e where e.ev_expires <= v_now))
-        where v_count > 0;
+        perform pgque._note(v_token, p_sub.sub_id, v_expired) where v_count > 0;
       end if;
     end if;
     if v_slice.ids is not null then
@@ -645,8 +653,10 @@ begin
   end if;
   insert into pgque.retry_queue
   select (pgque._waiting(r, p_sub, coalesce(r.ev_retry, 0) + 1, p_due, p_lease.pos_last_batch, p_lease.pos_worker)).* from pg_catalog.unnest(v_rows) r
-  -- A pool that was moved back may have the message waiting already.
-  on conflict do nothing;
+  -- A pool that was moved back may have the message waiting already: who holds it
+  -- there loses it, so that this one comes.
+  on conflict (ev_owner, ev_id, ev_queue) do update
+  set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker);
   return array(select r.ev_id from pg_catalog.unnest(v_rows) r);
 end
 $$;

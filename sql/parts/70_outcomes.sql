@@ -146,7 +146,11 @@ begin
         when p_what = 'release' then pgque.clock()
         else pgque.clock() + p_after
       end;
-      insert into pgque.retry_queue select v_item.* on conflict do nothing;
+      insert into pgque.retry_queue select v_item.*
+      -- As in _shelve().
+      on conflict (ev_owner, ev_id, ev_queue) do update
+      set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
+        = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
     end loop;
   end if;
 
@@ -205,8 +209,8 @@ begin
         p_item.ev_bytes);
       return;
     exception
-      when sqlstate 'PQ003' or sqlstate 'PQ013' then
-        -- It takes nothing now; the message is not to be lost.
+      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
+        -- It takes nothing now, or is just gone; the message is not to be lost.
         null;
     end;
   end if;
@@ -362,6 +366,7 @@ declare
   v_sub    int;
   v_lease  pgque.position_0;
   v_state  record;
+  v_until  timestamptz;
   v_count  int := 0;
   v_held   int;
 begin
@@ -371,14 +376,19 @@ begin
   perform pg_advisory_xact_lock($1);
   v_lease := pgque._lease(v_sub, $1);
   v_state := pgque._lease_state($1);
-  if v_lease.pos_fresh > 0 and not v_state.closed then
-    perform pgque._note($1, v_sub, array[v_state.moved - 1], greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2);
-    v_count := v_lease.pos_done_count - v_state.settled;
-  end if;
   update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
   where (r.ev_owner, r.ev_id) in (
     select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked);
   get diagnostics v_held = row_count;
+  if v_lease.pos_fresh > 0 and not v_state.closed then
+    v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;
+    perform pgque._note($1, v_sub, array[v_state.moved - 1], v_until);
+    v_count := v_lease.pos_done_count - v_state.settled;
+    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+      -- An old snapshot does not see that the batch was closed; now it meets that row.
+      perform pgque._shelve(null, pgque._batch_owner($1), v_lease, v_until);
+    end if;
+  end if;
   return v_count + v_held;
 end
 $$;

@@ -676,6 +676,15 @@ declare
   v_count  int := 0;
 begin
   v_count := v_count + pgque._compact_idempotency();
+  -- Retries of consumers that are gone.
+  delete from pgque.retry_queue r
+  where r.ev_owner in (
+    with recursive owner (id) as (
+      select min(o.ev_owner) from pgque.retry_queue o
+      union all
+      select (select min(o.ev_owner) from pgque.retry_queue o where o.ev_owner > w.id) from owner w where w.id is not null
+    )
+    select w.id from owner w where w.id > 0 and not exists (select from pgque.subscriber s where s.sub_id = w.id));
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;
