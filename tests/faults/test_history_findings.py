@@ -1,0 +1,127 @@
+"""What the history checker found, each in its smallest form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    forced_tick,
+    ids,
+    leaf,
+    move_clock,
+    offer,
+    outcome,
+    post,
+    rotate,
+    rows,
+    settle,
+    take,
+    value,
+    work_off,
+)
+
+
+def waits(conn: Connection, pid: int) -> bool:
+    """Whether that backend waits for a lock."""
+    query = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
+    return bool(value(conn, query, pid))
+
+
+def test_health_leaves_out_a_queue_that_is_dropped_while_it_looks(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    for name in ("first", "second"):
+        value(own, "select pgque.create_queue(%s)", name)
+    # health() has to wait at the first queue, and the second one goes meanwhile.
+    holder = connect(own_dsn, autocommit=False)
+    holder.execute(f"lock table {leaf(holder, 'first', kind='tick')} in access exclusive mode".encode())
+    job = background(lambda c: rows(c, "select distinct h.queue from pgque.health() as h"), connect(own_dsn))
+    wait_for_lock(job.pid)
+    value(own, "select pgque.drop_queue('second', true)")
+    holder.rollback()
+    assert ("first",) in job.result()
+
+
+def test_a_rotation_and_a_hand_out_of_a_message_with_a_key_do_not_deadlock(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.subscribe('q', 'c', 'latest', keyed_order => true)")
+    post(own, "q", "old")
+    forced_tick(own, "q")
+    assert len(work_off(own, "q")) == 1
+    assert rotate(own, "q") == 1
+    # Two keys: of each a message is out, and the next one waits in the retry queue.
+    for key in "ab":
+        post(own, "q", key=key)
+    forced_tick(own, "q")
+    token = take(own, "q")[0].batch_id
+    waiting = [post(own, "q", key=key) for key in "ab"]
+    forced_tick(own, "q")
+    assert take(own, "q", "w2") == []
+    assert ack(own, token) == 1
+    assert rotate(own, "q") == 1
+    forced_tick(own, "q")
+    holder = connect(own_dsn, autocommit=False)
+    rows(holder, "select from pgque.retry_queue where ev_id = %s for update", waiting[0])
+    rotation = background(lambda c: rotate(c, "q"), connect(own_dsn))
+    # It gave up, or has the table and waits for the row.
+    wait_until(lambda: rotation.done or waits(own, rotation.pid), "the rotation is done or waits")
+    receive = background(lambda c: ids(take(c, "q", "w3")), connect(own_dsn))
+    # It has the other row, and if it waits, then for the table.
+    wait_until(lambda: receive.done or waits(own, receive.pid), "the receive is done or waits")
+    holder.rollback()
+    assert set(receive.result()) <= set(waiting)
+    assert rotation.result() in (0, 1)
+
+
+def test_of_two_workers_that_ack_one_message_one_is_told_that_it_lost_it(
+    own: Connection, own_dsn: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.subscribe('q', 'c')")
+    first = offer(own, "q", 2)[0]
+    lost = take(own, "q", "w1")[0].batch_id
+    move_clock(own, "1 hour")
+    configure(own, "q", visibility_timeout="1 day")
+    taken = take(own, "q", "w2", 1)
+    assert ids(taken) == [first]
+    answers = [ack(own, lost), ack(own, taken[0].batch_id)]
+    assert answers == [0, 1]
+
+
+def test_a_message_whose_nack_was_refused_is_not_finished_by_the_ack_of_the_batch(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.subscribe('q', 'c')")
+    configure(own, "q", max_receive_attempts=2)
+    sent = offer(own, "q", 9)
+    token = take(own, "q", "w1")[0].batch_id
+    move_clock(own, "1 hour")
+    taken = ids(take(own, "q", "w2", 1, "1 day"))
+    # A hand-out under way: it takes one more of what lapsed, and has locked the others too.
+    other = connect(own_dsn, autocommit=False)
+    taken += ids(take(other, "q", "w3", 9, "1 day"))
+    failed = [i for i in sent if i not in taken]
+    assert len(taken) == 2
+    own.execute("set statement_timeout = '20s'")
+    answers = outcome(own, "nack", token, failed, None)
+    other.commit()
+    ack(own, token)
+    move_clock(own, "2 hours")
+    settle(own, "q")
+    again = {m.msg_id for m in work_off(own, "q", "w4")}
+    assert again == set(failed), answers

@@ -1,0 +1,1 @@
+"""A history checker: random work and faults, every call recorded, judged afterwards."""

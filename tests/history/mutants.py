@@ -1,0 +1,136 @@
+"""Engines that are broken on purpose: what the judge must say, and the replacements in the SQL file."""
+
+from __future__ import annotations
+
+MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "rotation looks at no row": (
+        "never arrived",
+        [("if v_needed is distinct from false then", "if false then")],
+    ),
+    "a window leaves out what ran when it began": (
+        "never arrived",
+        [("if v_late is not null then", "if false then")],
+    ),
+    "a window begins at xmin": (
+        "came again after its ack",
+        [
+            (
+                "v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)",
+                "v_lo     bigint := pg_catalog.pg_snapshot_xmin(p_from)",
+            )
+        ],
+    ),
+    "ack drops the rest of the window": (
+        "never arrived",
+        [
+            (
+                "if p_batch.pos_last_id is null then\n    return pgque._past_window(p_position);",
+                "if true then\n    return pgque._past_window(p_position);",
+            )
+        ],
+    ),
+    "an ack of some closes the lease": (
+        "never arrived",
+        [
+            (
+                "if p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count then",
+                "if true then",
+            )
+        ],
+    ),
+    "a map that was made twice counts twice": (
+        "never arrived",
+        [
+            ("select distinct on (m.map_id_hi) m.map_lo, m.map_hi", "select m.map_lo, m.map_hi"),
+            ("and m.map_valid and m.map_filenodes = pgque._filenodes(p_sub.sub_queue)", "and m.map_valid"),
+        ],
+    ),
+    "the journal turns under an old snapshot": (
+        "times",
+        [
+            (
+                "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for share;",
+                "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;",
+            ),
+            (
+                "if v_leaf = 0 or v_old_snapshot then\n    insert into pgque.position_0",
+                "if v_leaf = 0 then\n    insert into pgque.position_0",
+            ),
+            ("if v_appended and (v_leaf = 1 or v_old_snapshot) then", "if v_appended and v_leaf = 1 then"),
+        ],
+    ),
+    "a hand-out takes no lock": (
+        "handed out while its lease lived",
+        [
+            (
+                "perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;",
+                "perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for key share;",
+            )
+        ],
+    ),
+    "who takes over leaves the batch id": (
+        "had lost it",
+        [
+            ("set ev_batch = p_token, ev_worker", "set ev_batch = coalesce(r.ev_batch, p_token), ev_worker"),
+            (
+                "where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token\n",
+                "where r.ev_owner = p_sub.sub_id and r.ev_retry_after = v_pos.pos_until\n",
+            ),
+        ],
+    ),
+    "a message that waits does not hold its key back": (
+        "overtook",
+        [
+            (
+                "or (v_lane is not null and exists (select from pgque.retry_queue r"
+                " where r.ev_owner = p_sub.sub_id and r.ev_lane = v_lane))",
+                "",
+            ),
+            ("and (o.ev_id < r.ev_id or o.ev_batch is not null", "and (o.ev_batch is not null"),
+        ],
+    ),
+    "a dead letter stays when it is requeued": (
+        "requeued twice",
+        [
+            (
+                "delete from pgque.dead_letter d where d.dl_id = p_dl_id returning d.* into v_dead;",
+                "select d.* into v_dead from pgque.dead_letter d where d.dl_id = p_dl_id;",
+            )
+        ],
+    ),
+    "a hand-out does not seal the body": (
+        "two bodies|was given",
+        [
+            ("and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)\n", "\n"),
+            (
+                "where q.queue_id = p_queue_id and r.ev_key is not null\n    and not exists",
+                "where false and not exists",
+            ),
+        ],
+    ),
+    "a delay is forgotten": (
+        "came before",
+        [("array_agg(case when d.due > v_now then d.due end)", "array_agg(null::timestamptz)")],
+    ),
+    "an expired message is handed out": (
+        "came afterwards",
+        [("elsif v_row.ev_expires <= p_now then", "elsif false then")],
+    ),
+    "receive attempts have no limit": (
+        "more than",
+        [("elsif v_row.ev_receives >= p_queue.queue_max_receive_attempts then", "elsif false then")],
+    ),
+}
+
+
+# Those that only readers of whole batches can notice, and rarely.
+NARROW = {"a map that was made twice counts twice", "the journal turns under an old snapshot"}
+
+
+def broken(script: str, mutant: str) -> str:
+    """The engine with the mutant's replacements; each text must be there once."""
+    for good, bad in MUTANTS[mutant][1]:
+        found = script.count(good)
+        assert found == 1, f"the engine changed: adapt the mutant {mutant!r}, {found} times: {good}"
+        script = script.replace(good, bad)
+    return script
