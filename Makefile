@@ -50,7 +50,7 @@ test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, 
 test-all: $(VENV)/.test ## Run the slow tests too
 	@$(BIN)/python -m pytest $(TESTS) -m "not long" $(ARGS)
 
-test-long: $(VENV)/.test ## Five minutes of random work and faults, judged afterwards
+test-long: $(VENV)/.test ## Minutes of random work with every kind of fault, judged afterwards
 	@$(BIN)/python -m pytest $(TESTS) -m long $(ARGS)
 
 test-spark: ## Run the Spark tests on the newest PySpark and on 4.0 (needs Java 17; ARGS= for pytest)
