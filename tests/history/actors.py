@@ -260,16 +260,18 @@ class Worker:
         if relaxed:
             session.run("set synchronous_commit = off")
         args = (self.queue, self.consumer, count, session.name, lease, token)
-        batch = session.receive(
-            self.consumer, what, TAKE, *args, owner=session.name, lease=lease, relaxed=relaxed
-        )
+        try:
+            batch = session.receive(
+                self.consumer, what, TAKE, *args, owner=session.name, lease=lease, relaxed=relaxed
+            )
+        finally:
+            if relaxed:
+                session.run("set synchronous_commit = on")
         if asked:
             asked[0].call.tx.close("unknown" if relaxed else "committed")
             asked[0].call.end = time.monotonic()
             self.h.finished(self.consumer, self.last)
             self.last = []
-        if relaxed:
-            session.run("set synchronous_commit = on")
         return batch
 
     def loop(self) -> None:
