@@ -276,7 +276,13 @@ begin
   -- One that is delayed has been handed out to nobody.
   update pgque.retry_queue r
   set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
-  where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_owner = 0 and (r.ev_expires > pgque.clock()) is not false
+  where r.ev_owner = 0 and r.ev_queue = p_queue.queue_id
+    -- One that had expired may be back: clocks are set back too.
+    and r.ev_id = (
+      select d.ev_id from pgque.retry_queue d
+      where d.ev_queue = p_queue.queue_id and d.ev_key = p_key and d.ev_owner = 0 and (d.ev_expires > pgque.clock()) is not false
+      order by d.ev_id desc
+      limit 1)
   returning r.ev_id into v_id;
   if v_id is not null then
     return v_id;

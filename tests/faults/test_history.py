@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import create_database, drop_database
 from history import faults, harness
 from history.mutants import MUTANTS, NARROW, broken
 from history.record import History
@@ -114,13 +115,23 @@ def test_a_long_history_with_faults_is_as_promised(own_server: faults.OwnServer)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "mutant", [pytest.param(m, marks=pytest.mark.long) if m in RARELY_SEEN else m for m in MUTANTS]
 )
-def test_a_broken_engine_is_caught(fresh_dsn: str, mutant: str) -> None:
-    """The judge can say no."""
-    h = harness.run(fresh_dsn, broken(_script(), mutant), _seed(), 8, {"kill"}, narrow=mutant in NARROW)
-    print(f"{mutant}: {h.faults[:5]}")
+def test_a_broken_engine_is_caught(server: TestServer, mutant: str) -> None:
+    """The judge can say no, at the latest after some runs: what happens in eight seconds is chance."""
     verdict = MUTANTS[mutant][0]
-    assert any(re.search(verdict, fault) for fault in h.faults), f"not caught: {mutant}; {dict(h.stats)}"
+    for attempt in range(4):
+        name = create_database(server, "pgque_mutant")
+        try:
+            dsn = server.dsn_for(name)
+            h = harness.run(
+                dsn, broken(_script(), mutant), _seed() + attempt, 8, {"kill"}, narrow=mutant in NARROW
+            )
+        finally:
+            drop_database(server, name)
+        print(f"{mutant}: {h.faults[:5]}")
+        if any(re.search(verdict, fault) for fault in h.faults):
+            return
+    pytest.fail(f"not caught: {mutant}; {dict(h.stats)}")

@@ -320,3 +320,14 @@ def test_keys_and_offers_without_keys_mix(conn: Connection, subscribed: str) -> 
     tick(conn, subscribed)
     assert ids(take(conn, subscribed, "w1", 1)) == [a]
     assert ids(take(conn, subscribed, "w2")) == plain
+
+
+def test_of_two_delayed_messages_with_one_key_the_newer_is_replaced_when_the_clock_was_set_back(
+    pool: Connection,
+) -> None:
+    old = post(pool, "q", "old", key="k", delay="1 day", ttl="1 hour")
+    move_clock(pool, "2 hours")
+    new = post(pool, "q", "new", key="k", delay="1 day")
+    assert new != old
+    move_clock(pool, "0")
+    assert post(pool, "q", "newer", key="k", delay="1 day") == new
