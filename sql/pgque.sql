@@ -4916,7 +4916,7 @@ declare
   v_lease  pgque.position_0;
   v_lanes  text[] := '{}';
 begin
-  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+  foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
     v_state := pgque._lease_state(v_token);
     continue when v_state.closed;
     v_lease := pgque._lease(p_sub.sub_id, v_token);
@@ -5144,9 +5144,9 @@ declare
   v_lease  pgque.position_0;
 begin
   select l.* into v_lease
-  from pg_catalog.unnest(v_pos.pos_open) o (token)
+  from pg_catalog.unnest(pgque._not_closed(v_pos.pos_open)) o (token)
   cross join lateral pgque._lease(p_sub, o.token) l
-  where l.pos_tick < v_pos.pos_tick and not (pgque._lease_state(o.token)).closed
+  where l.pos_tick < v_pos.pos_tick
   order by l.pos_tick
   limit 1;
   if found then
@@ -8685,15 +8685,7 @@ begin
   revoke all on schema pgque from public;
   -- Only what default privileges gave away: to revoke writes to the catalog,
   -- and an upgrade shall not meet a rotation there.
-  for v_table in
-    select c.oid::regclass::text
-    from pg_class c
-    cross join lateral aclexplode(c.relacl) a
-    where c.relnamespace = 'pgque'::regnamespace and a.grantee = 0
-    group by c.oid
-  loop
-    execute format('revoke all on %s from public', v_table);
-  end loop;
+  perform pgque._keep_from_public(c.oid::regclass::text) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relacl is not null;
   grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin;
   for v_func in
     select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,

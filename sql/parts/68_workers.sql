@@ -866,7 +866,7 @@ declare
   v_lease  pgque.position_0;
   v_lanes  text[] := '{}';
 begin
-  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+  foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
     v_state := pgque._lease_state(v_token);
     continue when v_state.closed;
     v_lease := pgque._lease(p_sub.sub_id, v_token);
@@ -1094,9 +1094,9 @@ declare
   v_lease  pgque.position_0;
 begin
   select l.* into v_lease
-  from pg_catalog.unnest(v_pos.pos_open) o (token)
+  from pg_catalog.unnest(pgque._not_closed(v_pos.pos_open)) o (token)
   cross join lateral pgque._lease(p_sub, o.token) l
-  where l.pos_tick < v_pos.pos_tick and not (pgque._lease_state(o.token)).closed
+  where l.pos_tick < v_pos.pos_tick
   order by l.pos_tick
   limit 1;
   if found then

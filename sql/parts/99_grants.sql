@@ -162,15 +162,7 @@ begin
   revoke all on schema pgque from public;
   -- Only what default privileges gave away: to revoke writes to the catalog,
   -- and an upgrade shall not meet a rotation there.
-  for v_table in
-    select c.oid::regclass::text
-    from pg_class c
-    cross join lateral aclexplode(c.relacl) a
-    where c.relnamespace = 'pgque'::regnamespace and a.grantee = 0
-    group by c.oid
-  loop
-    execute format('revoke all on %s from public', v_table);
-  end loop;
+  perform pgque._keep_from_public(c.oid::regclass::text) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relacl is not null;
   grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin;
   for v_func in
     select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,

@@ -501,10 +501,8 @@ def a_release_meets_a_take_over(arena: Arena, state: State, a: Side, b: Side) ->
     once(done + ids(later), state.sent)
 
 
-@pair(lapsed, say("extend"), take_2("w2", 10), old="a")
-def an_extension_meets_a_take_over_and_says_what_is_still_held(
-    arena: Arena, state: State, a: Side, b: Side
-) -> None:
+def says_what_is_still_held(arena: Arena, state: State, a: Side, b: Side) -> None:
+    """What an old holder's words about a deadline promise while another takes over."""
     owned = ids(kept(b))
     none_of_it_is_the_old_holders(arena, state, owned)
     if a.committed:
@@ -512,19 +510,20 @@ def an_extension_meets_a_take_over_and_says_what_is_still_held(
     if a.says:
         assert take(arena.conn, state.queue, "w3") == []
     once(finish(arena, kept(b)) + ids(arena.rest(state.queue)), state.sent)
+
+
+@pair(lapsed, say("extend"), take_2("w2", 10), old="a")
+def an_extension_meets_a_take_over_and_says_what_is_still_held(
+    arena: Arena, state: State, a: Side, b: Side
+) -> None:
+    says_what_is_still_held(arena, state, a, b)
 
 
 @pair(lapsed, say("set_visibility"), take_2("w2", 10), old="a")
 def a_new_deadline_meets_a_take_over_and_says_what_is_still_held(
     arena: Arena, state: State, a: Side, b: Side
 ) -> None:
-    owned = ids(kept(b))
-    none_of_it_is_the_old_holders(arena, state, owned)
-    if a.committed:
-        assert a.result == len(state.sent) - len(owned)
-    if a.says:
-        assert take(arena.conn, state.queue, "w3") == []
-    once(finish(arena, kept(b)) + ids(arena.rest(state.queue)), state.sent)
+    says_what_is_still_held(arena, state, a, b)
 
 
 def one_attempt(arena: Arena) -> State:
