@@ -7431,31 +7431,38 @@ begin
     i_queue_name := (pgque._queue($1)).queue_name;
   end if;
   for v_queue in select q.* from pgque.queue q where $1 is null or q.queue_name = $1 order by q.queue_name loop
-    v_last := null;
-    v_old := null;
-    if pgque._missing_leaf(v_queue.queue_id) is null then
-      v_last := pgque._last_tick(v_queue);
-      execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-      into v_old using v_last.tick_time - interval '1 minute';
-    end if;
-    queue_name := v_queue.queue_name;
-    queue_ntables := v_queue.queue_ntables;
-    queue_cur_table := v_queue.queue_cur_table;
-    queue_rotation_period := v_queue.queue_rotation_period;
-    queue_switch_time := v_queue.queue_switch_time;
-    queue_external_ticker := v_queue.queue_external_ticker;
-    queue_ticker_paused := v_queue.queue_ticker_paused;
-    queue_ticker_max_count := v_queue.queue_ticker_max_count;
-    queue_ticker_max_lag := v_queue.queue_ticker_max_lag;
-    queue_ticker_idle_period := v_queue.queue_ticker_idle_period;
-    ticker_lag := pgque.clock() - v_last.tick_time;
-    ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
-    ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
-    last_tick_id := v_last.tick_id;
-    queue_paused := v_queue.queue_paused;
-    queue_max_retries := v_queue.queue_max_retries;
-    queue_uid := v_queue.queue_uid;
-    return next;
+    begin
+      v_last := null;
+      v_old := null;
+      if pgque._missing_leaf(v_queue.queue_id) is null then
+        v_last := pgque._last_tick(v_queue);
+        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_old using v_last.tick_time - interval '1 minute';
+      end if;
+      queue_name := v_queue.queue_name;
+      queue_ntables := v_queue.queue_ntables;
+      queue_cur_table := v_queue.queue_cur_table;
+      queue_rotation_period := v_queue.queue_rotation_period;
+      queue_switch_time := v_queue.queue_switch_time;
+      queue_external_ticker := v_queue.queue_external_ticker;
+      queue_ticker_paused := v_queue.queue_ticker_paused;
+      queue_ticker_max_count := v_queue.queue_ticker_max_count;
+      queue_ticker_max_lag := v_queue.queue_ticker_max_lag;
+      queue_ticker_idle_period := v_queue.queue_ticker_idle_period;
+      ticker_lag := pgque.clock() - v_last.tick_time;
+      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
+      ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
+      last_tick_id := v_last.tick_id;
+      queue_paused := v_queue.queue_paused;
+      queue_max_retries := v_queue.queue_max_retries;
+      queue_uid := v_queue.queue_uid;
+      return next;
+    exception
+      when others then
+        if $1 is not null or pgque._missing_leaf(v_queue.queue_id) is null then
+          raise;
+        end if;   -- else it was dropped meanwhile
+    end;
   end loop;
 end
 $$;
@@ -7488,26 +7495,33 @@ begin
     where ($1 is null or q.queue_name = $1) and ($2 is null or pgque._subscriber_name(s) = $2)
     order by q.queue_name, pgque._subscriber_name(s)
   loop
-    v_pos := pgque._position(v_sub.sub_id);
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
-    v_tick := null;
-    if pgque._missing_leaf(v_sub.sub_queue) is null then
-      v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
-    end if;
-    select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
-    into queue_name, pending_events
-    from pgque.queue q where q.queue_id = v_sub.sub_queue;
-    consumer_name := pgque._subscriber_name(v_sub);
-    lag := pgque.clock() - v_tick.tick_time;
-    last_seen := pgque.clock() - v_pos.pos_time;
-    last_tick := v_pos.pos_tick;
-    current_batch := v_pos.pos_batch;
-    next_tick := v_pos.pos_next_tick;
-    role := v_sub.sub_role;
-    skipped_events := v_pos.pos_skipped;
-    return next;
+    begin
+      v_pos := pgque._position(v_sub.sub_id);
+      if v_sub.sub_role = 'pool' then
+        v_pos := pgque._next_from(v_pos);
+      end if;
+      v_tick := null;
+      if pgque._missing_leaf(v_sub.sub_queue) is null then
+        v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
+      end if;
+      select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
+      into queue_name, pending_events
+      from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      consumer_name := pgque._subscriber_name(v_sub);
+      lag := pgque.clock() - v_tick.tick_time;
+      last_seen := pgque.clock() - v_pos.pos_time;
+      last_tick := v_pos.pos_tick;
+      current_batch := v_pos.pos_batch;
+      next_tick := v_pos.pos_next_tick;
+      role := v_sub.sub_role;
+      skipped_events := v_pos.pos_skipped;
+      return next;
+    exception
+      when others then
+        if $1 is not null or pgque._missing_leaf(v_sub.sub_queue) is null then
+          raise;
+        end if;   -- else it was dropped meanwhile
+    end;
   end loop;
 end
 $$;
@@ -7751,13 +7765,57 @@ begin
 end
 $$;
 
+-- The figures of one queue.
+create or replace function pgque._queue_metrics(
+  p_queue pgque.queue, out metric text, out queue text, out consumer text, out value double precision
+) returns setof record
+language plpgsql as $$
+declare
+  v_last  pgque.tick := pgque._last_tick(p_queue);
+begin
+  return query
+    select m.metric, p_queue.queue_name, null::text, m.value::double precision
+    from (values
+      ('pgque_queue_events_total', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0)::numeric),
+      ('pgque_queue_last_tick_id', v_last.tick_id),
+      ('pgque_queue_ticker_lag_seconds', extract(epoch from pgque.clock() - v_last.tick_time)),
+      ('pgque_queue_bytes', (select sum(pg_total_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l)),
+      ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
+      ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
+      ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)),
+      ('pgque_queue_paused', p_queue.queue_paused::int)
+    ) m (metric, value);
+  return query
+    select 'pgque_messages_' || t.tal_what || '_total', p_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
+    from (select * from pgque.tally_0 union all select * from pgque.tally_1) t
+    left join pgque.subscriber s on s.sub_id = t.tal_sub
+    left join pgque.consumer c on c.co_id = s.sub_consumer
+    where t.tal_queue = p_queue.queue_id
+    group by t.tal_what, c.co_name;
+  return query
+    select 'pgque_messages_in_flight', p_queue.queue_name, w.consumer, sum(w.messages)::double precision
+    from pgque.list_workers(p_queue.queue_uid::text) w
+    group by w.consumer;
+  return query
+    select m.metric, i.queue_name, i.consumer_name, m.value::double precision
+    from pgque.get_consumer_info(p_queue.queue_uid::text) i
+    cross join lateral (values
+      ('pgque_consumer_lag_seconds', extract(epoch from i.lag)),
+      ('pgque_consumer_last_seen_seconds', extract(epoch from i.last_seen)),
+      ('pgque_consumer_pending_events', i.pending_events::numeric),
+      ('pgque_consumer_skipped_events_total', i.skipped_events::numeric),
+      ('pgque_consumer_open_batch', (i.current_batch is not null)::int::numeric)
+    ) m (metric, value)
+    where m.value is not null;
+end
+$$;
+
 -- One figure a row, for a collector: name, queue, consumer, value.  Counts of
 -- events are taken from sequences and are exact up to rolled-back sends.
 create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue;
-  v_last   pgque.tick;
 begin
   return query
     select 'pgque_dead_tuples', null::text, null::text, coalesce(sum(t.n_dead_tup), 0)::double precision
@@ -7767,41 +7825,14 @@ begin
     from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
-    v_last := pgque._last_tick(v_queue);
-    return query
-      select m.metric, v_queue.queue_name, null::text, m.value::double precision
-      from (values
-        ('pgque_queue_events_total', coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0)::numeric),
-        ('pgque_queue_last_tick_id', v_last.tick_id),
-        ('pgque_queue_ticker_lag_seconds', extract(epoch from pgque.clock() - v_last.tick_time)),
-        ('pgque_queue_bytes', (select sum(pg_total_relation_size(to_regclass(l.leaf))) from pgque._leaves(v_queue.queue_id) l)),
-        ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - v_queue.queue_switch_time)),
-        ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = v_queue.queue_id)),
-        ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)),
-        ('pgque_queue_paused', v_queue.queue_paused::int)
-      ) m (metric, value);
-    return query
-      select 'pgque_messages_' || t.tal_what || '_total', v_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
-      from (select * from pgque.tally_0 union all select * from pgque.tally_1) t
-      left join pgque.subscriber s on s.sub_id = t.tal_sub
-      left join pgque.consumer c on c.co_id = s.sub_consumer
-      where t.tal_queue = v_queue.queue_id
-      group by t.tal_what, c.co_name;
-    return query
-      select 'pgque_messages_in_flight', v_queue.queue_name, w.consumer, sum(w.messages)::double precision
-      from pgque.list_workers(v_queue.queue_name) w
-      group by w.consumer;
-    return query
-      select m.metric, i.queue_name, i.consumer_name, m.value::double precision
-      from pgque.get_consumer_info(v_queue.queue_name) i
-      cross join lateral (values
-        ('pgque_consumer_lag_seconds', extract(epoch from i.lag)),
-        ('pgque_consumer_last_seen_seconds', extract(epoch from i.last_seen)),
-        ('pgque_consumer_pending_events', i.pending_events::numeric),
-        ('pgque_consumer_skipped_events_total', i.skipped_events::numeric),
-        ('pgque_consumer_open_batch', (i.current_batch is not null)::int::numeric)
-      ) m (metric, value)
-      where m.value is not null;
+    begin
+      return query select f.* from pgque._queue_metrics(v_queue) f;
+    exception
+      when others then
+        if pgque._missing_leaf(v_queue.queue_id) is null then
+          raise;
+        end if;   -- else it was dropped meanwhile
+    end;
   end loop;
 end
 $$;
@@ -7821,6 +7852,9 @@ begin
   check_name := 'tables';
   v_missing := pgque._missing_leaf(p_queue.queue_id);
   if v_missing is not null then
+    if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+      return;   -- dropped meanwhile
+    end if;
     status := 'fail';
     detail := format('table %s is missing', v_missing);
     advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
@@ -7857,7 +7891,7 @@ begin
   return next;
 
   check_name := 'rotation';
-  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(queue) i order by i.last_tick limit 1;
+  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.last_tick limit 1;
   status := case
     when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
       and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
@@ -7913,8 +7947,10 @@ begin
     begin
       return query select h.* from pgque._queue_health(v_queue) h;
     exception
-      when sqlstate 'PQ001' or undefined_table then
-        null;   -- it was dropped meanwhile
+      when others then
+        if pgque._missing_leaf(v_queue.queue_id) is null then
+          raise;
+        end if;   -- else it was dropped meanwhile
     end;
   end loop;
 

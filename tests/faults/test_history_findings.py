@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from sql.helpers import (
     Connection,
     ack,
     configure,
     forced_tick,
     ids,
-    leaf,
     move_clock,
     offer,
     outcome,
@@ -31,23 +31,44 @@ def waits(conn: Connection, pid: int) -> bool:
     return bool(value(conn, query, pid))
 
 
-def test_health_leaves_out_a_queue_that_is_dropped_while_it_looks(
+LOOKS_AT_ALL_QUEUES = pytest.mark.parametrize(
+    "look",
+    [
+        "select distinct h.queue from pgque.health() as h where h.queue is not null",
+        "select distinct m.queue from pgque.metrics() as m where m.queue is not null",
+        "select i.queue_name from pgque.get_queue_info() as i",
+        "select i.queue_name from pgque.get_consumer_info() as i",
+    ],
+    ids=["health", "metrics", "get_queue_info", "get_consumer_info"],
+)
+
+
+@LOOKS_AT_ALL_QUEUES
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_a_queue_dropped_while_somebody_looks_is_left_out(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
     background: Callable[..., Any],
     wait_for_lock: Callable[..., None],
+    look: str,
+    isolation: str,
 ) -> None:
-    for name in ("first", "second"):
+    for name in ("first", "second", "third"):
         value(own, "select pgque.create_queue(%s)", name)
-    # health() has to wait at the first queue, and the second one goes meanwhile.
-    holder = connect(own_dsn, autocommit=False)
-    holder.execute(f"lock table {leaf(holder, 'first', kind='tick')} in access exclusive mode".encode())
-    job = background(lambda c: rows(c, "select distinct h.queue from pgque.health() as h"), connect(own_dsn))
+        value(own, "select pgque.subscribe(%s, 'c')", name)
+    # Who looks has to wait at the first queue; that and the next one are gone then.
+    dropping = connect(own_dsn, autocommit=False)
+    for name in ("first", "second"):
+        value(dropping, "select pgque.drop_queue(%s, true)", name)
+    looking = connect(own_dsn)
+    looking.execute(f"set default_transaction_isolation to '{isolation}'".encode())
+    job = background(lambda c: rows(c, look), looking)
     wait_for_lock(job.pid)
-    value(own, "select pgque.drop_queue('second', true)")
-    holder.rollback()
-    assert ("first",) in job.result()
+    dropping.commit()
+    seen = {name for (name,) in job.result()}
+    # In its snapshot a REPEATABLE READ transaction still has the queues.
+    assert seen == {"third"} if isolation == "read committed" else "third" in seen
 
 
 def test_a_rotation_and_a_hand_out_of_a_message_with_a_key_do_not_deadlock(
