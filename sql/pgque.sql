@@ -54,6 +54,10 @@ begin
   v_local := exists (select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgque');
   perform pg_catalog.set_config('pgque.path_before', pg_catalog.current_setting('search_path'), v_local);
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', v_local);
+  -- Until the last part, functions of an earlier version with other arguments
+  -- make calls ambiguous.
+  perform pg_catalog.set_config('pgque.bodies_before', pg_catalog.current_setting('check_function_bodies'), v_local);
+  perform pg_catalog.set_config('check_function_bodies', 'off', v_local);
   if to_regnamespace('pgque') is null then
     create schema pgque;
     revoke all on schema pgque from public;   -- what default privileges gave
@@ -95,6 +99,15 @@ begin
   end if;
   if to_regrole('pgque_admin') is null then
     create role pgque_admin in role pgque_reader, pgque_writer;
+  end if;
+  if to_regrole('pgque_user') is null then
+    create role pgque_user;
+  end if;
+  -- Who calls a function.  Inside one that runs with its owner's rights nothing
+  -- says so any more; but the default of an argument is evaluated outside, and
+  -- so is the check of a value that somebody passes there himself.
+  if to_regtype('pgque.caller') is null then
+    create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
 end
 $$;
@@ -257,6 +270,16 @@ create table if not exists pgque.tick (
   tick_snapshot   pg_snapshot not null,
   tick_event_seq  bigint not null
 ) partition by list (slot);
+
+-- Who may do what with one queue; see "rights".
+create table if not exists pgque.queue_right (
+  right_queue  int not null
+    constraint queue_right_queue_fkey references pgque.queue,
+  right_role   regrole not null,
+  right_name   text not null
+    constraint queue_right_known check (right_name in ('produce', 'consume', 'admin')),
+  constraint queue_right_pkey primary key (right_queue, right_role, right_name)
+);
 
 -- Leaves of dropped queues, waiting until they can go without stopping anyone.
 create table if not exists pgque.dropped_queue (
@@ -728,8 +751,9 @@ $$;
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
 
--- The row of a queue that is named, or meant by its queue_uid; or PQ001.
-create or replace function pgque._queue(p_queue text) returns pgque.queue
+-- The row of a queue that is named, or meant by its queue_uid; or PQ001.  Who
+-- has no right to it gets 42501, whether it exists or not.
+create or replace function pgque._queue(p_queue text, p_caller name default current_user, p_right text default 'see') returns pgque.queue
 language plpgsql as $$
 declare
   v_queue  pgque.queue;
@@ -738,7 +762,9 @@ begin
   if not found and p_queue ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     select q.* into v_queue from pgque.queue q where q.queue_uid = p_queue::uuid;
   end if;
-  if v_queue.queue_id is null then
+  if not pgque._may(p_caller, p_right, v_queue.queue_id) then
+    perform pgque._no_right(p_caller, p_right, p_queue);
+  elsif v_queue.queue_id is null then
     perform pgque._no_queue(p_queue);
   end if;
   return v_queue;
@@ -864,7 +890,7 @@ $$;
 
 -- The value of a setting as SQL.  Null is the default: the global one, or else
 -- the column's.  A queue as a value is its id.
-create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text) returns text
+create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text, p_caller name) returns text
 language plpgsql as $$
 declare
   v_type  text := pgque._setting_type(p_param);
@@ -878,7 +904,7 @@ begin
   if p_value is null then
     return 'default';
   elsif v_type = 'queue' then
-    return pgque._dead_letter_target(p_value, p_queue);
+    return pgque._dead_letter_target(p_value, p_queue, p_caller);
   end if;
   return pg_catalog.format('%L::%s', p_value, v_type);
 end
@@ -886,15 +912,17 @@ $$;
 
 -- The id of the queue that shall take another one's dead letters.  A name that
 -- ends in .dlq makes it if it is new.
-create or replace function pgque._dead_letter_target(p_target text, p_queue text) returns int
+create or replace function pgque._dead_letter_target(p_target text, p_queue text, p_caller name) returns int
 language plpgsql as $$
 declare
   v_target  pgque.queue;
 begin
-  if p_target like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target) then
+  if p_target like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target)
+    and pgque._may(p_caller, 'produce', null)
+  then
     perform pgque._create_queue(p_target, '{}');
   end if;
-  v_target := pgque._queue(p_target);
+  v_target := pgque._queue(p_target, p_caller, 'produce');
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
@@ -908,7 +936,7 @@ end
 $$;
 
 -- Columns and SQL values of the settings in a JSON object.
-create or replace function pgque._settings_sql(p_queue text, p_config jsonb, out columns text[], out vals text[])
+create or replace function pgque._settings_sql(p_queue text, p_config jsonb, p_caller name, out columns text[], out vals text[])
 language plpgsql as $$
 declare
   v_pair   record;
@@ -931,7 +959,7 @@ begin
         hint = 'A setting goes by its name with or without queue_, not by both.';
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
-    vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue);
+    vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
   end loop;
 end
 $$;
@@ -985,7 +1013,7 @@ declare
 begin
   perform pgque._init();
   v_settings := pgque._settings_sql(p_queue,
-    (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config));
+    (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config), current_user);
   -- Two sessions that create one name meet here; the second sees the first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(p_queue));
   if exists (select from pgque.queue q where q.queue_name = p_queue) then
@@ -1042,14 +1070,14 @@ language sql volatile as $$
 $$;
 
 -- Sets several parameters at once: all of them or, on an error, none.
-create or replace function pgque.alter_queue(queue_name text, config jsonb) returns int
+create or replace function pgque.alter_queue(queue_name text, config jsonb, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue     pgque.queue := pgque._queue(alter_queue.queue_name);
+  v_queue     pgque.queue := pgque._queue(alter_queue.queue_name, caller, 'admin');
   v_settings  record;
   v_sets      text;
 begin
-  v_settings := pgque._settings_sql(v_queue.queue_name, alter_queue.config);
+  v_settings := pgque._settings_sql(v_queue.queue_name, alter_queue.config, caller);
   select string_agg(c.col || ' = ' || c.val || ', ', '') into v_sets
   from unnest(v_settings.columns, v_settings.vals) c (col, val);
   if v_sets is not null then
@@ -1077,10 +1105,10 @@ create or replace function pgque.set_queue_config(queue_name text, param_name te
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 
 -- The values in force, one row a parameter.
-create or replace function pgque.queue_config(queue_name text) returns table (param_name text, param_value text)
+create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(queue_config.queue_name);
+  v_queue  pgque.queue := pgque._queue(queue_config.queue_name, caller, 'see');
 begin
   return query
     select substr(e.key, 7),
@@ -1111,7 +1139,7 @@ begin
       message = 'dead_letter_queue has no global default',
       hint = 'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.';
   end if;
-  v_value := pgque._setting_sql(v_param, $2, null);
+  v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
     -- The range that the column's constraint names.
     execute format('select true from (select %s as %I) q where %s',
@@ -1142,10 +1170,10 @@ end
 $$;
 
 -- Gives a queue another name; its id, queue_uid, stays.
-create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
+create or replace function pgque.rename_queue(queue_name text, new_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   perform pgque._check_queue_name($2);
   update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
@@ -1161,19 +1189,19 @@ $$;
 
 -- Closes a queue for senders (PQ013) until resume(); consumers drain what is
 -- there.
-create or replace function pgque.pause(queue_name text) returns void
+create or replace function pgque.pause(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(pause.queue_name);
+  v_queue  pgque.queue := pgque._queue(pause.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
 
-create or replace function pgque.resume(queue_name text) returns void
+create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(resume.queue_name);
+  v_queue  pgque.queue := pgque._queue(resume.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
@@ -1182,13 +1210,13 @@ $$;
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
 -- Its leaves are emptied at once; they are detached and dropped when that can
 -- be done without making any other queue wait, here or by maint().
-create or replace function pgque.drop_queue(queue_name text, force boolean default false) returns int
+create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue;
   v_leaf   text;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(drop_queue.queue_name)).queue_id for no key update;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(drop_queue.queue_name, caller, 'admin')).queue_id for no key update;
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
@@ -1216,6 +1244,7 @@ begin
   delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
+  delete from pgque.queue_right r where r.right_queue = v_queue.queue_id;
   delete from pgque.queue q where q.queue_id = v_queue.queue_id;
   for v_leaf in select l.leaf from pgque._leaves(v_queue.queue_id) l where to_regclass(l.leaf) is not null loop
     execute 'truncate ' || v_leaf;
@@ -1269,6 +1298,116 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
+-- rights: who may do what with one queue
+-- ---------------------------------------------------------------------------
+
+-- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role
+-- without them can be given a right to one: then it is a member of pgque_user,
+-- which may call the functions that ask whose call it is, and nothing more.  It
+-- stays a member: roles are of the cluster, rights of the database.
+
+-- Whether a role has a right to a queue: produce, consume, admin, which is both
+-- and more, or see, which is any.  The owner's own functions have all.
+create or replace function pgque._may(p_caller name, p_right text, p_queue_id int) returns boolean
+language plpgsql as $$
+begin
+  return p_caller = current_user
+    or pg_catalog.pg_has_role(p_caller, case p_right when 'produce' then 'pgque_writer' when 'admin' then 'pgque_admin' else 'pgque_reader' end, 'usage')
+    or exists (
+      select from pgque.queue_right r
+      where r.right_queue = p_queue_id and (r.right_name in (p_right, 'admin') or p_right = 'see')
+        and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage'));
+end
+$$;
+
+create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'insufficient_privilege',
+    message = pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    detail = pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end),
+    hint = pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+      case p_right when 'see' then 'consume' else p_right end);
+end
+$$;
+
+-- A batch id, or null where the caller has no right to the batch's queue: then
+-- the id is as good as one that never was.
+create or replace function pgque._batch_for(p_caller name, p_batch bigint) returns bigint
+language plpgsql as $$
+begin
+  if p_caller = current_user or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage')
+    or pgque._may(p_caller, 'consume', (pgque._batch_owner(p_batch)).sub_queue)
+  then
+    return p_batch;
+  end if;
+  return null;
+end
+$$;
+
+-- Gives a role a right to one queue: produce, consume, or admin, which is both
+-- and all that an administrator does with a queue.  1, or 0 if it has it.
+create or replace function pgque.grant_queue(queue_name text, role_name text, right_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  int := pgque._right_queue($1, $2, $3);
+begin
+  insert into pgque.queue_right (right_queue, right_role, right_name)
+  select v_queue, r.oid, $3 from pg_roles r where r.rolname = $2
+  on conflict do nothing;
+  if not found then
+    return 0;
+  end if;
+  if not exists (
+    select from pg_auth_members m join pg_roles r on r.oid = m.member
+    where m.roleid = 'pgque_user'::regrole and r.rolname = $2)
+  then
+    execute format('grant pgque_user to %I', $2);
+  end if;
+  return 1;
+end
+$$;
+
+-- Takes back what grant_queue() gave.  1, or 0 if the role did not have it.
+create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  int := pgque._right_queue($1, $2, $3);
+  v_role   oid := (select r.oid from pg_roles r where r.rolname = $2);
+  v_count  int;
+begin
+  delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and r.right_name = $3;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The queue of a right that is named as it should be.  One such change at a
+-- time; rights of roles that are gone go too.
+create or replace function pgque._right_queue(p_queue text, p_role text, p_right text) returns int
+language plpgsql as $$
+declare
+  v_queue  pgque.queue := pgque._queue(p_queue);
+begin
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.rights'));
+  delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
+  if p_right is null or p_right not in ('produce', 'consume', 'admin') then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
+      hint = 'The rights are produce, consume and admin.';
+  elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
+    raise exception using
+      errcode = 'undefined_object',
+      message = pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
+      hint = 'Pass the name of a role as in pg_roles, without quotes.';
+  end if;
+  return v_queue.queue_id;
+end
+$$;
+
+-- ---------------------------------------------------------------------------
 -- send: append events
 -- ---------------------------------------------------------------------------
 
@@ -1315,7 +1454,7 @@ $$;
 -- (see sql/README.md, "Writers and rotation").
 create or replace function pgque._send(
   p_queue text, p_type text, p_data text,
-  p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea
+  p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea, caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -1337,10 +1476,12 @@ begin
     p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = p_queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1))
+  where q.queue_name = p_queue and q.queue_open
+    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
+    and (q.queue_max_depth = 0 or pgque._room(q, 1))
   returning event.ev_id into v_id;
   if v_id is null then
-    return pgque._send(pgque._need_open(p_queue), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
+    return pgque._send(pgque._need_open(p_queue, caller), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
   end if;
   return v_id;
 end
@@ -1348,10 +1489,10 @@ $$;
 
 -- The name of a queue that takes events.  Says why it takes none, or, when it
 -- came out of a dump, makes it take them.
-create or replace function pgque._need_open(p_queue text) returns text
+create or replace function pgque._need_open(p_queue text, p_caller name default current_user) returns text
 language plpgsql as $$
 declare
-  v_queue  pgque.queue := pgque._queue(p_queue);
+  v_queue  pgque.queue := pgque._queue(p_queue, p_caller, 'produce');
 begin
   if v_queue.queue_paused then
     raise exception using
@@ -1393,16 +1534,16 @@ $$;
 -- Sends a message with options.
 create or replace function pgque._send_as(
   p_queue text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
-  p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text
+  p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text, caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   if p_key is null and p_delay is null and p_deliver_at is null and p_ttl is null then
-    return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes);
+    return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes, caller);
   end if;
   return (pgque._send_all(p_queue, p_type,
     case when p_bytes is null then array[p_data] end, case when p_bytes is not null then array[p_bytes] end,
-    array[p_headers], array[p_key], array[p_delay], array[p_deliver_at], array[p_ttl], array[p_partition_key]))[1];
+    array[p_headers], array[p_key], array[p_delay], array[p_deliver_at], array[p_ttl], array[p_partition_key], caller))[1];
 end
 $$;
 
@@ -1411,7 +1552,7 @@ $$;
 -- returned.  What is delayed waits in the retry queue, for everybody (owner 0).
 create or replace function pgque._send_all(
   p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
-  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
+  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[], caller pgque.caller default current_user
 ) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -1428,7 +1569,7 @@ begin
   -- Counted from 1, whatever the caller's arrays are.
   p_data := p_data[:]; p_bytes := p_bytes[:]; p_headers := p_headers[:]; p_keys := p_keys[:]; p_delays := p_delays[:];
   p_deliver_ats := p_deliver_ats[:]; p_ttls := p_ttls[:]; p_partition_keys := p_partition_keys[:];
-  v_queue := pgque._queue(p_queue);
+  v_queue := pgque._queue(p_queue, caller, 'produce');
   select string_agg(a.name, ', ') into v_wrong
   from (values ('headers', cardinality(p_headers)), ('keys', cardinality(p_keys)), ('delays', cardinality(p_delays)),
     ('deliver_ats', cardinality(p_deliver_ats)), ('ttls', cardinality(p_ttls)), ('partition_keys', cardinality(p_partition_keys))) a (name, n)
@@ -1692,7 +1833,7 @@ language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
-create or replace function pgque._send_many(queue_name text, type_name text, payloads text[]) returns bigint[]
+create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8;
@@ -1706,7 +1847,9 @@ begin
   v_txid := pg_current_xact_id();
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
-  where q.queue_name = $1 and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
+  where q.queue_name = $1 and q.queue_open
+    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
+    and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)
@@ -1721,7 +1864,7 @@ begin
       return v_ids;
     end if;
   end if;
-  return pgque._send_many(pgque._need_open($1), $2, $3);
+  return pgque._send_many(pgque._need_open($1, caller), $2, $3);
 end
 $$;
 
@@ -1784,12 +1927,12 @@ $$;
 -- not show what the first did gets 40001.
 create or replace function pgque.send_idem(
   queue text, type text, payload text, idem_key text,
-  ttl interval default '1 hour', partition_key text default null,
+  ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
   out event_id bigint, out deduped boolean
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'produce');
   v_last   pgque.idempotency_0;
   v_leaf   int;
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
@@ -2413,10 +2556,10 @@ $$;
 
 -- Ticks a queue now if there is a reason; null if there was none.  Waits for
 -- another ticker of the same queue.
-create or replace function pgque.ticker(queue_name text) returns bigint
+create or replace function pgque.ticker(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
 begin
   if v_queue.queue_external_ticker then
     raise exception using
@@ -2469,10 +2612,10 @@ end
 $$;
 
 -- Stores a tick whose id, time and event sequence another system decided.
-create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint) returns bigint
+create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last   pgque.tick;
 begin
   perform pgque._need_read_committed('a tick');
@@ -2484,7 +2627,7 @@ begin
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
-  v_queue := pgque._queue(ticker.queue_name);
+  v_queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     raise exception using
@@ -2504,10 +2647,10 @@ $$;
 -- Makes the next ticker() tick the queue whether or not anything happened.
 -- The wish is kept in a sequence, so it leaves no row behind.  Returns the id
 -- of the newest tick.
-create or replace function pgque.force_next_tick(queue_name text) returns bigint
+create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name);
+  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
   perform setval(v_queue.queue_tick_seq, v_last + 1);
@@ -2838,7 +2981,7 @@ $$;
 
 -- The subscriber for a queue and a consumer, or a worker of it, without a
 -- lock; PQ001 or PQ011 if there is none.
-create or replace function pgque._subscriber(p_queue text, p_consumer text) returns pgque.subscriber
+create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
 language plpgsql as $$
 declare
   v_sub  pgque.subscriber;
@@ -2847,9 +2990,10 @@ begin
   from pgque.queue q
   join pgque.consumer c on c.co_name = p_consumer
   join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-  where q.queue_name = p_queue;
+  where q.queue_name = p_queue
+    and (p_caller = current_user or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
-    if (pgque._queue(p_queue)).queue_name <> p_queue then
+    if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue then
       return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
     end if;
     raise exception using
@@ -2942,14 +3086,14 @@ $$;
 -- 1 when new, 0 when it was subscribed already (its position stays).
 -- keyed_order is for workers: messages with one key, or else one partition key,
 -- are handed out one at a time, in order.
-create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false) returns int
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_new  int := pgque._subscribe($1, $2, 'normal', $3);
+  v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
   v_sub  pgque.subscriber;
 begin
   if $4 is true then
-    v_sub := pgque._subscriber($1, $2);
+    v_sub := pgque._subscriber($1, $2, caller);
     if v_new = 0 and not v_sub.sub_keyed then
       raise exception using
         errcode = 'PQ006',
@@ -2963,14 +3107,14 @@ begin
 end
 $$;
 
-create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text) returns int
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
 declare
   v_queue  pgque.queue;
   v_co     int;
 begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue)).queue_id for share;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue, p_caller, 'consume')).queue_id for share;
   if not found then
     perform pgque._no_queue(p_queue);
   end if;
@@ -3013,20 +3157,20 @@ language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
 
 -- Subscribes at a tick, or moves a known consumer there: its open batch is
 -- dropped.  1 when new, 0 when moved.
-create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint) returns int
+create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
-    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false);
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false, caller);
   end if;
-  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false) = 1 then
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false, caller) = 1 then
     return 1;
   end if;
-  v_queue := pgque._queue(register_consumer_at.queue_name);
-  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name)).sub_id);
+  v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
+  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
@@ -3035,10 +3179,10 @@ $$;
 
 -- Removes a consumer from a queue, with its workers and its waiting retries.
 -- Its dead letters stay.  Returns the number of subscribers removed.
-create or replace function pgque.unsubscribe(queue_name text, consumer_name text) returns int
+create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name);
+  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name, caller, 'consume');
   v_main   int;
   v_count  int;
   v_rows   int;
@@ -3199,7 +3343,7 @@ $$;
 -- gets others (see "workers").  ack_batch is finished first.
 create or replace function pgque.receive(
   queue_name text, consumer_name text, max_return int default 100, worker text default null,
-  visibility_timeout interval default null, ack_batch bigint default null
+  visibility_timeout interval default null, ack_batch bigint default null, caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
@@ -3232,13 +3376,13 @@ begin
       message = format('max_return must be at least 1, for queue %I', receive.queue_name),
       hint = 'It is the greatest number of messages to hand out.';
   end if;
-  v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
+  v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
   if v_sub.sub_role <> 'coop_main' and receive.worker is not null then
-    return query select * from pgque._hand_out(v_sub, v_max, receive.worker, receive.visibility_timeout, receive.ack_batch);
+    return query select * from pgque._hand_out(v_sub, v_max, receive.worker, receive.visibility_timeout, pgque._batch_for(caller, receive.ack_batch));
     return;
   end if;
   if receive.ack_batch is not null then
-    perform pgque.ack(receive.ack_batch);
+    perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
   end if;
   if receive.visibility_timeout is not null then
     raise exception using
@@ -3476,7 +3620,7 @@ $$;
 
 -- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
 -- is not open.
-create or replace function pgque.ack(batch_id bigint) returns int
+create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub      int;
@@ -3488,22 +3632,23 @@ begin
   select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
-  where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
+    and (caller = current_user or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if v_archive then
     if v_role = 'pool' then
-      perform pg_advisory_xact_lock(ack.batch_id);
-      if not pgque._still_whole(v_sub, ack.batch_id) then
+      perform pg_advisory_xact_lock(p_batch);
+      if not pgque._still_whole(v_sub, p_batch) then
         return 0;
       end if;
     end if;
-    select count(*) into v_count from pgque._settle(ack.batch_id, null, 'archive', null, 'acked');
+    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked');
     if v_role = 'pool' then
       return (v_count > 0)::int;
     end if;
   elsif v_role = 'pool' then
-    return pgque._close_lease(v_sub, ack.batch_id);
+    return pgque._close_lease(v_sub, p_batch);
   end if;
-  v_batch := pgque._lock_batch(ack.batch_id);
+  v_batch := case when v_sub is not null then pgque._lock_batch(p_batch) end;
   if v_batch.pos_sub is null then
     return 0;
   end if;
@@ -3512,6 +3657,9 @@ begin
 end
 $$;
 
+create or replace function pgque.ack(batch_id bigint) returns int
+language sql as $$ select pgque._ack($1) $$;
+
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
 
@@ -3519,14 +3667,14 @@ language sql as $$ select pgque.ack($1) $$;
 -- what receive() left of one.  An open batch comes again.  Null if there is no
 -- further tick.
 create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_batch  pgque.position_0;
   v_prev   pgque.tick;
   v_cur    pgque.tick;
@@ -3537,7 +3685,7 @@ begin
     return;
   end if;
   v_batch := pgque._lock_position(v_sub.sub_id);
-  perform pgque._need_alone(pgque._subscriber($1, $2), $1, $2);
+  perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
   v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
   if v_batch.pos_batch is null then
     if v_batch.pos_next_tick is null then
@@ -3660,14 +3808,14 @@ $$;
 
 -- The events of an open batch in the order of their ids.
 create or replace function pgque.get_batch_events(
-  batch_id bigint,
+  batch_id bigint, caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_open  record := pgque._open_batch($1);
+  v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
   v_sub   pgque.subscriber := v_open.sub;
   v_rows  pgque.event[];
   v_said  pgque.event[];
@@ -3738,13 +3886,13 @@ language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
 
 -- What an open batch spans.
 create or replace function pgque.get_batch_info(
-  batch_id bigint,
+  batch_id bigint, caller pgque.caller default current_user,
   out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
   out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_open  record := pgque._open_batch($1);
+  v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
   v_sub   pgque.subscriber := v_open.sub;
   v_prev  pgque.tick;
   v_cur   pgque.tick;
@@ -3791,10 +3939,10 @@ $$;
 
 -- The id of a tick: 'earliest', 'latest', an id (PQ015 if it is gone), or a time:
 -- the last tick before it.
-create or replace function pgque.tick_for(queue_name text, start_at text) returns bigint
+create or replace function pgque.tick_for(queue_name text, start_at text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
   if $2 ~ '^[0-9]{1,18}$' then
     return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
@@ -3807,11 +3955,11 @@ $$;
 -- max_events and as max_ticks allow, at least one, and none beyond upto.  Null
 -- if there is no further tick.
 create or replace function pgque.next_tick(
-  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null
+  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_after  pgque.tick;
   v_tick   pgque.tick;
   v_last   bigint;
@@ -3846,11 +3994,11 @@ $$;
 -- A row is arguments of read_window().  The same window is cut the same way as
 -- long as its ticks are there.
 create or replace function pgque.split_window(
-  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, out part int
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_from   pgque.tick;
   v_to     pgque.tick;
   v_share  bigint;
@@ -3902,11 +4050,11 @@ $$;
 -- message's lifetime is held against the window's end, not the clock, and each
 -- body that was sent for a key is a row (owner 0), with the id of the first.
 create or replace function pgque._window_sql(
-  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_caller name
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
-  v_queue  pgque.queue := pgque._queue(p_queue);
+  v_queue  pgque.queue := pgque._queue(p_queue, p_caller, 'consume');
   v_from   pgque.tick;
   v_to     pgque.tick;
   v_cond   text;
@@ -3931,21 +4079,21 @@ $$;
 -- consumer stands at from_tick or before, it returns the same rows for ever.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0,
+  parts int default 1, part int default 0, caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
-  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7);
+  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, caller);
 end
 $$;
 
 -- The same as a cursor to fetch from: nothing is stored on the way.
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0
+  parts int default 1, part int default 0, caller pgque.caller default current_user
 ) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
 declare
@@ -3957,17 +4105,17 @@ begin
       message = format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
       hint = 'Pass any name that is free in this transaction, and FETCH from it.';
   end if;
-  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8);
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, caller);
 end
 $$;
 
 -- Moves a consumer forward to a tick, or with force back too; its open batch is
 -- dropped.  Returns the tick where it stands then: a tick that it has passed
 -- changes nothing.
-create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false) returns bigint
+create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
   v_position  pgque.position_0;
 begin
@@ -3987,7 +4135,7 @@ $$;
 -- Begins to read as a consumer whose offsets are kept elsewhere: subscribes it
 -- at start_at if it is new, keeps every other session from doing the same until
 -- this one ends (PQ006), and returns the tick where it stands.
-create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest') returns bigint
+create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub     pgque.subscriber;
@@ -3995,8 +4143,8 @@ declare
   v_key     int;
   v_holder  record;
 begin
-  perform pgque._subscribe($1, $2, 'normal', $3);
-  v_sub := pgque._subscriber($1, $2);
+  perform pgque._subscribe($1, $2, 'normal', $3, caller);
+  v_sub := pgque._subscriber($1, $2, caller);
   perform pgque._need_alone(v_sub, $1, $2);
   v_key := hashtext(v_sub.sub_queue || ' ' || v_sub.sub_consumer);
   if not pg_try_advisory_lock(v_class, v_key) then
@@ -4017,12 +4165,12 @@ $$;
 
 -- Puts messages that lie behind a consumer's position among its dead letters,
 -- once each, with a reason each.  For readers that have no batch.
-create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[]) returns setof pgque.outcome
+create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_position  pgque.position_0 := pgque._position(v_sub.sub_id);
-  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1))).tick_snapshot);
+  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot);
   v_rows      pgque.event[];
 begin
   perform pgque._need_alone(v_sub, $1, $2);
@@ -5208,7 +5356,7 @@ $$;
 -- on its own is changed only if convert_normal says so: its open batch is
 -- closed without being finished, and its messages come again.
 create or replace function pgque.register_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -5221,13 +5369,13 @@ begin
       message = format('invalid worker name for consumer %I of queue %I', $2, $1),
       hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
   end if;
-  perform pgque._subscribe($1, $2, 'coop_main', 'latest');
-  v_main := pgque._subscriber($1, $2);
+  perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);
+  v_main := pgque._subscriber($1, $2, caller);
   if pgque._find_worker(v_main.sub_id, $3) is not null then
     return 0;
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
-  v_main := pgque._subscriber($1, $2);
+  v_main := pgque._subscriber($1, $2, caller);
   if v_main.sub_role = 'pool' then
     raise exception using
       errcode = 'PQ006',
@@ -5263,11 +5411,11 @@ language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
 -- Removes a worker.  If it holds a batch: with batch_handling 0 that is an
 -- error (PQ006), with 1 its messages go through retry and dead letters.
 create or replace function pgque.unregister_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_main      pgque.subscriber := pgque._subscriber($1, $2);
+  v_main      pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_sub       int;
   v_position  pgque.position_0;
 begin
@@ -5297,12 +5445,12 @@ create or replace function pgque.unsubscribe_subconsumer(
 language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
 
 -- Says that a worker is alive, so that dead_interval counts from now.
-create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text) returns int
+create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_position  pgque.position_0;
 begin
-  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
+  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2, caller), $3));
   perform pgque._append_position(v_position, pgque._carry_over(v_position));
   return 1;
 end
@@ -5367,11 +5515,11 @@ $$;
 -- first use.  Every worker gets messages of its own.  With dead_interval, the
 -- batch of a worker that was silent for longer is taken over first.
 create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  int := (pgque._queue($1)).queue_id;
+  v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
   v_main   int;
 begin
   select s.sub_id into v_main
@@ -5380,7 +5528,7 @@ begin
   where c.co_name = $2;
   if pgque._find_worker(v_main, $3) is null then
     perform pgque.register_subconsumer($1, $2, $3);
-    v_main := (pgque._subscriber($1, $2)).sub_id;
+    v_main := (pgque._subscriber($1, $2, caller)).sub_id;
   end if;
   if $5 is not null then
     perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $5);
@@ -5657,33 +5805,33 @@ $$;
 -- as the queue's retry_backoff says, or after a minute), or, if its attempts are
 -- used up, it goes the way of drop_policy.  The rest of the batch is not
 -- touched; ack() finishes it.
-create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null) returns int
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
   return 1;
 end
 $$;
 
-create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null) returns int
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
   return 1;
 end
 $$;
 
 -- The same for many messages, set-based; one row each with its outcome.
-create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null)
+create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
 end
 $$;
 
 -- Finishes some messages of a batch; the others stay with it.
-create or replace function pgque.ack(batch_id bigint, msg_ids bigint[]) returns setof pgque.outcome
+create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_archive  boolean;
@@ -5692,23 +5840,26 @@ begin
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle($1, coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
 end
 $$;
 
 -- Gives messages up at once, as if their attempts were used up.
-create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'dead', null, $3) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3) f;
 end
 $$;
 
+create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+language sql as $$ select * from pgque._dead($1, $2, $3) $$;
+
 -- Finishes messages, all of the batch by default, and keeps them in the archive.
-create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null) returns setof pgque.outcome
+create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle($1, $2, 'archive', null, 'archived') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived') f;
 end
 $$;
 
@@ -5727,9 +5878,10 @@ $$;
 
 -- Hands messages back, to be taken at once by any worker; their receive_count
 -- stays.  Returns their number.
-create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null) returns int
+create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   return (select count(*) from pgque._settle($1, $2, 'release', null, null) f where f.ok);
 end
@@ -5737,9 +5889,10 @@ $$;
 
 -- Sets when a lease ends, counted from now; 0 is release().  Returns the number
 -- of messages still held: 0 when the batch is lost.
-create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval) returns int
+create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
     return pgque.release($1);
@@ -5750,7 +5903,7 @@ $$;
 
 -- Adds to a lease; never shortens it.  Returns the number of messages still
 -- held: 0 when the batch is lost.
-create or replace function pgque.extend(batch_id bigint, by interval) returns int
+create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    int;
@@ -5760,6 +5913,7 @@ declare
   v_count  int := 0;
   v_held   int;
 begin
+  batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
   v_sub := (pgque._batch_owner($1)).sub_id;
@@ -5785,12 +5939,12 @@ $$;
 
 -- PgQ's way to fail an event: no limit on the number of retries.  1, or 0 if
 -- that was done already.
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz) returns int
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   return (
     select (pgque._answer(f, $1)).ok::int
-    from pgque._settle($1, array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
 end
 $$;
 
@@ -5812,9 +5966,10 @@ end
 $$;
 
 -- Fails every event of a batch that has no outcome yet; returns their number.
-create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int) returns int
+create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  batch_id := pgque._batch_for(caller, $1);
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
@@ -5889,14 +6044,14 @@ $$;
 
 -- The newest dead letters of a queue.
 create or replace function pgque.dlq_inspect(
-  queue_name text, limit_count int default 100,
+  queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out dl_id bigint, out dl_time timestamptz, out dl_reason text,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return query
     select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
@@ -5911,12 +6066,14 @@ $$;
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.
-create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
+create or replace function pgque._exhume(p_dl_id bigint, p_caller name) returns pgque.dead_letter
 language plpgsql as $$
 declare
   v_dead  pgque.dead_letter;
 begin
-  delete from pgque.dead_letter d where d.dl_id = p_dl_id returning d.* into v_dead;
+  delete from pgque.dead_letter d
+  where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
+  returning d.* into v_dead;
   if not found then
     raise exception using
       errcode = 'PQ008',
@@ -5929,10 +6086,10 @@ $$;
 
 -- Sends a dead letter again as a new event, for every consumer; returns the
 -- new id.
-create or replace function pgque.dlq_replay(dl_id bigint) returns bigint
+create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id);
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller);
 begin
   return pgque._send(
     (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
@@ -5941,10 +6098,10 @@ end
 $$;
 
 -- Sends all dead letters of a queue again; one that can not be sent stays.
-create or replace function pgque.dlq_replay_all(queue_name text, out replayed int, out failed int, out first_error text)
+create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_id     bigint;
 begin
   replayed := 0;
@@ -5964,10 +6121,10 @@ $$;
 
 -- Gives a dead letter back to the consumer that failed it, with its id and
 -- with a clean count of retries; returns the id.
-create or replace function pgque.dlq_requeue(dl_id bigint) returns bigint
+create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id);
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller);
   v_sub   int;
 begin
   select s.sub_id into v_sub
@@ -5999,10 +6156,10 @@ end
 $$;
 
 -- Requeues the oldest dead letters of a queue whose consumers are still there.
-create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null) returns int
+create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return (
     select count(pgque.dlq_requeue(x.dl_id))
@@ -6021,10 +6178,10 @@ end
 $$;
 
 -- Deletes dead letters of a queue that are older than an interval.
-create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days') returns bigint
+create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint;
 begin
   delete from pgque.dead_letter d
@@ -6036,10 +6193,10 @@ $$;
 
 -- Moves the dead letters that list_poison() shows to the archive; returns their
 -- number.
-create or replace function pgque.archive_poison(queue_name text) returns int
+create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_dead   pgque.dead_letter;
   v_sub    pgque.subscriber;
   v_count  int := 0;
@@ -6064,10 +6221,10 @@ $$;
 
 -- Hands back the batches of workers that got them longer ago than older_than;
 -- returns their number.
-create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0') returns int
+create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_token  bigint;
   v_count  int := 0;
 begin
@@ -6094,10 +6251,10 @@ $$;
 -- Removes every message of a queue that is committed: pending, leased, delayed,
 -- waiting to be tried again.  Batches that are open report false from then on.
 -- Returns how many messages the slowest consumer had before it.
-create or replace function pgque.purge(queue_name text) returns bigint
+create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
   v_last   pgque.tick;
@@ -6115,7 +6272,7 @@ begin
   perform from pgque.subscriber s where s.sub_queue = v_queue.queue_id order by s.sub_main nulls first, s.sub_id for no key update;
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
-  v_queue := pgque._queue(v_queue.queue_name);
+  v_queue := pgque._queue(v_queue.queue_name, caller, 'admin');
   v_last := pgque._last_tick(v_queue);
   perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
@@ -6140,10 +6297,10 @@ $$;
 
 -- Removes the pending message of a key, that is one which nobody was given yet;
 -- returns 1, or 0 if there is none.
-create or replace function pgque.purge_key(queue_name text, key text) returns bigint
+create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_last   pgque.event;
   v_count  bigint;
 begin
@@ -6221,13 +6378,13 @@ $$;
 
 -- The newest messages in a queue's archive, or those since a time.
 create or replace function pgque.archive_list(
-  queue_name text, limit_count int default 100, since timestamptz default null,
+  queue_name text, limit_count int default 100, since timestamptz default null, caller pgque.caller default current_user,
   out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
   out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return query
     select a.archive_id, v_queue.queue_name, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
@@ -6243,12 +6400,12 @@ $$;
 
 -- Sends an archived message again, as a new one, for every consumer; returns the
 -- new id.  It stays in the archive.
-create or replace function pgque.archive_replay(archive_id bigint) returns bigint
+create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_row  pgque.archive;
 begin
-  select a.* into v_row from pgque.archive a where a.archive_id = $1;
+  select a.* into v_row from pgque.archive a where a.archive_id = $1 and pgque._may(caller, 'admin', a.arc_queue);
   if not found then
     raise exception using
       errcode = 'PQ010',
@@ -6262,10 +6419,10 @@ $$;
 
 -- Drops the days of a queue's archive that ended before a time; returns their
 -- number.
-create or replace function pgque.archive_purge(queue_name text, before timestamptz) returns int
+create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 is null then
     raise exception using
@@ -6725,10 +6882,10 @@ $$;
 
 -- Takes what expired out of the retry queue; in the log it is passed over.
 -- Returns the number of messages.
-create or replace function pgque.expire_messages(queue_name text) returns bigint
+create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_gone   record;
   v_count  bigint := 0;
 begin
@@ -6754,10 +6911,10 @@ $$;
 
 -- Deletes dead letters whose message has expired meanwhile; returns their
 -- number.
-create or replace function pgque.delete_expired(queue_name text) returns bigint
+create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint;
 begin
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;
@@ -7414,7 +7571,7 @@ $$;
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
-  i_queue_name text default null,
+  i_queue_name text default null, caller pgque.caller default current_user,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
   out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
   out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
@@ -7428,9 +7585,13 @@ declare
   v_old    pgque.tick;
 begin
   if $1 is not null then
-    i_queue_name := (pgque._queue($1)).queue_name;
+    i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
   end if;
-  for v_queue in select q.* from pgque.queue q where $1 is null or q.queue_name = $1 order by q.queue_name loop
+  for v_queue in
+    select q.* from pgque.queue q
+    where ($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1
+    order by q.queue_name
+  loop
     begin
       v_last := null;
       v_old := null;
@@ -7470,7 +7631,7 @@ $$;
 -- All consumers and workers, of one queue, or one consumer: how far behind,
 -- when last seen, what is pending.
 create or replace function pgque.get_consumer_info(
-  i_queue_name text default null, i_consumer_name text default null,
+  i_queue_name text default null, i_consumer_name text default null, caller pgque.caller default current_user,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
@@ -7481,18 +7642,18 @@ declare
   v_tick  pgque.tick;
 begin
   if $1 is not null then
-    i_queue_name := (pgque._queue($1)).queue_name;
+    i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
   end if;
   if $2 is not null and $1 is not null and not exists (
-    select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1)).queue_id)
+    select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1, caller, 'see')).queue_id)
   then
-    perform pgque._subscriber($1, $2);
+    perform pgque._subscriber($1, $2, caller);
   end if;
   for v_sub in
     select s.*
     from pgque.subscriber s
     join pgque.queue q on q.queue_id = s.sub_queue
-    where ($1 is null or q.queue_name = $1) and ($2 is null or pgque._subscriber_name(s) = $2)
+    where (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1) and ($2 is null or pgque._subscriber_name(s) = $2)
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     begin
@@ -7528,10 +7689,10 @@ $$;
 
 -- The next n messages nobody has finished, without touching anything: what the
 -- slowest consumer, or the one named, has before it, ticked or not.
-create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null) returns setof pgque.delivery
+create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
   v_cond   text;
@@ -7543,7 +7704,7 @@ begin
       hint = 'select * from pgque.peek(queue, 10);';
   end if;
   if $3 is not null then
-    v_sub := pgque._subscriber($1, $3);
+    v_sub := pgque._subscriber($1, $3, caller);
     v_pos := pgque._position(v_sub.sub_id);
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
@@ -7657,14 +7818,14 @@ $$;
 -- The messages of a queue, all or those of one status, without touching
 -- anything.  With several consumers a message is listed for each.
 create or replace function pgque.list_messages(
-  queue_name text, only_status text default null, limit_count int default 100,
+  queue_name text, only_status text default null, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
     raise exception using
@@ -7690,13 +7851,13 @@ $$;
 -- Where one message stands with each consumer that still knows it; PQ010 if
 -- none does.
 create or replace function pgque.message_status(
-  queue_name text, msg_id bigint,
+  queue_name text, msg_id bigint, caller pgque.caller default current_user,
   out consumer_name text, out status text, out receive_count int, out retry_count int, out available_at timestamptz,
   out worker text, out batch_id bigint, out last_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
   return query
     select m.consumer_name, m.status, m.receive_count, m.retry_count, m.available_at, m.worker, m.batch_id, m.last_error
@@ -7713,7 +7874,7 @@ $$;
 
 -- The workers of a queue, or of all, that hold messages.
 create or replace function pgque.list_workers(
-  queue_name text default null, consumer_name text default null,
+  queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
   out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7721,7 +7882,7 @@ declare
   v_queue  pgque.queue;
 begin
   if $1 is not null then
-    v_queue := pgque._queue($1);
+    v_queue := pgque._queue($1, caller, 'see');
   end if;
   return query
     select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until)
@@ -7739,7 +7900,7 @@ begin
       from pgque.retry_queue r
       where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
     ) h
-    where s.sub_role = 'pool' and ($1 is null or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
+    where s.sub_role = 'pool' and (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
     group by q.queue_name, c.co_name, h.worker
     order by q.queue_name, c.co_name, h.worker;
 end
@@ -7748,12 +7909,12 @@ $$;
 -- Messages that were delivered more than once without an outcome, or died of
 -- that: what may kill its workers.
 create or replace function pgque.list_poison(
-  queue_name text, limit_count int default 100,
+  queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out receive_count int, out last_error text, out status text, out dl_id bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return query
     select m.msg_id, m.consumer_name, m.receive_count, m.last_error, m.status, m.dl_id
@@ -8122,7 +8283,7 @@ comment on function pgque.send_batch(text, text[]) is
   'Same as send_batch(queue_name, type_name, payloads) with type default.';
 comment on function pgque.send_batch(text, jsonb[]) is
   'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
-comment on function pgque.send_idem(text, text, text, text, interval, text) is
+comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
   'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
   'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
   'PQ001 no such queue, PQ005 no key or a ttl that is not positive, PQ013 the queue is paused.';
@@ -8163,21 +8324,21 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   '25000 not READ COMMITTED.';
 
 -- consume
-comment on function pgque.subscribe(text, text, text, boolean) is
+comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
   'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
   'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
   'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
 comment on function pgque.register_consumer(text, text) is
   'PgQ''s name for subscribe(queue_name, consumer_name).';
-comment on function pgque.register_consumer_at(text, text, bigint) is
+comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
   'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
   'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
-comment on function pgque.unsubscribe(text, text) is
+comment on function pgque.unsubscribe(text, text, pgque.caller) is
   'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
   'went, 0 if it was none. PQ001 no such queue.';
 comment on function pgque.unregister_consumer(text, text) is
   'PgQ''s name for unsubscribe.';
-comment on function pgque.receive(text, text, int, text, interval, bigint) is
+comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Hands out the consumer''s next messages in the order of their ids, at most max_return, as one batch; no rows if there are none. Until '
   'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
@@ -8189,13 +8350,13 @@ comment on function pgque.ack(bigint) is
   'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
 comment on function pgque.finish_batch(bigint) is
   'PgQ''s name for ack.';
-comment on function pgque.nack(bigint, pgque.delivery, interval, text) is
+comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
   'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
   'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
   'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
-comment on function pgque.nack(bigint, pgque.message, interval, text) is
+comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
   'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
-comment on function pgque.nack(bigint, bigint[], interval, text) is
+comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
   'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason (not in this batch, settled already). '
   'PQ005 retry_after is negative, PQ012 the batch is not open.';
 comment on function pgque.next_batch(text, text) is
@@ -8203,93 +8364,100 @@ comment on function pgque.next_batch(text, text) is
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 comment on function pgque.next_batch_info(text, text) is
   'Same as next_batch, with the ids, times and event sequences of the two ticks.';
-comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+comment on function pgque.next_batch_custom(text, text, interval, int, interval, pgque.caller) is
   'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
   'is no condition.';
-comment on function pgque.get_batch_events(bigint) is
+comment on function pgque.get_batch_events(bigint, pgque.caller) is
   'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
-comment on function pgque.get_batch_info(bigint) is
+comment on function pgque.get_batch_info(bigint, pgque.caller) is
   'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
 comment on function pgque.get_batch_cursor(bigint, text, int, text) is
   'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
   'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
 comment on function pgque.get_batch_cursor(bigint, text, int) is
   'Same as get_batch_cursor without extra_where.';
-comment on function pgque.event_retry(bigint, bigint, timestamptz) is
+comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
   'Delivers one event of an open batch to this consumer again at retry_time, however often it failed before. Returns 1, or 0 if it was failed already. '
   'PQ007 the event is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.event_retry(bigint, bigint, int) is
   'Same as event_retry with a time, in so many seconds from now.';
-comment on function pgque.batch_retry(bigint, int) is
+comment on function pgque.batch_retry(bigint, int, pgque.caller) is
   'Delivers every event of an open batch that was not failed already again, in retry_seconds from now, and returns their number. Finish the batch '
   'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
 
 -- workers
-comment on function pgque.receive_coop(text, text, text, int, interval) is
+comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
   'receive() for one of several workers (subconsumers) that share a consumer; each gets messages of its own. Registers the worker on first use. With dead_interval, the batch of a worker '
   'that was silent for longer is taken over first, under a new batch id. '
   'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
-comment on function pgque.register_subconsumer(text, text, text, boolean) is
+comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
   'convert_normal is true; the messages of its open batch then come again. '
   'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
 comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
   'Same as register_subconsumer.';
-comment on function pgque.unregister_subconsumer(text, text, text, int) is
+comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
   'Removes a worker and returns 1; 0 if there is none. If it holds a batch: with batch_handling 0 that is an error, with 1 its messages go through retry and dead letters. '
   'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
 comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
   'Same as unregister_subconsumer.';
-comment on function pgque.touch_subconsumer(text, text, text) is
+comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
 
 -- dead letters
-comment on function pgque.dlq_inspect(text, int) is
+comment on function pgque.dlq_inspect(text, int, pgque.caller) is
   'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
-comment on function pgque.dlq_replay(bigint) is
+comment on function pgque.dlq_replay(bigint, pgque.caller) is
   'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
   'PQ008 no such dead letter, PQ013 the queue is paused.';
-comment on function pgque.dlq_replay_all(text) is
+comment on function pgque.dlq_replay_all(text, pgque.caller) is
   'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
-comment on function pgque.dlq_requeue(bigint) is
+comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Returns the message''s id. '
   'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
-comment on function pgque.dlq_requeue_all(text, int) is
+comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
-comment on function pgque.dlq_purge(text, interval) is
+comment on function pgque.dlq_purge(text, interval, pgque.caller) is
   'Deletes the dead letters of a queue that died longer ago than older_than, and returns their number. PQ001 no such queue.';
 
 -- queues
 comment on function pgque.create_queue(text, jsonb) is
   'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
   'parameters of set_queue_config. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
-comment on function pgque.alter_queue(text, jsonb) is
+comment on function pgque.grant_queue(text, text, text) is
+  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and all that pgque_admin does '
+  'with a queue). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+comment on function pgque.revoke_queue(text, text, text) is
+  'Takes back what grant_queue gave; the role stays a member of pgque_user, which is no right to any queue. 1, or 0 if the role did not have it. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
   'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
 comment on function pgque.set_queue_config(text, text, text) is
   'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retention_period (7 days), rotation_period (2 hours), ticker_max_count (500 events), '
   'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused, external_ticker (false). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
-comment on function pgque.queue_config(text) is
+comment on function pgque.queue_config(text, pgque.caller) is
   'The parameters of a queue with the values in force. PQ001 no such queue.';
-comment on function pgque.pause(text) is
+comment on function pgque.pause(text, pgque.caller) is
   'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
-comment on function pgque.resume(text) is
+comment on function pgque.resume(text, pgque.caller) is
   'Opens a paused queue again. PQ001 no such queue.';
-comment on function pgque.drop_queue(text, boolean) is
+comment on function pgque.drop_queue(text, boolean, pgque.caller) is
   'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. PQ001 no such queue, PQ006 it has consumers.';
 
 -- run
 comment on function pgque.ticker() is
   'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.ticker(text) is
+comment on function pgque.ticker(text, pgque.caller) is
   'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
   'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.ticker(text, bigint, timestamptz, bigint) is
+comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
   'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
   'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.force_next_tick(text) is
+comment on function pgque.force_next_tick(text, pgque.caller) is
   'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
 comment on function pgque.force_tick(text) is
   'Same as force_next_tick.';
@@ -8326,35 +8494,35 @@ comment on function pgque.version() is
   'The version of pgque in this database.';
 comment on function pgque.clock() is
   'The time as pgque sees it. Tests replace it to move time.';
-comment on function pgque.get_queue_info(text) is
+comment on function pgque.get_queue_info(text, pgque.caller) is
   'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick. PQ001 no such queue.';
-comment on function pgque.get_consumer_info(text, text) is
+comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'All consumers and workers, or those of a queue, or one: lag (age of what it has finished), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
-comment on function pgque.tick_for(text, text) is
+comment on function pgque.tick_for(text, text, pgque.caller) is
   'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
-comment on function pgque.next_tick(text, bigint, bigint, int, bigint) is
+comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
   'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
   'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
-comment on function pgque.split_window(text, bigint, bigint, int) is
+comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
   'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
   'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
-comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int) is
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
   'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
   'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
   'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int) is
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
-comment on function pgque.seek(text, text, bigint, boolean) is
+comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
   'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
-comment on function pgque.open_stream(text, text, text) is
+comment on function pgque.open_stream(text, text, text, pgque.caller) is
   'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
   'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
-comment on function pgque.dead(text, text, bigint[], text[]) is
+comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
   'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
-comment on function pgque.peek(text, int, text) is
+comment on function pgque.peek(text, int, text, pgque.caller) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
@@ -8365,6 +8533,8 @@ comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
 -- types
+comment on domain pgque.caller is
+  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave it out.';
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
 comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
 comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
@@ -8416,6 +8586,10 @@ comment on column pgque.queue.queue_created_at is 'When it was created.';
 comment on column pgque.queue.queue_xid is 'Transaction that wrote this row last.';
 comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
 comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
+comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
+comment on column pgque.queue_right.right_queue is 'The queue.';
+comment on column pgque.queue_right.right_role is 'The role.';
+comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
 comment on table pgque.consumer is 'Names of consumers.';
 comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
@@ -8509,45 +8683,45 @@ comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], inter
   'The same for jsonb.';
 comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
   'The same for bytes.';
-comment on function pgque.ack(bigint, bigint[]) is
+comment on function pgque.ack(bigint, bigint[], pgque.caller) is
   'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
   'lost to another worker, batch not open. With archive_on_ack they are kept in the archive.';
 comment on function pgque.dead(bigint, bigint[], text) is
   'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
-comment on function pgque.archive(bigint, bigint[]) is
+comment on function pgque.archive(bigint, bigint[], pgque.caller) is
   'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
-comment on function pgque.release(bigint, bigint[]) is
+comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
-comment on function pgque.set_visibility(bigint, interval) is
+comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
   'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
-comment on function pgque.extend(bigint, interval) is
+comment on function pgque.extend(bigint, interval, pgque.caller) is
   'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
-comment on function pgque.list_workers(text, text) is
+comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
-comment on function pgque.reclaim(text, text, interval) is
+comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches.';
-comment on function pgque.list_poison(text, int) is
+comment on function pgque.list_poison(text, int, pgque.caller) is
   'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
-comment on function pgque.archive_poison(text) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
-comment on function pgque.list_messages(text, text, int) is
+comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
+comment on function pgque.list_messages(text, text, int, pgque.caller) is
   'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
   'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
-comment on function pgque.message_status(text, bigint) is
+comment on function pgque.message_status(text, bigint, pgque.caller) is
   'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
-comment on function pgque.purge(text) is
+comment on function pgque.purge(text, pgque.caller) is
   'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
-comment on function pgque.purge_key(text, text) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
-comment on function pgque.archive_list(text, int, timestamptz) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
-comment on function pgque.archive_replay(bigint) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
-comment on function pgque.archive_purge(text, timestamptz) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
-comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
+comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
+comment on function pgque.rename_queue(text, text, pgque.caller) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
 comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 comment on function pgque.set_schedule(text, text) is
   'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired; off by default). '
   'every is an interval, an empty string turns it off. PQ005 for an invalid one, and the old one stays.';
-comment on function pgque.expire_messages(text) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
-comment on function pgque.delete_expired(text) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
+comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
+comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
 comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
 comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
@@ -8562,7 +8736,8 @@ comment on table pgque.roster_1 is 'For workers, where the messages of big windo
 -- ---------------------------------------------------------------------------
 
 -- Which role may call what: one row a function name, all its signatures.  A
--- function that is not named here can be called by nobody but the owner.
+-- function that is not named here can be called by nobody but the owner.  What
+-- asks whose call it is (its last argument) may be called by pgque_user too.
 create or replace function pgque._grants() returns table (func_name text, role_name text)
 language sql immutable as $$
   values
@@ -8570,6 +8745,33 @@ language sql immutable as $$
     ('version', 'pgque_writer'),
     ('clock', 'pgque_reader'),
     ('clock', 'pgque_writer'),
+    -- what has no rights of its own
+    ('version', 'pgque_user'),
+    ('clock', 'pgque_user'),
+    ('send', 'pgque_user'),
+    ('send_batch', 'pgque_user'),
+    ('send_idem', 'pgque_user'),
+    ('insert_event', 'pgque_user'),
+    ('jsontriga', 'pgque_user'),
+    ('logutriga', 'pgque_user'),
+    ('sqltriga', 'pgque_user'),
+    ('_row_event', 'pgque_user'),
+    ('_url_encode', 'pgque_user'),
+    ('_headers', 'pgque_user'),
+    ('_bad_headers', 'pgque_user'),
+    ('_no_payloads', 'pgque_user'),
+    ('register_consumer', 'pgque_user'),
+    ('unregister_consumer', 'pgque_user'),
+    ('ack', 'pgque_user'),
+    ('finish_batch', 'pgque_user'),
+    ('next_batch', 'pgque_user'),
+    ('next_batch_info', 'pgque_user'),
+    ('subscribe_subconsumer', 'pgque_user'),
+    ('unsubscribe_subconsumer', 'pgque_user'),
+    ('dead', 'pgque_user'),
+    ('event_retry', 'pgque_user'),
+    ('set_queue_config', 'pgque_user'),
+    ('force_tick', 'pgque_user'),
     -- produce
     ('send', 'pgque_writer'),
     ('send_batch', 'pgque_writer'),
@@ -8599,6 +8801,8 @@ language sql immutable as $$
     ('unregister_consumer', 'pgque_reader'),
     ('receive', 'pgque_reader'),
     ('ack', 'pgque_reader'),
+    ('_ack', 'pgque_reader'),
+    ('_dead', 'pgque_reader'),
     ('finish_batch', 'pgque_reader'),
     ('nack', 'pgque_reader'),
     ('archive', 'pgque_reader'),
@@ -8637,6 +8841,8 @@ language sql immutable as $$
     ('status', 'pgque_reader'),
     -- operate
     ('create_queue', 'pgque_admin'),
+    ('grant_queue', 'pgque_admin'),
+    ('revoke_queue', 'pgque_admin'),
     ('alter_queue', 'pgque_admin'),
     ('set_queue_config', 'pgque_admin'),
     ('pause', 'pgque_admin'),
@@ -8691,13 +8897,14 @@ $$;
 
 -- An upgrade leaves functions behind whose arguments changed, and a call could
 -- then mean either.  What is ours by name and older than version(), the first
--- function that this file makes, goes.
+-- function that this file makes, goes, or gets out of the way if a view is made
+-- of it.
 do $$
 declare
   v_func  record;
 begin
   for v_func in
-    select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind
+    select p.oid::regprocedure as sig, p.proname, case p.prokind when 'p' then 'procedure' else 'function' end as kind
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
@@ -8707,7 +8914,10 @@ begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
     exception
       when dependent_objects_still_exist then
-        raise warning 'pgque: % of an earlier version is in use', v_func.sig;
+        raise warning 'pgque: % of an earlier version is in use; make what uses it anew', v_func.sig;
+        if left(v_func.proname, 1) <> '_' then
+          execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
+        end if;
     end;
   end loop;
 end
@@ -8722,19 +8932,23 @@ begin
   -- Only what default privileges gave away: to revoke writes to the catalog,
   -- and an upgrade shall not meet a rotation there.
   perform pgque._keep_from_public(c.oid::regclass::text) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relacl is not null;
-  grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin;
+  grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin, pgque_user;
   for v_func in
     select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,
-      (select string_agg(g.role_name, ', ') from pgque._grants() g where g.func_name = p.proname) as roles
+      (select string_agg(g.role_name, ', ') from (
+        select g.role_name from pgque._grants() g where g.func_name = p.proname
+        union
+        select 'pgque_user' where 'pgque.caller'::regtype = any (p.proargtypes)
+      ) g) as roles
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
   loop
-    execute format('revoke all on %s %s from public, pgque_reader, pgque_writer, pgque_admin', v_func.kind, v_func.sig);
+    execute format('revoke all on %s %s from public, pgque_reader, pgque_writer, pgque_admin, pgque_user', v_func.kind, v_func.sig);
     if v_func.roles is not null then
       execute format('grant execute on %s %s to %s', v_func.kind, v_func.sig, v_func.roles);
     end if;
   end loop;
-  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'archive', 'config'] loop
+  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'archive', 'config', 'queue_right'] loop
     if not has_table_privilege('pgque_admin', 'pgque.' || v_table, 'select') then
       execute format('grant select on pgque.%I to pgque_admin', v_table);
     end if;
@@ -8777,5 +8991,7 @@ declare
 begin
   perform set_config('search_path', current_setting('pgque.path_before'), v_local);
   perform set_config('pgque.path_before', '', v_local);
+  perform set_config('check_function_bodies', current_setting('pgque.bodies_before'), v_local);
+  perform set_config('pgque.bodies_before', '', v_local);
 end
 $$;

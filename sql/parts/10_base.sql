@@ -13,6 +13,10 @@ begin
   v_local := exists (select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgque');
   perform pg_catalog.set_config('pgque.path_before', pg_catalog.current_setting('search_path'), v_local);
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', v_local);
+  -- Until the last part, functions of an earlier version with other arguments
+  -- make calls ambiguous.
+  perform pg_catalog.set_config('pgque.bodies_before', pg_catalog.current_setting('check_function_bodies'), v_local);
+  perform pg_catalog.set_config('check_function_bodies', 'off', v_local);
   if to_regnamespace('pgque') is null then
     create schema pgque;
     revoke all on schema pgque from public;   -- what default privileges gave
@@ -54,6 +58,15 @@ begin
   end if;
   if to_regrole('pgque_admin') is null then
     create role pgque_admin in role pgque_reader, pgque_writer;
+  end if;
+  if to_regrole('pgque_user') is null then
+    create role pgque_user;
+  end if;
+  -- Who calls a function.  Inside one that runs with its owner's rights nothing
+  -- says so any more; but the default of an argument is evaluated outside, and
+  -- so is the check of a value that somebody passes there himself.
+  if to_regtype('pgque.caller') is null then
+    create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
 end
 $$;

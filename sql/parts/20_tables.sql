@@ -103,6 +103,16 @@ create table if not exists pgque.tick (
   tick_event_seq  bigint not null
 ) partition by list (slot);
 
+-- Who may do what with one queue; see "rights".
+create table if not exists pgque.queue_right (
+  right_queue  int not null
+    constraint queue_right_queue_fkey references pgque.queue,
+  right_role   regrole not null,
+  right_name   text not null
+    constraint queue_right_known check (right_name in ('produce', 'consume', 'admin')),
+  constraint queue_right_pkey primary key (right_queue, right_role, right_name)
+);
+
 -- Leaves of dropped queues, waiting until they can go without stopping anyone.
 create table if not exists pgque.dropped_queue (
   queue_id  int not null constraint dropped_queue_pkey primary key

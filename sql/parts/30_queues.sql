@@ -2,8 +2,9 @@
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
 
--- The row of a queue that is named, or meant by its queue_uid; or PQ001.
-create or replace function pgque._queue(p_queue text) returns pgque.queue
+-- The row of a queue that is named, or meant by its queue_uid; or PQ001.  Who
+-- has no right to it gets 42501, whether it exists or not.
+create or replace function pgque._queue(p_queue text, p_caller name default current_user, p_right text default 'see') returns pgque.queue
 language plpgsql as $$
 declare
   v_queue  pgque.queue;
@@ -12,7 +13,9 @@ begin
   if not found and p_queue ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     select q.* into v_queue from pgque.queue q where q.queue_uid = p_queue::uuid;
   end if;
-  if v_queue.queue_id is null then
+  if not pgque._may(p_caller, p_right, v_queue.queue_id) then
+    perform pgque._no_right(p_caller, p_right, p_queue);
+  elsif v_queue.queue_id is null then
     perform pgque._no_queue(p_queue);
   end if;
   return v_queue;
@@ -138,7 +141,7 @@ $$;
 
 -- The value of a setting as SQL.  Null is the default: the global one, or else
 -- the column's.  A queue as a value is its id.
-create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text) returns text
+create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text, p_caller name) returns text
 language plpgsql as $$
 declare
   v_type  text := pgque._setting_type(p_param);
@@ -152,7 +155,7 @@ begin
   if p_value is null then
     return 'default';
   elsif v_type = 'queue' then
-    return pgque._dead_letter_target(p_value, p_queue);
+    return pgque._dead_letter_target(p_value, p_queue, p_caller);
   end if;
   return pg_catalog.format('%L::%s', p_value, v_type);
 end
@@ -160,15 +163,17 @@ $$;
 
 -- The id of the queue that shall take another one's dead letters.  A name that
 -- ends in .dlq makes it if it is new.
-create or replace function pgque._dead_letter_target(p_target text, p_queue text) returns int
+create or replace function pgque._dead_letter_target(p_target text, p_queue text, p_caller name) returns int
 language plpgsql as $$
 declare
   v_target  pgque.queue;
 begin
-  if p_target like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target) then
+  if p_target like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target)
+    and pgque._may(p_caller, 'produce', null)
+  then
     perform pgque._create_queue(p_target, '{}');
   end if;
-  v_target := pgque._queue(p_target);
+  v_target := pgque._queue(p_target, p_caller, 'produce');
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
@@ -182,7 +187,7 @@ end
 $$;
 
 -- Columns and SQL values of the settings in a JSON object.
-create or replace function pgque._settings_sql(p_queue text, p_config jsonb, out columns text[], out vals text[])
+create or replace function pgque._settings_sql(p_queue text, p_config jsonb, p_caller name, out columns text[], out vals text[])
 language plpgsql as $$
 declare
   v_pair   record;
@@ -205,7 +210,7 @@ begin
         hint = 'A setting goes by its name with or without queue_, not by both.';
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
-    vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue);
+    vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
   end loop;
 end
 $$;
@@ -259,7 +264,7 @@ declare
 begin
   perform pgque._init();
   v_settings := pgque._settings_sql(p_queue,
-    (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config));
+    (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config), current_user);
   -- Two sessions that create one name meet here; the second sees the first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(p_queue));
   if exists (select from pgque.queue q where q.queue_name = p_queue) then
@@ -316,14 +321,14 @@ language sql volatile as $$
 $$;
 
 -- Sets several parameters at once: all of them or, on an error, none.
-create or replace function pgque.alter_queue(queue_name text, config jsonb) returns int
+create or replace function pgque.alter_queue(queue_name text, config jsonb, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue     pgque.queue := pgque._queue(alter_queue.queue_name);
+  v_queue     pgque.queue := pgque._queue(alter_queue.queue_name, caller, 'admin');
   v_settings  record;
   v_sets      text;
 begin
-  v_settings := pgque._settings_sql(v_queue.queue_name, alter_queue.config);
+  v_settings := pgque._settings_sql(v_queue.queue_name, alter_queue.config, caller);
   select string_agg(c.col || ' = ' || c.val || ', ', '') into v_sets
   from unnest(v_settings.columns, v_settings.vals) c (col, val);
   if v_sets is not null then
@@ -351,10 +356,10 @@ create or replace function pgque.set_queue_config(queue_name text, param_name te
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 
 -- The values in force, one row a parameter.
-create or replace function pgque.queue_config(queue_name text) returns table (param_name text, param_value text)
+create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(queue_config.queue_name);
+  v_queue  pgque.queue := pgque._queue(queue_config.queue_name, caller, 'see');
 begin
   return query
     select substr(e.key, 7),
@@ -385,7 +390,7 @@ begin
       message = 'dead_letter_queue has no global default',
       hint = 'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.';
   end if;
-  v_value := pgque._setting_sql(v_param, $2, null);
+  v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
     -- The range that the column's constraint names.
     execute format('select true from (select %s as %I) q where %s',
@@ -416,10 +421,10 @@ end
 $$;
 
 -- Gives a queue another name; its id, queue_uid, stays.
-create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
+create or replace function pgque.rename_queue(queue_name text, new_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   perform pgque._check_queue_name($2);
   update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
@@ -435,19 +440,19 @@ $$;
 
 -- Closes a queue for senders (PQ013) until resume(); consumers drain what is
 -- there.
-create or replace function pgque.pause(queue_name text) returns void
+create or replace function pgque.pause(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(pause.queue_name);
+  v_queue  pgque.queue := pgque._queue(pause.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
 
-create or replace function pgque.resume(queue_name text) returns void
+create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(resume.queue_name);
+  v_queue  pgque.queue := pgque._queue(resume.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
@@ -456,13 +461,13 @@ $$;
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
 -- Its leaves are emptied at once; they are detached and dropped when that can
 -- be done without making any other queue wait, here or by maint().
-create or replace function pgque.drop_queue(queue_name text, force boolean default false) returns int
+create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue;
   v_leaf   text;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(drop_queue.queue_name)).queue_id for no key update;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(drop_queue.queue_name, caller, 'admin')).queue_id for no key update;
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
@@ -490,6 +495,7 @@ begin
   delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
+  delete from pgque.queue_right r where r.right_queue = v_queue.queue_id;
   delete from pgque.queue q where q.queue_id = v_queue.queue_id;
   for v_leaf in select l.leaf from pgque._leaves(v_queue.queue_id) l where to_regclass(l.leaf) is not null loop
     execute 'truncate ' || v_leaf;

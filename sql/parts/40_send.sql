@@ -45,7 +45,7 @@ $$;
 -- (see sql/README.md, "Writers and rotation").
 create or replace function pgque._send(
   p_queue text, p_type text, p_data text,
-  p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea
+  p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea, caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -67,10 +67,12 @@ begin
     p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = p_queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1))
+  where q.queue_name = p_queue and q.queue_open
+    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
+    and (q.queue_max_depth = 0 or pgque._room(q, 1))
   returning event.ev_id into v_id;
   if v_id is null then
-    return pgque._send(pgque._need_open(p_queue), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
+    return pgque._send(pgque._need_open(p_queue, caller), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
   end if;
   return v_id;
 end
@@ -78,10 +80,10 @@ $$;
 
 -- The name of a queue that takes events.  Says why it takes none, or, when it
 -- came out of a dump, makes it take them.
-create or replace function pgque._need_open(p_queue text) returns text
+create or replace function pgque._need_open(p_queue text, p_caller name default current_user) returns text
 language plpgsql as $$
 declare
-  v_queue  pgque.queue := pgque._queue(p_queue);
+  v_queue  pgque.queue := pgque._queue(p_queue, p_caller, 'produce');
 begin
   if v_queue.queue_paused then
     raise exception using
@@ -123,16 +125,16 @@ $$;
 -- Sends a message with options.
 create or replace function pgque._send_as(
   p_queue text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
-  p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text
+  p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text, caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   if p_key is null and p_delay is null and p_deliver_at is null and p_ttl is null then
-    return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes);
+    return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes, caller);
   end if;
   return (pgque._send_all(p_queue, p_type,
     case when p_bytes is null then array[p_data] end, case when p_bytes is not null then array[p_bytes] end,
-    array[p_headers], array[p_key], array[p_delay], array[p_deliver_at], array[p_ttl], array[p_partition_key]))[1];
+    array[p_headers], array[p_key], array[p_delay], array[p_deliver_at], array[p_ttl], array[p_partition_key], caller))[1];
 end
 $$;
 
@@ -141,7 +143,7 @@ $$;
 -- returned.  What is delayed waits in the retry queue, for everybody (owner 0).
 create or replace function pgque._send_all(
   p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
-  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
+  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[], caller pgque.caller default current_user
 ) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -158,7 +160,7 @@ begin
   -- Counted from 1, whatever the caller's arrays are.
   p_data := p_data[:]; p_bytes := p_bytes[:]; p_headers := p_headers[:]; p_keys := p_keys[:]; p_delays := p_delays[:];
   p_deliver_ats := p_deliver_ats[:]; p_ttls := p_ttls[:]; p_partition_keys := p_partition_keys[:];
-  v_queue := pgque._queue(p_queue);
+  v_queue := pgque._queue(p_queue, caller, 'produce');
   select string_agg(a.name, ', ') into v_wrong
   from (values ('headers', cardinality(p_headers)), ('keys', cardinality(p_keys)), ('delays', cardinality(p_delays)),
     ('deliver_ats', cardinality(p_deliver_ats)), ('ttls', cardinality(p_ttls)), ('partition_keys', cardinality(p_partition_keys))) a (name, n)
@@ -422,7 +424,7 @@ language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
-create or replace function pgque._send_many(queue_name text, type_name text, payloads text[]) returns bigint[]
+create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8;
@@ -436,7 +438,9 @@ begin
   v_txid := pg_current_xact_id();
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
-  where q.queue_name = $1 and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
+  where q.queue_name = $1 and q.queue_open
+    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
+    and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)
@@ -451,7 +455,7 @@ begin
       return v_ids;
     end if;
   end if;
-  return pgque._send_many(pgque._need_open($1), $2, $3);
+  return pgque._send_many(pgque._need_open($1, caller), $2, $3);
 end
 $$;
 
@@ -514,12 +518,12 @@ $$;
 -- not show what the first did gets 40001.
 create or replace function pgque.send_idem(
   queue text, type text, payload text, idem_key text,
-  ttl interval default '1 hour', partition_key text default null,
+  ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
   out event_id bigint, out deduped boolean
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'produce');
   v_last   pgque.idempotency_0;
   v_leaf   int;
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');

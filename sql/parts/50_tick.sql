@@ -148,10 +148,10 @@ $$;
 
 -- Ticks a queue now if there is a reason; null if there was none.  Waits for
 -- another ticker of the same queue.
-create or replace function pgque.ticker(queue_name text) returns bigint
+create or replace function pgque.ticker(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
 begin
   if v_queue.queue_external_ticker then
     raise exception using
@@ -204,10 +204,10 @@ end
 $$;
 
 -- Stores a tick whose id, time and event sequence another system decided.
-create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint) returns bigint
+create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(ticker.queue_name);
+  v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last   pgque.tick;
 begin
   perform pgque._need_read_committed('a tick');
@@ -219,7 +219,7 @@ begin
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
-  v_queue := pgque._queue(ticker.queue_name);
+  v_queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     raise exception using
@@ -239,10 +239,10 @@ $$;
 -- Makes the next ticker() tick the queue whether or not anything happened.
 -- The wish is kept in a sequence, so it leaves no row behind.  Returns the id
 -- of the newest tick.
-create or replace function pgque.force_next_tick(queue_name text) returns bigint
+create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name);
+  v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
 begin
   perform setval(v_queue.queue_tick_seq, v_last + 1);

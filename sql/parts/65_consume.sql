@@ -4,7 +4,7 @@
 
 -- The subscriber for a queue and a consumer, or a worker of it, without a
 -- lock; PQ001 or PQ011 if there is none.
-create or replace function pgque._subscriber(p_queue text, p_consumer text) returns pgque.subscriber
+create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
 language plpgsql as $$
 declare
   v_sub  pgque.subscriber;
@@ -13,9 +13,10 @@ begin
   from pgque.queue q
   join pgque.consumer c on c.co_name = p_consumer
   join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-  where q.queue_name = p_queue;
+  where q.queue_name = p_queue
+    and (p_caller = current_user or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
-    if (pgque._queue(p_queue)).queue_name <> p_queue then
+    if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue then
       return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
     end if;
     raise exception using
@@ -108,14 +109,14 @@ $$;
 -- 1 when new, 0 when it was subscribed already (its position stays).
 -- keyed_order is for workers: messages with one key, or else one partition key,
 -- are handed out one at a time, in order.
-create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false) returns int
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_new  int := pgque._subscribe($1, $2, 'normal', $3);
+  v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
   v_sub  pgque.subscriber;
 begin
   if $4 is true then
-    v_sub := pgque._subscriber($1, $2);
+    v_sub := pgque._subscriber($1, $2, caller);
     if v_new = 0 and not v_sub.sub_keyed then
       raise exception using
         errcode = 'PQ006',
@@ -129,14 +130,14 @@ begin
 end
 $$;
 
-create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text) returns int
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
 declare
   v_queue  pgque.queue;
   v_co     int;
 begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue)).queue_id for share;
+  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue, p_caller, 'consume')).queue_id for share;
   if not found then
     perform pgque._no_queue(p_queue);
   end if;
@@ -179,20 +180,20 @@ language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
 
 -- Subscribes at a tick, or moves a known consumer there: its open batch is
 -- dropped.  1 when new, 0 when moved.
-create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint) returns int
+create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
-    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false);
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false, caller);
   end if;
-  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false) = 1 then
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false, caller) = 1 then
     return 1;
   end if;
-  v_queue := pgque._queue(register_consumer_at.queue_name);
-  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name)).sub_id);
+  v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
+  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
@@ -201,10 +202,10 @@ $$;
 
 -- Removes a consumer from a queue, with its workers and its waiting retries.
 -- Its dead letters stay.  Returns the number of subscribers removed.
-create or replace function pgque.unsubscribe(queue_name text, consumer_name text) returns int
+create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name);
+  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name, caller, 'consume');
   v_main   int;
   v_count  int;
   v_rows   int;
@@ -365,7 +366,7 @@ $$;
 -- gets others (see "workers").  ack_batch is finished first.
 create or replace function pgque.receive(
   queue_name text, consumer_name text, max_return int default 100, worker text default null,
-  visibility_timeout interval default null, ack_batch bigint default null
+  visibility_timeout interval default null, ack_batch bigint default null, caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
@@ -398,13 +399,13 @@ begin
       message = format('max_return must be at least 1, for queue %I', receive.queue_name),
       hint = 'It is the greatest number of messages to hand out.';
   end if;
-  v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name);
+  v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
   if v_sub.sub_role <> 'coop_main' and receive.worker is not null then
-    return query select * from pgque._hand_out(v_sub, v_max, receive.worker, receive.visibility_timeout, receive.ack_batch);
+    return query select * from pgque._hand_out(v_sub, v_max, receive.worker, receive.visibility_timeout, pgque._batch_for(caller, receive.ack_batch));
     return;
   end if;
   if receive.ack_batch is not null then
-    perform pgque.ack(receive.ack_batch);
+    perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
   end if;
   if receive.visibility_timeout is not null then
     raise exception using
@@ -642,7 +643,7 @@ $$;
 
 -- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
 -- is not open.
-create or replace function pgque.ack(batch_id bigint) returns int
+create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub      int;
@@ -654,22 +655,23 @@ begin
   select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
-  where (s.sub_id & 1048575) = (ack.batch_id & 1048575)::int;
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
+    and (caller = current_user or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if v_archive then
     if v_role = 'pool' then
-      perform pg_advisory_xact_lock(ack.batch_id);
-      if not pgque._still_whole(v_sub, ack.batch_id) then
+      perform pg_advisory_xact_lock(p_batch);
+      if not pgque._still_whole(v_sub, p_batch) then
         return 0;
       end if;
     end if;
-    select count(*) into v_count from pgque._settle(ack.batch_id, null, 'archive', null, 'acked');
+    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked');
     if v_role = 'pool' then
       return (v_count > 0)::int;
     end if;
   elsif v_role = 'pool' then
-    return pgque._close_lease(v_sub, ack.batch_id);
+    return pgque._close_lease(v_sub, p_batch);
   end if;
-  v_batch := pgque._lock_batch(ack.batch_id);
+  v_batch := case when v_sub is not null then pgque._lock_batch(p_batch) end;
   if v_batch.pos_sub is null then
     return 0;
   end if;
@@ -678,6 +680,9 @@ begin
 end
 $$;
 
+create or replace function pgque.ack(batch_id bigint) returns int
+language sql as $$ select pgque._ack($1) $$;
+
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
 
@@ -685,14 +690,14 @@ language sql as $$ select pgque.ack($1) $$;
 -- what receive() left of one.  An open batch comes again.  Null if there is no
 -- further tick.
 create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_batch  pgque.position_0;
   v_prev   pgque.tick;
   v_cur    pgque.tick;
@@ -703,7 +708,7 @@ begin
     return;
   end if;
   v_batch := pgque._lock_position(v_sub.sub_id);
-  perform pgque._need_alone(pgque._subscriber($1, $2), $1, $2);
+  perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
   v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
   if v_batch.pos_batch is null then
     if v_batch.pos_next_tick is null then
@@ -826,14 +831,14 @@ $$;
 
 -- The events of an open batch in the order of their ids.
 create or replace function pgque.get_batch_events(
-  batch_id bigint,
+  batch_id bigint, caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_open  record := pgque._open_batch($1);
+  v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
   v_sub   pgque.subscriber := v_open.sub;
   v_rows  pgque.event[];
   v_said  pgque.event[];
@@ -904,13 +909,13 @@ language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
 
 -- What an open batch spans.
 create or replace function pgque.get_batch_info(
-  batch_id bigint,
+  batch_id bigint, caller pgque.caller default current_user,
   out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
   out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_open  record := pgque._open_batch($1);
+  v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
   v_sub   pgque.subscriber := v_open.sub;
   v_prev  pgque.tick;
   v_cur   pgque.tick;

@@ -21,10 +21,10 @@ $$;
 
 -- The id of a tick: 'earliest', 'latest', an id (PQ015 if it is gone), or a time:
 -- the last tick before it.
-create or replace function pgque.tick_for(queue_name text, start_at text) returns bigint
+create or replace function pgque.tick_for(queue_name text, start_at text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
   if $2 ~ '^[0-9]{1,18}$' then
     return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
@@ -37,11 +37,11 @@ $$;
 -- max_events and as max_ticks allow, at least one, and none beyond upto.  Null
 -- if there is no further tick.
 create or replace function pgque.next_tick(
-  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null
+  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_after  pgque.tick;
   v_tick   pgque.tick;
   v_last   bigint;
@@ -76,11 +76,11 @@ $$;
 -- A row is arguments of read_window().  The same window is cut the same way as
 -- long as its ticks are there.
 create or replace function pgque.split_window(
-  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, out part int
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_from   pgque.tick;
   v_to     pgque.tick;
   v_share  bigint;
@@ -132,11 +132,11 @@ $$;
 -- message's lifetime is held against the window's end, not the clock, and each
 -- body that was sent for a key is a row (owner 0), with the id of the first.
 create or replace function pgque._window_sql(
-  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_caller name
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
-  v_queue  pgque.queue := pgque._queue(p_queue);
+  v_queue  pgque.queue := pgque._queue(p_queue, p_caller, 'consume');
   v_from   pgque.tick;
   v_to     pgque.tick;
   v_cond   text;
@@ -161,21 +161,21 @@ $$;
 -- consumer stands at from_tick or before, it returns the same rows for ever.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0,
+  parts int default 1, part int default 0, caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
-  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7);
+  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, caller);
 end
 $$;
 
 -- The same as a cursor to fetch from: nothing is stored on the way.
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0
+  parts int default 1, part int default 0, caller pgque.caller default current_user
 ) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
 declare
@@ -187,17 +187,17 @@ begin
       message = format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
       hint = 'Pass any name that is free in this transaction, and FETCH from it.';
   end if;
-  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8);
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, caller);
 end
 $$;
 
 -- Moves a consumer forward to a tick, or with force back too; its open batch is
 -- dropped.  Returns the tick where it stands then: a tick that it has passed
 -- changes nothing.
-create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false) returns bigint
+create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
   v_position  pgque.position_0;
 begin
@@ -217,7 +217,7 @@ $$;
 -- Begins to read as a consumer whose offsets are kept elsewhere: subscribes it
 -- at start_at if it is new, keeps every other session from doing the same until
 -- this one ends (PQ006), and returns the tick where it stands.
-create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest') returns bigint
+create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub     pgque.subscriber;
@@ -225,8 +225,8 @@ declare
   v_key     int;
   v_holder  record;
 begin
-  perform pgque._subscribe($1, $2, 'normal', $3);
-  v_sub := pgque._subscriber($1, $2);
+  perform pgque._subscribe($1, $2, 'normal', $3, caller);
+  v_sub := pgque._subscriber($1, $2, caller);
   perform pgque._need_alone(v_sub, $1, $2);
   v_key := hashtext(v_sub.sub_queue || ' ' || v_sub.sub_consumer);
   if not pg_try_advisory_lock(v_class, v_key) then
@@ -247,12 +247,12 @@ $$;
 
 -- Puts messages that lie behind a consumer's position among its dead letters,
 -- once each, with a reason each.  For readers that have no batch.
-create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[]) returns setof pgque.outcome
+create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub       pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_position  pgque.position_0 := pgque._position(v_sub.sub_id);
-  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1))).tick_snapshot);
+  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot);
   v_rows      pgque.event[];
 begin
   perform pgque._need_alone(v_sub, $1, $2);

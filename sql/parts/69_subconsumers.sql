@@ -51,7 +51,7 @@ $$;
 -- on its own is changed only if convert_normal says so: its open batch is
 -- closed without being finished, and its messages come again.
 create or replace function pgque.register_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -64,13 +64,13 @@ begin
       message = format('invalid worker name for consumer %I of queue %I', $2, $1),
       hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
   end if;
-  perform pgque._subscribe($1, $2, 'coop_main', 'latest');
-  v_main := pgque._subscriber($1, $2);
+  perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);
+  v_main := pgque._subscriber($1, $2, caller);
   if pgque._find_worker(v_main.sub_id, $3) is not null then
     return 0;
   end if;
   v_position := pgque._lock_position(v_main.sub_id);
-  v_main := pgque._subscriber($1, $2);
+  v_main := pgque._subscriber($1, $2, caller);
   if v_main.sub_role = 'pool' then
     raise exception using
       errcode = 'PQ006',
@@ -106,11 +106,11 @@ language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
 -- Removes a worker.  If it holds a batch: with batch_handling 0 that is an
 -- error (PQ006), with 1 its messages go through retry and dead letters.
 create or replace function pgque.unregister_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_main      pgque.subscriber := pgque._subscriber($1, $2);
+  v_main      pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_sub       int;
   v_position  pgque.position_0;
 begin
@@ -140,12 +140,12 @@ create or replace function pgque.unsubscribe_subconsumer(
 language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
 
 -- Says that a worker is alive, so that dead_interval counts from now.
-create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text) returns int
+create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_position  pgque.position_0;
 begin
-  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2), $3));
+  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2, caller), $3));
   perform pgque._append_position(v_position, pgque._carry_over(v_position));
   return 1;
 end
@@ -210,11 +210,11 @@ $$;
 -- first use.  Every worker gets messages of its own.  With dead_interval, the
 -- batch of a worker that was silent for longer is taken over first.
 create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  int := (pgque._queue($1)).queue_id;
+  v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
   v_main   int;
 begin
   select s.sub_id into v_main
@@ -223,7 +223,7 @@ begin
   where c.co_name = $2;
   if pgque._find_worker(v_main, $3) is null then
     perform pgque.register_subconsumer($1, $2, $3);
-    v_main := (pgque._subscriber($1, $2)).sub_id;
+    v_main := (pgque._subscriber($1, $2, caller)).sub_id;
   end if;
   if $5 is not null then
     perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $5);

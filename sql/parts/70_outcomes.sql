@@ -267,33 +267,33 @@ $$;
 -- as the queue's retry_backoff says, or after a minute), or, if its attempts are
 -- used up, it goes the way of drop_policy.  The rest of the batch is not
 -- touched; ack() finishes it.
-create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null) returns int
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
   return 1;
 end
 $$;
 
-create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null) returns int
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle($1, array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
   return 1;
 end
 $$;
 
 -- The same for many messages, set-based; one row each with its outcome.
-create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null)
+create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
 end
 $$;
 
 -- Finishes some messages of a batch; the others stay with it.
-create or replace function pgque.ack(batch_id bigint, msg_ids bigint[]) returns setof pgque.outcome
+create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_archive  boolean;
@@ -302,23 +302,26 @@ begin
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle($1, coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
 end
 $$;
 
 -- Gives messages up at once, as if their attempts were used up.
-create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle($1, coalesce($2, '{}'), 'dead', null, $3) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3) f;
 end
 $$;
 
+create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+language sql as $$ select * from pgque._dead($1, $2, $3) $$;
+
 -- Finishes messages, all of the batch by default, and keeps them in the archive.
-create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null) returns setof pgque.outcome
+create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle($1, $2, 'archive', null, 'archived') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived') f;
 end
 $$;
 
@@ -337,9 +340,10 @@ $$;
 
 -- Hands messages back, to be taken at once by any worker; their receive_count
 -- stays.  Returns their number.
-create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null) returns int
+create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   return (select count(*) from pgque._settle($1, $2, 'release', null, null) f where f.ok);
 end
@@ -347,9 +351,10 @@ $$;
 
 -- Sets when a lease ends, counted from now; 0 is release().  Returns the number
 -- of messages still held: 0 when the batch is lost.
-create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval) returns int
+create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
     return pgque.release($1);
@@ -360,7 +365,7 @@ $$;
 
 -- Adds to a lease; never shortens it.  Returns the number of messages still
 -- held: 0 when the batch is lost.
-create or replace function pgque.extend(batch_id bigint, by interval) returns int
+create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    int;
@@ -370,6 +375,7 @@ declare
   v_count  int := 0;
   v_held   int;
 begin
+  batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
   v_sub := (pgque._batch_owner($1)).sub_id;
@@ -395,12 +401,12 @@ $$;
 
 -- PgQ's way to fail an event: no limit on the number of retries.  1, or 0 if
 -- that was done already.
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz) returns int
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   return (
     select (pgque._answer(f, $1)).ok::int
-    from pgque._settle($1, array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
 end
 $$;
 
@@ -422,9 +428,10 @@ end
 $$;
 
 -- Fails every event of a batch that has no outcome yet; returns their number.
-create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int) returns int
+create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
+  batch_id := pgque._batch_for(caller, $1);
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
@@ -499,14 +506,14 @@ $$;
 
 -- The newest dead letters of a queue.
 create or replace function pgque.dlq_inspect(
-  queue_name text, limit_count int default 100,
+  queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out dl_id bigint, out dl_time timestamptz, out dl_reason text,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return query
     select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
@@ -521,12 +528,14 @@ $$;
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.
-create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
+create or replace function pgque._exhume(p_dl_id bigint, p_caller name) returns pgque.dead_letter
 language plpgsql as $$
 declare
   v_dead  pgque.dead_letter;
 begin
-  delete from pgque.dead_letter d where d.dl_id = p_dl_id returning d.* into v_dead;
+  delete from pgque.dead_letter d
+  where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
+  returning d.* into v_dead;
   if not found then
     raise exception using
       errcode = 'PQ008',
@@ -539,10 +548,10 @@ $$;
 
 -- Sends a dead letter again as a new event, for every consumer; returns the
 -- new id.
-create or replace function pgque.dlq_replay(dl_id bigint) returns bigint
+create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id);
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller);
 begin
   return pgque._send(
     (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
@@ -551,10 +560,10 @@ end
 $$;
 
 -- Sends all dead letters of a queue again; one that can not be sent stays.
-create or replace function pgque.dlq_replay_all(queue_name text, out replayed int, out failed int, out first_error text)
+create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_id     bigint;
 begin
   replayed := 0;
@@ -574,10 +583,10 @@ $$;
 
 -- Gives a dead letter back to the consumer that failed it, with its id and
 -- with a clean count of retries; returns the id.
-create or replace function pgque.dlq_requeue(dl_id bigint) returns bigint
+create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id);
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller);
   v_sub   int;
 begin
   select s.sub_id into v_sub
@@ -609,10 +618,10 @@ end
 $$;
 
 -- Requeues the oldest dead letters of a queue whose consumers are still there.
-create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null) returns int
+create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return (
     select count(pgque.dlq_requeue(x.dl_id))
@@ -631,10 +640,10 @@ end
 $$;
 
 -- Deletes dead letters of a queue that are older than an interval.
-create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days') returns bigint
+create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint;
 begin
   delete from pgque.dead_letter d
@@ -646,10 +655,10 @@ $$;
 
 -- Moves the dead letters that list_poison() shows to the archive; returns their
 -- number.
-create or replace function pgque.archive_poison(queue_name text) returns int
+create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_dead   pgque.dead_letter;
   v_sub    pgque.subscriber;
   v_count  int := 0;
@@ -674,10 +683,10 @@ $$;
 
 -- Hands back the batches of workers that got them longer ago than older_than;
 -- returns their number.
-create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0') returns int
+create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber($1, $2);
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_token  bigint;
   v_count  int := 0;
 begin
@@ -704,10 +713,10 @@ $$;
 -- Removes every message of a queue that is committed: pending, leased, delayed,
 -- waiting to be tried again.  Batches that are open report false from then on.
 -- Returns how many messages the slowest consumer had before it.
-create or replace function pgque.purge(queue_name text) returns bigint
+create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
   v_last   pgque.tick;
@@ -725,7 +734,7 @@ begin
   perform from pgque.subscriber s where s.sub_queue = v_queue.queue_id order by s.sub_main nulls first, s.sub_id for no key update;
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
-  v_queue := pgque._queue(v_queue.queue_name);
+  v_queue := pgque._queue(v_queue.queue_name, caller, 'admin');
   v_last := pgque._last_tick(v_queue);
   perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
@@ -750,10 +759,10 @@ $$;
 
 -- Removes the pending message of a key, that is one which nobody was given yet;
 -- returns 1, or 0 if there is none.
-create or replace function pgque.purge_key(queue_name text, key text) returns bigint
+create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_last   pgque.event;
   v_count  bigint;
 begin

@@ -51,13 +51,13 @@ $$;
 
 -- The newest messages in a queue's archive, or those since a time.
 create or replace function pgque.archive_list(
-  queue_name text, limit_count int default 100, since timestamptz default null,
+  queue_name text, limit_count int default 100, since timestamptz default null, caller pgque.caller default current_user,
   out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
   out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return query
     select a.archive_id, v_queue.queue_name, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
@@ -73,12 +73,12 @@ $$;
 
 -- Sends an archived message again, as a new one, for every consumer; returns the
 -- new id.  It stays in the archive.
-create or replace function pgque.archive_replay(archive_id bigint) returns bigint
+create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_row  pgque.archive;
 begin
-  select a.* into v_row from pgque.archive a where a.archive_id = $1;
+  select a.* into v_row from pgque.archive a where a.archive_id = $1 and pgque._may(caller, 'admin', a.arc_queue);
   if not found then
     raise exception using
       errcode = 'PQ010',
@@ -92,10 +92,10 @@ $$;
 
 -- Drops the days of a queue's archive that ended before a time; returns their
 -- number.
-create or replace function pgque.archive_purge(queue_name text, before timestamptz) returns int
+create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 is null then
     raise exception using

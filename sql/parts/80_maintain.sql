@@ -425,10 +425,10 @@ $$;
 
 -- Takes what expired out of the retry queue; in the log it is passed over.
 -- Returns the number of messages.
-create or replace function pgque.expire_messages(queue_name text) returns bigint
+create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_gone   record;
   v_count  bigint := 0;
 begin
@@ -454,10 +454,10 @@ $$;
 
 -- Deletes dead letters whose message has expired meanwhile; returns their
 -- number.
-create or replace function pgque.delete_expired(queue_name text) returns bigint
+create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint;
 begin
   delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;

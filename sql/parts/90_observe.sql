@@ -25,7 +25,7 @@ $$;
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
-  i_queue_name text default null,
+  i_queue_name text default null, caller pgque.caller default current_user,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
   out queue_switch_time timestamptz, out queue_external_ticker boolean, out queue_ticker_paused boolean,
   out queue_ticker_max_count int, out queue_ticker_max_lag interval, out queue_ticker_idle_period interval,
@@ -39,9 +39,13 @@ declare
   v_old    pgque.tick;
 begin
   if $1 is not null then
-    i_queue_name := (pgque._queue($1)).queue_name;
+    i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
   end if;
-  for v_queue in select q.* from pgque.queue q where $1 is null or q.queue_name = $1 order by q.queue_name loop
+  for v_queue in
+    select q.* from pgque.queue q
+    where ($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1
+    order by q.queue_name
+  loop
     begin
       v_last := null;
       v_old := null;
@@ -81,7 +85,7 @@ $$;
 -- All consumers and workers, of one queue, or one consumer: how far behind,
 -- when last seen, what is pending.
 create or replace function pgque.get_consumer_info(
-  i_queue_name text default null, i_consumer_name text default null,
+  i_queue_name text default null, i_consumer_name text default null, caller pgque.caller default current_user,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
@@ -92,18 +96,18 @@ declare
   v_tick  pgque.tick;
 begin
   if $1 is not null then
-    i_queue_name := (pgque._queue($1)).queue_name;
+    i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
   end if;
   if $2 is not null and $1 is not null and not exists (
-    select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1)).queue_id)
+    select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1, caller, 'see')).queue_id)
   then
-    perform pgque._subscriber($1, $2);
+    perform pgque._subscriber($1, $2, caller);
   end if;
   for v_sub in
     select s.*
     from pgque.subscriber s
     join pgque.queue q on q.queue_id = s.sub_queue
-    where ($1 is null or q.queue_name = $1) and ($2 is null or pgque._subscriber_name(s) = $2)
+    where (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1) and ($2 is null or pgque._subscriber_name(s) = $2)
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     begin
@@ -139,10 +143,10 @@ $$;
 
 -- The next n messages nobody has finished, without touching anything: what the
 -- slowest consumer, or the one named, has before it, ticked or not.
-create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null) returns setof pgque.delivery
+create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
   v_cond   text;
@@ -154,7 +158,7 @@ begin
       hint = 'select * from pgque.peek(queue, 10);';
   end if;
   if $3 is not null then
-    v_sub := pgque._subscriber($1, $3);
+    v_sub := pgque._subscriber($1, $3, caller);
     v_pos := pgque._position(v_sub.sub_id);
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
@@ -268,14 +272,14 @@ $$;
 -- The messages of a queue, all or those of one status, without touching
 -- anything.  With several consumers a message is listed for each.
 create or replace function pgque.list_messages(
-  queue_name text, only_status text default null, limit_count int default 100,
+  queue_name text, only_status text default null, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
     raise exception using
@@ -301,13 +305,13 @@ $$;
 -- Where one message stands with each consumer that still knows it; PQ010 if
 -- none does.
 create or replace function pgque.message_status(
-  queue_name text, msg_id bigint,
+  queue_name text, msg_id bigint, caller pgque.caller default current_user,
   out consumer_name text, out status text, out receive_count int, out retry_count int, out available_at timestamptz,
   out worker text, out batch_id bigint, out last_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
   return query
     select m.consumer_name, m.status, m.receive_count, m.retry_count, m.available_at, m.worker, m.batch_id, m.last_error
@@ -324,7 +328,7 @@ $$;
 
 -- The workers of a queue, or of all, that hold messages.
 create or replace function pgque.list_workers(
-  queue_name text default null, consumer_name text default null,
+  queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
   out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -332,7 +336,7 @@ declare
   v_queue  pgque.queue;
 begin
   if $1 is not null then
-    v_queue := pgque._queue($1);
+    v_queue := pgque._queue($1, caller, 'see');
   end if;
   return query
     select q.queue_name, c.co_name, h.worker, count(distinct h.token)::int, sum(h.messages)::bigint, max(h.at), min(h.until)
@@ -350,7 +354,7 @@ begin
       from pgque.retry_queue r
       where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
     ) h
-    where s.sub_role = 'pool' and ($1 is null or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
+    where s.sub_role = 'pool' and (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_id = v_queue.queue_id) and ($2 is null or c.co_name = $2)
     group by q.queue_name, c.co_name, h.worker
     order by q.queue_name, c.co_name, h.worker;
 end
@@ -359,12 +363,12 @@ $$;
 -- Messages that were delivered more than once without an outcome, or died of
 -- that: what may kill its workers.
 create or replace function pgque.list_poison(
-  queue_name text, limit_count int default 100,
+  queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out receive_count int, out last_error text, out status text, out dl_id bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1);
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return query
     select m.msg_id, m.consumer_name, m.receive_count, m.last_error, m.status, m.dl_id

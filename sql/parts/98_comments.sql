@@ -16,7 +16,7 @@ comment on function pgque.send_batch(text, text[]) is
   'Same as send_batch(queue_name, type_name, payloads) with type default.';
 comment on function pgque.send_batch(text, jsonb[]) is
   'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
-comment on function pgque.send_idem(text, text, text, text, interval, text) is
+comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
   'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
   'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
   'PQ001 no such queue, PQ005 no key or a ttl that is not positive, PQ013 the queue is paused.';
@@ -57,21 +57,21 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   '25000 not READ COMMITTED.';
 
 -- consume
-comment on function pgque.subscribe(text, text, text, boolean) is
+comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
   'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
   'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
   'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
 comment on function pgque.register_consumer(text, text) is
   'PgQ''s name for subscribe(queue_name, consumer_name).';
-comment on function pgque.register_consumer_at(text, text, bigint) is
+comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
   'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
   'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
-comment on function pgque.unsubscribe(text, text) is
+comment on function pgque.unsubscribe(text, text, pgque.caller) is
   'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
   'went, 0 if it was none. PQ001 no such queue.';
 comment on function pgque.unregister_consumer(text, text) is
   'PgQ''s name for unsubscribe.';
-comment on function pgque.receive(text, text, int, text, interval, bigint) is
+comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Hands out the consumer''s next messages in the order of their ids, at most max_return, as one batch; no rows if there are none. Until '
   'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
@@ -83,13 +83,13 @@ comment on function pgque.ack(bigint) is
   'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
 comment on function pgque.finish_batch(bigint) is
   'PgQ''s name for ack.';
-comment on function pgque.nack(bigint, pgque.delivery, interval, text) is
+comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
   'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
   'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
   'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
-comment on function pgque.nack(bigint, pgque.message, interval, text) is
+comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
   'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
-comment on function pgque.nack(bigint, bigint[], interval, text) is
+comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
   'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason (not in this batch, settled already). '
   'PQ005 retry_after is negative, PQ012 the batch is not open.';
 comment on function pgque.next_batch(text, text) is
@@ -97,93 +97,100 @@ comment on function pgque.next_batch(text, text) is
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 comment on function pgque.next_batch_info(text, text) is
   'Same as next_batch, with the ids, times and event sequences of the two ticks.';
-comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+comment on function pgque.next_batch_custom(text, text, interval, int, interval, pgque.caller) is
   'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
   'is no condition.';
-comment on function pgque.get_batch_events(bigint) is
+comment on function pgque.get_batch_events(bigint, pgque.caller) is
   'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
-comment on function pgque.get_batch_info(bigint) is
+comment on function pgque.get_batch_info(bigint, pgque.caller) is
   'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
 comment on function pgque.get_batch_cursor(bigint, text, int, text) is
   'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
   'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
 comment on function pgque.get_batch_cursor(bigint, text, int) is
   'Same as get_batch_cursor without extra_where.';
-comment on function pgque.event_retry(bigint, bigint, timestamptz) is
+comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
   'Delivers one event of an open batch to this consumer again at retry_time, however often it failed before. Returns 1, or 0 if it was failed already. '
   'PQ007 the event is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.event_retry(bigint, bigint, int) is
   'Same as event_retry with a time, in so many seconds from now.';
-comment on function pgque.batch_retry(bigint, int) is
+comment on function pgque.batch_retry(bigint, int, pgque.caller) is
   'Delivers every event of an open batch that was not failed already again, in retry_seconds from now, and returns their number. Finish the batch '
   'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
 
 -- workers
-comment on function pgque.receive_coop(text, text, text, int, interval) is
+comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
   'receive() for one of several workers (subconsumers) that share a consumer; each gets messages of its own. Registers the worker on first use. With dead_interval, the batch of a worker '
   'that was silent for longer is taken over first, under a new batch id. '
   'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
-comment on function pgque.register_subconsumer(text, text, text, boolean) is
+comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
   'convert_normal is true; the messages of its open batch then come again. '
   'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
 comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
   'Same as register_subconsumer.';
-comment on function pgque.unregister_subconsumer(text, text, text, int) is
+comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
   'Removes a worker and returns 1; 0 if there is none. If it holds a batch: with batch_handling 0 that is an error, with 1 its messages go through retry and dead letters. '
   'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
 comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
   'Same as unregister_subconsumer.';
-comment on function pgque.touch_subconsumer(text, text, text) is
+comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
 
 -- dead letters
-comment on function pgque.dlq_inspect(text, int) is
+comment on function pgque.dlq_inspect(text, int, pgque.caller) is
   'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
-comment on function pgque.dlq_replay(bigint) is
+comment on function pgque.dlq_replay(bigint, pgque.caller) is
   'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
   'PQ008 no such dead letter, PQ013 the queue is paused.';
-comment on function pgque.dlq_replay_all(text) is
+comment on function pgque.dlq_replay_all(text, pgque.caller) is
   'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
-comment on function pgque.dlq_requeue(bigint) is
+comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Returns the message''s id. '
   'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
-comment on function pgque.dlq_requeue_all(text, int) is
+comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
-comment on function pgque.dlq_purge(text, interval) is
+comment on function pgque.dlq_purge(text, interval, pgque.caller) is
   'Deletes the dead letters of a queue that died longer ago than older_than, and returns their number. PQ001 no such queue.';
 
 -- queues
 comment on function pgque.create_queue(text, jsonb) is
   'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
   'parameters of set_queue_config. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
-comment on function pgque.alter_queue(text, jsonb) is
+comment on function pgque.grant_queue(text, text, text) is
+  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and all that pgque_admin does '
+  'with a queue). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+comment on function pgque.revoke_queue(text, text, text) is
+  'Takes back what grant_queue gave; the role stays a member of pgque_user, which is no right to any queue. 1, or 0 if the role did not have it. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
   'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
 comment on function pgque.set_queue_config(text, text, text) is
   'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retention_period (7 days), rotation_period (2 hours), ticker_max_count (500 events), '
   'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused, external_ticker (false). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
-comment on function pgque.queue_config(text) is
+comment on function pgque.queue_config(text, pgque.caller) is
   'The parameters of a queue with the values in force. PQ001 no such queue.';
-comment on function pgque.pause(text) is
+comment on function pgque.pause(text, pgque.caller) is
   'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
-comment on function pgque.resume(text) is
+comment on function pgque.resume(text, pgque.caller) is
   'Opens a paused queue again. PQ001 no such queue.';
-comment on function pgque.drop_queue(text, boolean) is
+comment on function pgque.drop_queue(text, boolean, pgque.caller) is
   'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. PQ001 no such queue, PQ006 it has consumers.';
 
 -- run
 comment on function pgque.ticker() is
   'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.ticker(text) is
+comment on function pgque.ticker(text, pgque.caller) is
   'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
   'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.ticker(text, bigint, timestamptz, bigint) is
+comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
   'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
   'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.force_next_tick(text) is
+comment on function pgque.force_next_tick(text, pgque.caller) is
   'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
 comment on function pgque.force_tick(text) is
   'Same as force_next_tick.';
@@ -220,35 +227,35 @@ comment on function pgque.version() is
   'The version of pgque in this database.';
 comment on function pgque.clock() is
   'The time as pgque sees it. Tests replace it to move time.';
-comment on function pgque.get_queue_info(text) is
+comment on function pgque.get_queue_info(text, pgque.caller) is
   'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick. PQ001 no such queue.';
-comment on function pgque.get_consumer_info(text, text) is
+comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'All consumers and workers, or those of a queue, or one: lag (age of what it has finished), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
-comment on function pgque.tick_for(text, text) is
+comment on function pgque.tick_for(text, text, pgque.caller) is
   'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
-comment on function pgque.next_tick(text, bigint, bigint, int, bigint) is
+comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
   'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
   'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
-comment on function pgque.split_window(text, bigint, bigint, int) is
+comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
   'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
   'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
-comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int) is
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
   'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
   'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
   'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int) is
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
-comment on function pgque.seek(text, text, bigint, boolean) is
+comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
   'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
-comment on function pgque.open_stream(text, text, text) is
+comment on function pgque.open_stream(text, text, text, pgque.caller) is
   'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
   'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
-comment on function pgque.dead(text, text, bigint[], text[]) is
+comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
   'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
-comment on function pgque.peek(text, int, text) is
+comment on function pgque.peek(text, int, text, pgque.caller) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
@@ -259,6 +266,8 @@ comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
 -- types
+comment on domain pgque.caller is
+  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave it out.';
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
 comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
 comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
@@ -310,6 +319,10 @@ comment on column pgque.queue.queue_created_at is 'When it was created.';
 comment on column pgque.queue.queue_xid is 'Transaction that wrote this row last.';
 comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
 comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
+comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
+comment on column pgque.queue_right.right_queue is 'The queue.';
+comment on column pgque.queue_right.right_role is 'The role.';
+comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
 comment on table pgque.consumer is 'Names of consumers.';
 comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
@@ -403,45 +416,45 @@ comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], inter
   'The same for jsonb.';
 comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
   'The same for bytes.';
-comment on function pgque.ack(bigint, bigint[]) is
+comment on function pgque.ack(bigint, bigint[], pgque.caller) is
   'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
   'lost to another worker, batch not open. With archive_on_ack they are kept in the archive.';
 comment on function pgque.dead(bigint, bigint[], text) is
   'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
-comment on function pgque.archive(bigint, bigint[]) is
+comment on function pgque.archive(bigint, bigint[], pgque.caller) is
   'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
-comment on function pgque.release(bigint, bigint[]) is
+comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
-comment on function pgque.set_visibility(bigint, interval) is
+comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
   'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
-comment on function pgque.extend(bigint, interval) is
+comment on function pgque.extend(bigint, interval, pgque.caller) is
   'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
-comment on function pgque.list_workers(text, text) is
+comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
-comment on function pgque.reclaim(text, text, interval) is
+comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches.';
-comment on function pgque.list_poison(text, int) is
+comment on function pgque.list_poison(text, int, pgque.caller) is
   'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
-comment on function pgque.archive_poison(text) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
-comment on function pgque.list_messages(text, text, int) is
+comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
+comment on function pgque.list_messages(text, text, int, pgque.caller) is
   'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
   'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
-comment on function pgque.message_status(text, bigint) is
+comment on function pgque.message_status(text, bigint, pgque.caller) is
   'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
-comment on function pgque.purge(text) is
+comment on function pgque.purge(text, pgque.caller) is
   'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
-comment on function pgque.purge_key(text, text) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
-comment on function pgque.archive_list(text, int, timestamptz) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
-comment on function pgque.archive_replay(bigint) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
-comment on function pgque.archive_purge(text, timestamptz) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
-comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
+comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
+comment on function pgque.rename_queue(text, text, pgque.caller) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
 comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 comment on function pgque.set_schedule(text, text) is
   'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired; off by default). '
   'every is an interval, an empty string turns it off. PQ005 for an invalid one, and the old one stays.';
-comment on function pgque.expire_messages(text) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
-comment on function pgque.delete_expired(text) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
+comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
+comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
 comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
 comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';

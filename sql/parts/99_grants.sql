@@ -3,7 +3,8 @@
 -- ---------------------------------------------------------------------------
 
 -- Which role may call what: one row a function name, all its signatures.  A
--- function that is not named here can be called by nobody but the owner.
+-- function that is not named here can be called by nobody but the owner.  What
+-- asks whose call it is (its last argument) may be called by pgque_user too.
 create or replace function pgque._grants() returns table (func_name text, role_name text)
 language sql immutable as $$
   values
@@ -11,6 +12,33 @@ language sql immutable as $$
     ('version', 'pgque_writer'),
     ('clock', 'pgque_reader'),
     ('clock', 'pgque_writer'),
+    -- what has no rights of its own
+    ('version', 'pgque_user'),
+    ('clock', 'pgque_user'),
+    ('send', 'pgque_user'),
+    ('send_batch', 'pgque_user'),
+    ('send_idem', 'pgque_user'),
+    ('insert_event', 'pgque_user'),
+    ('jsontriga', 'pgque_user'),
+    ('logutriga', 'pgque_user'),
+    ('sqltriga', 'pgque_user'),
+    ('_row_event', 'pgque_user'),
+    ('_url_encode', 'pgque_user'),
+    ('_headers', 'pgque_user'),
+    ('_bad_headers', 'pgque_user'),
+    ('_no_payloads', 'pgque_user'),
+    ('register_consumer', 'pgque_user'),
+    ('unregister_consumer', 'pgque_user'),
+    ('ack', 'pgque_user'),
+    ('finish_batch', 'pgque_user'),
+    ('next_batch', 'pgque_user'),
+    ('next_batch_info', 'pgque_user'),
+    ('subscribe_subconsumer', 'pgque_user'),
+    ('unsubscribe_subconsumer', 'pgque_user'),
+    ('dead', 'pgque_user'),
+    ('event_retry', 'pgque_user'),
+    ('set_queue_config', 'pgque_user'),
+    ('force_tick', 'pgque_user'),
     -- produce
     ('send', 'pgque_writer'),
     ('send_batch', 'pgque_writer'),
@@ -40,6 +68,8 @@ language sql immutable as $$
     ('unregister_consumer', 'pgque_reader'),
     ('receive', 'pgque_reader'),
     ('ack', 'pgque_reader'),
+    ('_ack', 'pgque_reader'),
+    ('_dead', 'pgque_reader'),
     ('finish_batch', 'pgque_reader'),
     ('nack', 'pgque_reader'),
     ('archive', 'pgque_reader'),
@@ -78,6 +108,8 @@ language sql immutable as $$
     ('status', 'pgque_reader'),
     -- operate
     ('create_queue', 'pgque_admin'),
+    ('grant_queue', 'pgque_admin'),
+    ('revoke_queue', 'pgque_admin'),
     ('alter_queue', 'pgque_admin'),
     ('set_queue_config', 'pgque_admin'),
     ('pause', 'pgque_admin'),
@@ -132,13 +164,14 @@ $$;
 
 -- An upgrade leaves functions behind whose arguments changed, and a call could
 -- then mean either.  What is ours by name and older than version(), the first
--- function that this file makes, goes.
+-- function that this file makes, goes, or gets out of the way if a view is made
+-- of it.
 do $$
 declare
   v_func  record;
 begin
   for v_func in
-    select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind
+    select p.oid::regprocedure as sig, p.proname, case p.prokind when 'p' then 'procedure' else 'function' end as kind
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
@@ -148,7 +181,10 @@ begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
     exception
       when dependent_objects_still_exist then
-        raise warning 'pgque: % of an earlier version is in use', v_func.sig;
+        raise warning 'pgque: % of an earlier version is in use; make what uses it anew', v_func.sig;
+        if left(v_func.proname, 1) <> '_' then
+          execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
+        end if;
     end;
   end loop;
 end
@@ -163,19 +199,23 @@ begin
   -- Only what default privileges gave away: to revoke writes to the catalog,
   -- and an upgrade shall not meet a rotation there.
   perform pgque._keep_from_public(c.oid::regclass::text) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relacl is not null;
-  grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin;
+  grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin, pgque_user;
   for v_func in
     select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,
-      (select string_agg(g.role_name, ', ') from pgque._grants() g where g.func_name = p.proname) as roles
+      (select string_agg(g.role_name, ', ') from (
+        select g.role_name from pgque._grants() g where g.func_name = p.proname
+        union
+        select 'pgque_user' where 'pgque.caller'::regtype = any (p.proargtypes)
+      ) g) as roles
     from pg_proc p
     where p.pronamespace = 'pgque'::regnamespace
   loop
-    execute format('revoke all on %s %s from public, pgque_reader, pgque_writer, pgque_admin', v_func.kind, v_func.sig);
+    execute format('revoke all on %s %s from public, pgque_reader, pgque_writer, pgque_admin, pgque_user', v_func.kind, v_func.sig);
     if v_func.roles is not null then
       execute format('grant execute on %s %s to %s', v_func.kind, v_func.sig, v_func.roles);
     end if;
   end loop;
-  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'archive', 'config'] loop
+  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'archive', 'config', 'queue_right'] loop
     if not has_table_privilege('pgque_admin', 'pgque.' || v_table, 'select') then
       execute format('grant select on pgque.%I to pgque_admin', v_table);
     end if;
@@ -218,5 +258,7 @@ declare
 begin
   perform set_config('search_path', current_setting('pgque.path_before'), v_local);
   perform set_config('pgque.path_before', '', v_local);
+  perform set_config('check_function_bodies', current_setting('pgque.bodies_before'), v_local);
+  perform set_config('pgque.bodies_before', '', v_local);
 end
 $$;

@@ -241,6 +241,9 @@ def schema(connection: Connection) -> Iterator[str]:
             yield f"  -- {_line(comment)}"
 
 
+CALLER = ", caller pgque.caller DEFAULT CURRENT_USER"
+
+
 def reference(connection: Connection) -> Iterator[str]:
     """Yield the lines of the function reference."""
     version = connection.execute("select pgque.version()").fetchone()
@@ -253,7 +256,8 @@ def reference(connection: Connection) -> Iterator[str]:
     yield f"# pgque {version[0]}: function reference"
     yield ""
     yield "Generated from the comments in the database by `make reference`. Names are in schema `pgque`."
-    yield "*Who*: the roles that may call it besides the owner; `pgque_admin` may do all of theirs."
+    yield "*Who*: the roles that may call it besides the owner; `pgque_admin` may do all of theirs, `pgque_user` only with the"
+    yield "queues it has a right to. What `pgque_user` may call has a last argument `caller`, which is left out here as in calls."
     order = list(dict.fromkeys([*areas.values(), "Other"]))
     for area in order:
         rows = by_area.get(area)
@@ -263,6 +267,7 @@ def reference(connection: Connection) -> Iterator[str]:
         yield f"## {area}"
         for row in rows:
             _, name, kind, arguments, result, _, _, _, _, _, _, comment, grants, _ = row
+            arguments = arguments.replace(CALLER, "").strip(" ,")
             yield ""
             yield f"### {name}"
             yield ""

@@ -1,0 +1,110 @@
+-- ---------------------------------------------------------------------------
+-- rights: who may do what with one queue
+-- ---------------------------------------------------------------------------
+
+-- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role
+-- without them can be given a right to one: then it is a member of pgque_user,
+-- which may call the functions that ask whose call it is, and nothing more.  It
+-- stays a member: roles are of the cluster, rights of the database.
+
+-- Whether a role has a right to a queue: produce, consume, admin, which is both
+-- and more, or see, which is any.  The owner's own functions have all.
+create or replace function pgque._may(p_caller name, p_right text, p_queue_id int) returns boolean
+language plpgsql as $$
+begin
+  return p_caller = current_user
+    or pg_catalog.pg_has_role(p_caller, case p_right when 'produce' then 'pgque_writer' when 'admin' then 'pgque_admin' else 'pgque_reader' end, 'usage')
+    or exists (
+      select from pgque.queue_right r
+      where r.right_queue = p_queue_id and (r.right_name in (p_right, 'admin') or p_right = 'see')
+        and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage'));
+end
+$$;
+
+create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'insufficient_privilege',
+    message = pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    detail = pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end),
+    hint = pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+      case p_right when 'see' then 'consume' else p_right end);
+end
+$$;
+
+-- A batch id, or null where the caller has no right to the batch's queue: then
+-- the id is as good as one that never was.
+create or replace function pgque._batch_for(p_caller name, p_batch bigint) returns bigint
+language plpgsql as $$
+begin
+  if p_caller = current_user or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage')
+    or pgque._may(p_caller, 'consume', (pgque._batch_owner(p_batch)).sub_queue)
+  then
+    return p_batch;
+  end if;
+  return null;
+end
+$$;
+
+-- Gives a role a right to one queue: produce, consume, or admin, which is both
+-- and all that an administrator does with a queue.  1, or 0 if it has it.
+create or replace function pgque.grant_queue(queue_name text, role_name text, right_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  int := pgque._right_queue($1, $2, $3);
+begin
+  insert into pgque.queue_right (right_queue, right_role, right_name)
+  select v_queue, r.oid, $3 from pg_roles r where r.rolname = $2
+  on conflict do nothing;
+  if not found then
+    return 0;
+  end if;
+  if not exists (
+    select from pg_auth_members m join pg_roles r on r.oid = m.member
+    where m.roleid = 'pgque_user'::regrole and r.rolname = $2)
+  then
+    execute format('grant pgque_user to %I', $2);
+  end if;
+  return 1;
+end
+$$;
+
+-- Takes back what grant_queue() gave.  1, or 0 if the role did not have it.
+create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  int := pgque._right_queue($1, $2, $3);
+  v_role   oid := (select r.oid from pg_roles r where r.rolname = $2);
+  v_count  int;
+begin
+  delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and r.right_name = $3;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The queue of a right that is named as it should be.  One such change at a
+-- time; rights of roles that are gone go too.
+create or replace function pgque._right_queue(p_queue text, p_role text, p_right text) returns int
+language plpgsql as $$
+declare
+  v_queue  pgque.queue := pgque._queue(p_queue);
+begin
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.rights'));
+  delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
+  if p_right is null or p_right not in ('produce', 'consume', 'admin') then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
+      hint = 'The rights are produce, consume and admin.';
+  elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
+    raise exception using
+      errcode = 'undefined_object',
+      message = pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
+      hint = 'Pass the name of a role as in pg_roles, without quotes.';
+  end if;
+  return v_queue.queue_id;
+end
+$$;
+
