@@ -1,0 +1,566 @@
+"""Rights to single queues: who has them can do that and nothing else, whatever he tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    forced_tick,
+    nack_ids,
+    offer,
+    post,
+    receive,
+    refused,
+    rows,
+    send,
+    subscribe,
+    take,
+    tick,
+    value,
+)
+
+DENIED = "42501"
+RIGHTS = ("produce", "consume", "admin")
+
+# What each right is needed for, with {q} for the queue.
+NEEDS = {
+    "produce": [
+        "select pgque.send({q}, 'x'::text)",
+        "select pgque.send({q}, 't', '{{}}'::jsonb, key => 'k', delay => '1 s')",
+        "select pgque.send_batch({q}, array['x', 'y'])",
+        "select pgque.send_batch({q}, 't', array['x'], ttls => array['1 hour'::interval])",
+        "select * from pgque.send_idem({q}, 't', '{{}}'::jsonb, 'i')",
+        "select pgque.insert_event({q}, 't', 'x')",
+    ],
+    "consume": [
+        "select pgque.subscribe({q}, 'd')",
+        "select pgque.register_consumer({q}, 'e')",
+        "select pgque.register_consumer_at({q}, 'e', 1)",
+        "select * from pgque.receive({q}, 'd')",
+        "select * from pgque.receive({q}, 'f', worker => 'w')",
+        "select pgque.next_batch({q}, 'd')",
+        "select * from pgque.peek({q})",
+        "select pgque.tick_for({q}, 'latest')",
+        "select * from pgque.read_window({q}, 1, 1)",
+        "select pgque.seek({q}, 'd', 1)",
+        "select pgque.open_stream({q}, 'd')",
+        "select * from pgque.receive_coop({q}, 'g', 's')",
+        "select pgque.unsubscribe({q}, 'e')",
+    ],
+    "admin": [
+        "select pgque.set_queue_config({q}, 'max_retries', '7')",
+        "select pgque.alter_queue({q}, '{{\"max_retries\": null}}')",
+        "select pgque.pause({q})",
+        "select pgque.resume({q})",
+        "select pgque.ticker({q})",
+        "select pgque.force_tick({q})",
+        "select * from pgque.list_messages({q})",
+        "select * from pgque.list_poison({q})",
+        "select * from pgque.dlq_inspect({q})",
+        "select * from pgque.dlq_replay_all({q})",
+        "select pgque.dlq_requeue_all({q})",
+        "select pgque.dlq_purge({q})",
+        "select * from pgque.archive_list({q})",
+        "select pgque.archive_purge({q}, now())",
+        "select pgque.purge_key({q}, 'k')",
+        "select pgque.expire_messages({q})",
+        "select pgque.purge({q})",
+    ],
+}
+EITHER = [
+    "select * from pgque.get_queue_info({q})",
+    "select * from pgque.queue_config({q})",
+    "select * from pgque.list_workers({q})",
+]
+# Of all queues, or of the engine: not to be had with rights to single ones.
+NEVER = [
+    "select pgque.create_queue('mine')",
+    "select pgque.grant_queue({q}, current_user, 'admin')",
+    "select pgque.revoke_queue({q}, current_user, 'admin')",
+    "select pgque.set_default_config('max_retries', '1')",
+    "select pgque.set_schedule('expire', '')",
+    "select pgque.ticker()",
+    "select pgque.maint()",
+    "select pgque.start()",
+    "select pgque.stop()",
+    "select * from pgque.health()",
+    "select * from pgque.metrics()",
+    "select * from pgque.status()",
+    "select pgque.sink_begin('s', 0)",
+    "select pgque.current_event_table({q})",
+    "select * from pgque.queue",
+    "select * from pgque.event",
+    "select * from pgque.queue_right",
+    "insert into pgque.sink_bulk (queue, payload) values ({q}, 'x')",
+    "update pgque.queue_right set right_name = 'admin'",
+    "select pgque._may(current_user, 'admin', 1)",
+    "select pgque._queue({q}, current_user, 'see')",
+    "select pgque._settle(1, null, 'ack', null, null)",
+]
+
+
+@pytest.fixture
+def one(conn: Connection, queue: str) -> str:
+    """The queue the role has rights to; it has a consumer d and a pool f."""
+    for consumer in ("d", "f"):
+        subscribe(conn, queue, consumer)
+    return queue
+
+
+@pytest.fixture
+def other(conn: Connection, new_queue: Callable[[], str]) -> str:
+    """A queue the role has no right to, with a message, an open batch, a lease, a dead letter and an archive row."""
+    queue = new_queue()
+    configure(conn, queue, max_retries=0)
+    for consumer in ("c", "pool", "archived"):
+        subscribe(conn, queue, consumer)
+    offer(conn, queue, 4)
+    dying = receive(conn, queue, "c", 1)
+    nack_ids(conn, dying[0].batch_id, [dying[0].msg_id])
+    ack(conn, dying[0].batch_id)
+    kept = receive(conn, queue, "archived", 1)
+    rows(conn, "select * from pgque.archive(%s)", kept[0].batch_id)
+    take(conn, queue, "w", 2, consumer="pool")
+    assert receive(conn, queue, "c", 1)
+    return queue
+
+
+def grant(conn: Connection, queue: str, role: str, right: str) -> int:
+    return int(value(conn, "select pgque.grant_queue(%s, %s, %s)", queue, role, right))
+
+
+def revoke(conn: Connection, queue: str, role: str, right: str) -> int:
+    return int(value(conn, "select pgque.revoke_queue(%s, %s, %s)", queue, role, right))
+
+
+def tries(connection: Connection, queue: str, calls: list[str]) -> dict[str, str | None]:
+    """Call each; return the SQLSTATE of each, None where it worked."""
+    found: dict[str, str | None] = {}
+    for call in calls:
+        try:
+            connection.execute(call.format(q=f"'{queue}'").encode())
+            found[call] = None
+        except psycopg.Error as error:
+            found[call] = error.sqlstate
+    return found
+
+
+@pytest.fixture
+def user(nobody: Any) -> Iterator[Connection]:
+    """A session of a role that has nothing yet."""
+    with psycopg.connect(nobody.dsn, autocommit=True) as connection:
+        yield connection
+
+
+def state(conn: Connection, queue: str) -> list[Any]:
+    """What nobody without a right may change."""
+    return [
+        rows(conn, "select msg_id, consumer_name, status, receive_count from pgque.list_messages(%s)", queue),
+        rows(
+            conn,
+            "select consumer_name, last_tick, current_batch, next_tick from pgque.get_consumer_info(%s)",
+            queue,
+        ),
+        rows(conn, "select dl_id from pgque.dlq_inspect(%s)", queue),
+        rows(conn, "select archive_id from pgque.archive_list(%s)", queue),
+        rows(conn, "select * from pgque.queue_config(%s)", queue),
+        rows(conn, "select * from pgque.list_workers(%s)", queue),
+    ]
+
+
+@pytest.mark.parametrize("right", RIGHTS)
+def test_a_right_to_a_queue_is_that_right_and_to_that_queue(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection, right: str
+) -> None:
+    assert grant(conn, one, nobody.name, right) == 1
+    before = state(conn, other)
+    for needed, calls in NEEDS.items():
+        expected = None if needed == right or right == "admin" else DENIED
+        assert tries(user, one, calls) == dict.fromkeys(calls, expected), needed
+        assert tries(user, other, calls) == dict.fromkeys(calls, DENIED), needed
+    assert tries(user, one, EITHER) == dict.fromkeys(EITHER)
+    assert tries(user, other, EITHER) == dict.fromkeys(EITHER, DENIED)
+    assert tries(user, one, NEVER) == dict.fromkeys(NEVER, DENIED)
+    assert rows(user, "select queue_name from pgque.get_queue_info()") == [(one,)]
+    assert {name for (name,) in rows(user, "select queue_name from pgque.get_consumer_info()")} <= {one}
+    assert rows(user, "select * from pgque.list_workers()") == []
+    assert state(conn, other) == before
+
+
+def test_a_queue_without_a_right_and_one_that_is_not_are_told_apart_by_nothing(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection
+) -> None:
+    grant(conn, one, nobody.name, "admin")
+    for call in (*NEEDS["produce"], *NEEDS["consume"], *NEEDS["admin"], *EITHER):
+        there, missing = (
+            refused(DENIED, rows, user, call.format(q=f"'{name}'")).diag for name in (other, "no such queue")
+        )
+        assert str(there.message_primary).replace(other, '"no such queue"') == missing.message_primary, call
+        assert there.message_detail == missing.message_detail
+    by_id = str(value(conn, "select queue_uid from pgque.get_queue_info(%s)", other))
+    refused(DENIED, send, user, by_id)
+
+
+def test_a_producer_and_a_consumer_with_rights_to_one_queue_do_their_work(
+    conn: Connection, queue: str, roles: Any
+) -> None:
+    producer, consumer = roles(), roles()
+    grant(conn, queue, producer.name, "produce")
+    grant(conn, queue, consumer.name, "consume")
+    with (
+        psycopg.connect(producer.dsn, autocommit=True) as p,
+        psycopg.connect(consumer.dsn, autocommit=True) as c,
+    ):
+        for name in ("c", "pool"):
+            subscribe(c, queue, name)
+        sent = [send(p, queue) for _ in range(3)] + [post(p, queue, key="k", delay="0 s")]
+        forced_tick(conn, queue)
+        batch = receive(c, queue)
+        assert [m.msg_id for m in batch] == sent
+        assert value(c, "select queue_name from pgque.get_batch_info(%s)", batch[0].batch_id) == queue
+        assert nack_ids(c, batch[0].batch_id, sent[:1]) == [(sent[0], True, None)]
+        assert ack(c, batch[0].batch_id) == 1
+        assert ack(c, batch[0].batch_id) == 0
+        first = take(c, queue, "w", 2, consumer="pool")
+        assert value(c, "select pgque.extend(%s, '1 minute')", first[0].batch_id) == 2
+        second = rows(
+            c,
+            "select msg_id, batch_id from pgque.receive(%s, 'pool', 2, worker => 'w', ack_batch => %s)",
+            queue,
+            first[0].batch_id,
+        )
+        assert len(second) == 2
+        assert value(c, "select pgque.release(%s)", second[0][1]) == 2
+
+
+def by_id(conn: Connection, queue: str) -> dict[str, list[int]]:
+    """Ids of what lies in the queue, by the name of the argument that takes one."""
+    leases = rows(
+        conn,
+        "select distinct batch_id from pgque.list_messages(%s) where batch_id is not null",
+        queue,
+    )
+    return {
+        "batch_id": [lease for (lease,) in leases],
+        "dl_id": [value(conn, "select dl_id from pgque.dlq_inspect(%s)", queue)],
+        "archive_id": [value(conn, "select archive_id from pgque.archive_list(%s)", queue)],
+    }
+
+
+SAMPLES = {
+    "text": "'x'",
+    "integer": "1",
+    "bigint": "1",
+    "interval": "'1 second'",
+    "jsonb": "'{}'",
+    "boolean": "true",
+    "timestamp with time zone": "now()",
+    "bytea": "'x'",
+}
+ASKING = """
+select p.proname, array(
+    select array[a.name, format_type(a.type, null)]
+    from unnest(p.proargnames, coalesce(p.proallargtypes, p.proargtypes::oid[]), p.proargmodes) with ordinality a (name, type, mode, n)
+    where coalesce(a.mode, 'i') in ('i', 'b')
+    order by a.n)
+from pg_proc p
+where p.pronamespace = 'pgque'::regnamespace and p.prosecdef and 'pgque.caller'::regtype = any (p.proargtypes)
+order by p.oid::regprocedure::text
+"""
+
+
+def calls_by_id(conn: Connection, name: str, ident: str) -> Iterator[str]:
+    """A call of each function that takes such an id, with {id} for it."""
+    for function, arguments in rows(conn, ASKING):
+        names = [argument for argument, _ in arguments]
+        if name in names or (name == "batch_id" and "p_batch" in names):
+            given = []
+            for argument, type_name in arguments[:-1]:
+                if argument in (name, "p_batch"):
+                    given.append("{id}")
+                elif type_name == "pgque.message":
+                    given.append(
+                        f"row({ident}, null, null, null, null, null, null, null, null, null)::pgque.message"
+                    )
+                elif type_name == "pgque.delivery":
+                    given.append(
+                        f"(select d from (select ({ident}, null, null, null, null, null, null, null, null, null,"
+                        " null, null, null, null, null, null, null)::pgque.delivery as d) s)"
+                    )
+                elif type_name.endswith("[]"):
+                    given.append(f"array[{ident}]::{type_name}")
+                else:
+                    given.append(f"{SAMPLES[type_name]}::{type_name}")
+            yield f"select * from pgque.{function}({', '.join(given)})"
+
+
+def answer(connection: Connection, call: str) -> Any:
+    try:
+        return rows(connection, call)
+    except psycopg.Error as error:
+        return error.sqlstate, error.diag.message_primary
+
+
+def test_an_id_of_another_queue_is_as_good_as_one_that_never_was(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection
+) -> None:
+    grant(conn, one, nobody.name, "admin")
+    before = state(conn, other)
+    found = by_id(conn, other)
+    assert len(found["batch_id"]) >= 2
+    message = value(conn, "select max(msg_id) from pgque.list_messages(%s)", other)
+    tried = 0
+    for name, taken in found.items():
+        for call in calls_by_id(conn, name, str(message)):
+            unknown = answer(user, call.format(id=2**40 + 4095))
+            for ident in taken:
+                got = answer(user, call.format(id=ident))
+                assert str(got).replace(str(ident), str(2**40 + 4095)) == str(unknown), call
+                tried += 1
+    assert tried >= 2 * 12 + 3
+    assert rows(user, f"select * from pgque.ack({found['batch_id'][0]})") == [(0,)]
+    refused(
+        DENIED,
+        rows,
+        user,
+        f"select * from pgque.receive('{other}', 'c', ack_batch => {found['batch_id'][0]})",
+    )
+    subscribe(user, one, "own")
+    offer(conn, one)
+    assert rows(user, f"select * from pgque.receive('{one}', 'own', ack_batch => {found['batch_id'][0]})")
+    assert state(conn, other) == before
+
+
+def test_every_function_that_a_single_right_lets_call_asks_who_calls(conn: Connection) -> None:
+    silent = rows(
+        conn,
+        "select p.oid::regprocedure::text from pg_proc as p"
+        " where p.pronamespace = 'pgque'::regnamespace and p.prosecdef"
+        " and has_function_privilege('pgque_user', p.oid, 'execute')"
+        " and 'pgque.caller'::regtype <> all (p.proargtypes)",
+    )
+    assert silent == []
+    queues = {"queue_name", "queue", "p_queue", "i_queue_name"}
+    known = {"batch_id", "p_batch", "dl_id", "archive_id"}
+    for function, arguments in rows(conn, ASKING):
+        names = {name for name, _ in arguments}
+        assert names & queues or names & known, function
+        assert arguments[-1] == ["caller", "pgque.caller"], function
+
+
+FORGED = {
+    "an argument": "select * from pgque.receive({q}, 'c', caller => {owner})",
+    "a cast": "select * from pgque.receive({q}, 'c', caller => {owner}::text::pgque.caller)",
+    "null": "select * from pgque.receive({q}, 'c', caller => null)",
+    "an element of an array": "select r.* from unnest(array[{owner}]::pgque.caller[]) a, pgque.receive({q}, 'c', caller => a) r",
+    "a field of a record": "select r.* from jsonb_to_record(jsonb_build_object('a', {owner})) j (a pgque.caller),"
+    " pgque.receive({q}, 'c', caller => j.a) r",
+    "a variable": "do $$ declare v pgque.caller := {owner}; begin perform pgque.receive({q}, 'c', caller => v); end $$",
+    "a column": "create temp table t (a pgque.caller); insert into t values ({owner})",
+    "a column of another type": "create temp table u (a name); insert into u values ({owner});"
+    " alter table u alter a type pgque.caller",
+    "a domain on top": "create domain pg_temp.d as pgque.caller; select {owner}::pg_temp.d",
+    "a range of it": "create function pg_temp.f(anyelement, text) returns anyelement language sql as 'select $2';"
+    " select pg_temp.f(current_user::pgque.caller, {owner})",
+    "a function's result": "create function pg_temp.g() returns pgque.caller language plpgsql as $$ begin return {owner}; end $$;"
+    " select pg_temp.g()",
+    "the owner's name as a role": "set role {bare}",
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_the_caller_can_not_be_forged(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection, how: str
+) -> None:
+    grant(conn, one, nobody.name, "admin")
+    owner = value(conn, "select current_user")
+    call = FORGED[how].format(q=f"'{other}'", owner=f"'{owner}'", bare=owner)
+    with pytest.raises(psycopg.Error) as error:
+        user.execute(call.encode())
+    assert error.value.sqlstate in ("23514", "23502", DENIED), error.value
+
+
+def test_who_runs_as_somebody_else_has_his_rights_and_not_the_sessions(roles: Any, own: Connection) -> None:
+    """An index expression that a superuser's ANALYZE runs, and a trigger that a superuser's DELETE fires."""
+    for name in ("one", "other"):
+        value(own, "select pgque.create_queue(%s)", name)
+    thief = roles("pg_read_all_data", dbname=own.info.dbname)
+    grant(own, "one", thief.name, "consume")
+    own.execute(f"create schema mine authorization {thief.name}".encode())
+    with psycopg.connect(thief.dsn, autocommit=True) as session:
+        session.execute(
+            b"create table mine.t (id int primary key);"
+            b"create function mine.steal(int) returns int immutable language plpgsql as $$ begin"
+            b" perform pgque.subscribe('other', 'thief'); return $1; end $$;"
+            b"create function mine.fired() returns trigger language plpgsql as $$ begin"
+            b" perform pgque.subscribe('other', 'thief'); return old; end $$"
+        )
+        session.execute(b"create table mine.parent (id int primary key)")
+        session.execute(b"create table mine.child (id int references mine.parent on delete cascade)")
+        session.execute(b"insert into mine.parent values (1); insert into mine.child values (1)")
+        session.execute(
+            b"create trigger fired before delete on mine.child for each row execute function mine.fired()"
+        )
+        session.execute(b"create index on mine.t (mine.steal(id))")
+        refused(DENIED, rows, session, "insert into mine.t values (1)")
+    # The same by the superuser's hand: what runs as the table's owner has the owner's rights.
+    refused(DENIED, rows, own, "delete from mine.parent")
+    own.execute(
+        b"create or replace function mine.steal(int) returns int immutable language plpgsql as 'begin return $1; end'"
+    )
+    own.execute(b"insert into mine.t values (1)")
+    own.execute(
+        b"create or replace function mine.steal(int) returns int immutable language plpgsql as $$ begin"
+        b" perform pgque.subscribe('other', 'thief'); return $1; end $$"
+    )
+    refused(DENIED, rows, own, "analyze mine.t")
+    refused(DENIED, rows, own, "reindex table mine.t")
+    assert rows(own, "select * from pgque.get_consumer_info('other')") == []
+
+
+def test_a_function_with_its_owners_rights_acts_with_its_owners_rights(roles: Any, own: Connection) -> None:
+    for name in ("one", "other"):
+        value(own, "select pgque.create_queue(%s)", name)
+    owner, guest = roles(dbname=own.info.dbname), roles(dbname=own.info.dbname)
+    grant(own, "one", owner.name, "produce")
+    grant(own, "other", guest.name, "produce")
+    own.execute(f"create schema app authorization {owner.name}; grant usage on schema app to public".encode())
+    with psycopg.connect(owner.dsn, autocommit=True) as session:
+        session.execute(
+            b"create function app.post(text) returns bigint language sql security definer"
+            b" set search_path = pg_catalog as $$ select pgque.send($1, 'x'::text) $$"
+        )
+    with psycopg.connect(guest.dsn, autocommit=True) as session:
+        assert value(session, "select app.post('one')") == 1
+        refused(DENIED, rows, session, "select app.post('other')")
+        assert send(session, "other") == 1
+
+
+def test_a_role_has_the_rights_of_the_roles_it_is_a_member_of(
+    conn: Connection, queue: str, roles: Any
+) -> None:
+    group, member, stranger = roles(), roles(), roles()
+    grant(conn, queue, group.name, "produce")
+    conn.execute(f"grant {group.name} to {member.name}".encode())
+    with psycopg.connect(member.dsn, autocommit=True) as session:
+        assert send(session, queue)
+        conn.execute(f"revoke {group.name} from {member.name}".encode())
+        refused(DENIED, send, session, queue)
+    with psycopg.connect(stranger.dsn, autocommit=True) as session:
+        refused(DENIED, send, session, queue)
+
+
+def test_rights_follow_a_role_and_a_queue_that_are_renamed_and_end_with_them(
+    conn: Connection, new_queue: Callable[[], str], roles: Any
+) -> None:
+    queue = new_queue()
+    role = roles()
+    grant(conn, queue, role.name, "produce")
+    rights = "select right_role::text, right_name from pgque.queue_right r join pgque.queue q on q.queue_id = r.right_queue where q.queue_name = %s"
+    value(conn, "select pgque.rename_queue(%s, %s)", queue, queue + "-2")
+    with psycopg.connect(role.dsn, autocommit=True) as session:
+        assert send(session, queue + "-2")
+        assert rows(conn, rights, queue + "-2") == [(role.name, "produce")]
+        value(conn, "select pgque.drop_queue(%s, true)", queue + "-2")
+        value(conn, "select pgque.create_queue(%s)", queue)
+        refused(DENIED, send, session, queue)
+    gone = f"{role.name}_gone"
+    conn.execute(f"create role {gone}".encode())
+    grant(conn, queue, gone, "consume")
+    conn.execute(f"drop role {gone}".encode())
+    assert grant(conn, queue, role.name, "produce") == 1
+    assert rows(conn, rights, queue) == [(role.name, "produce")]
+
+
+def test_a_right_is_given_once_and_taken_once_and_bad_words_are_refused(
+    conn: Connection, queue: str, nobody: Any
+) -> None:
+    assert grant(conn, queue, nobody.name, "consume") == 1
+    assert grant(conn, queue, nobody.name, "consume") == 0
+    assert revoke(conn, queue, nobody.name, "produce") == 0
+    assert revoke(conn, queue, nobody.name, "consume") == 1
+    assert revoke(conn, queue, nobody.name, "consume") == 0
+    assert "produce" in str(refused("PQ005", grant, conn, queue, nobody.name, "everything").diag.message_hint)
+    refused("PQ005", value, conn, "select pgque.grant_queue(%s, %s, null)", queue, nobody.name)
+    refused("42704", grant, conn, queue, "no such role", "consume")
+    refused("42704", grant, conn, queue, "public", "consume")
+    refused("PQ001", grant, conn, "no such queue", nobody.name, "consume")
+
+
+def test_of_two_who_give_one_right_at_once_one_gives_it(
+    conn: Connection,
+    dsn: str,
+    queue: str,
+    nobody: Any,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    first = connect(dsn, autocommit=False)
+    assert grant(first, queue, nobody.name, "consume") == 1
+    job = background(lambda c: grant(c, queue, nobody.name, "consume"), connect(dsn))
+    wait_for_lock(job.pid)
+    first.commit()
+    assert job.result() == 0
+
+
+def test_a_right_taken_back_ends_with_the_next_call(
+    conn: Connection, queue: str, nobody: Any, user: Connection
+) -> None:
+    grant(conn, queue, nobody.name, "produce")
+    assert send(user, queue)
+    revoke(conn, queue, nobody.name, "produce")
+    error = refused(DENIED, send, user, queue)
+    assert queue in str(error.diag.message_primary)
+    assert f"grant_queue('{queue}', '{nobody.name}', 'produce')" in str(error.diag.message_hint)
+
+
+SETS_DEAD_LETTERS = "select pgque.set_queue_config(%s, 'dead_letter_queue', %s)"
+
+
+def test_an_administrator_of_one_queue_reaches_no_other_through_its_settings(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection
+) -> None:
+    grant(conn, one, nobody.name, "admin")
+    refused(DENIED, value, user, SETS_DEAD_LETTERS, one, other)
+    refused(DENIED, value, user, SETS_DEAD_LETTERS, one, one + ".dlq")
+    assert not value(conn, "select count(*) from pgque.get_queue_info() where queue_name = %s", one + ".dlq")
+    grant(conn, other, nobody.name, "produce")
+    configure(user, one, dead_letter_queue=other)
+
+
+def test_a_right_to_one_queue_adds_to_a_right_to_all(
+    conn: Connection, one: str, other: str, writer: Any
+) -> None:
+    grant(conn, one, writer.name, "consume")
+    with psycopg.connect(writer.dsn, autocommit=True) as session:
+        for queue in (one, other):
+            assert send(session, queue)
+        tick(conn, one)
+        assert receive(session, one, "d")
+        refused(DENIED, receive, session, other)
+
+
+def test_a_trigger_sends_with_the_rights_of_who_changes_the_table(roles: Any, own: Connection) -> None:
+    for name in ("one", "other"):
+        value(own, "select pgque.create_queue(%s)", name)
+    role = roles(dbname=own.info.dbname)
+    grant(own, "one", role.name, "produce")
+    own.execute(f"create schema app authorization {role.name}".encode())
+    with psycopg.connect(role.dsn, autocommit=True) as session:
+        session.execute(b"create table app.t (id int primary key); create table app.u (id int primary key)")
+        for table, queue in (("t", "one"), ("u", "other")):
+            session.execute(
+                f"create trigger changes after insert on app.{table} for each row"
+                f" execute function pgque.jsontriga('{queue}')".encode()
+            )
+        session.execute(b"insert into app.t values (1)")
+        refused(DENIED, rows, session, "insert into app.u values (1)")
+    assert value(own, "select count(*) from pgque.peek('one')") == 1
