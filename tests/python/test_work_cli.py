@@ -178,6 +178,20 @@ def test_queues_are_made_paused_renamed_and_dropped(run: Run, client: pgque.Pgqu
     run("peek", f"{name}_2", code=1)
 
 
+def test_rights_to_a_queue_are_given_and_taken(run: Run, pool: str, conn: Connection, nobody: Any) -> None:
+    def rights() -> list[tuple[str]]:
+        return conn.execute(
+            "select r.right_name from pgque.queue_right as r where r.right_role = %s::regrole", [nobody.name]
+        ).fetchall()
+
+    run("grant", pool, nobody.name, "consume")
+    assert rights() == [("consume",)]
+    assert "no such role" in run("grant", pool, "no such role", "consume", code=1)
+    run("grant", pool, nobody.name, "everything", code=2)
+    run("revoke", pool, nobody.name, "consume")
+    assert rights() == []
+
+
 def test_figures_are_shown_for_all_queues_or_one(run: Run, pool: str) -> None:
     rows = json.loads(run("metrics", pool, "--json"))
     assert {row["queue"] for row in rows} == {pool}

@@ -378,6 +378,26 @@ def test_poison_is_listed_archived_and_replayed(
         client.archive_replay(10**12)
 
 
+def test_a_role_with_a_right_to_one_queue_uses_that_queue(
+    client: pgque.PgqueClient, pool: str, new_queue: Callable[[], str], nobody: Any
+) -> None:
+    other = new_queue()
+    assert client.grant_queue(pool, nobody.name, "produce")
+    assert not client.grant_queue(pool, nobody.name, "produce")
+    with pgque.connect(nobody.dsn, autocommit=True) as user:
+        assert user.send(pool, "x") > 0
+        with pytest.raises(pgque.PgquePermissionDenied, match=other):
+            user.send(other, "x")
+        with pytest.raises(pgque.PgquePermissionDenied, match=pool):
+            user.subscribe(pool, "mine")
+        assert client.revoke_queue(pool, nobody.name, "produce")
+        assert not client.revoke_queue(pool, nobody.name, "produce")
+        with pytest.raises(pgque.PgquePermissionDenied):
+            user.send(pool, "x")
+    with pytest.raises(pgque.PgqueBadArgument):
+        client.grant_queue(pool, nobody.name, "everything")
+
+
 def test_queues_are_renamed_and_found_by_their_id(
     client: pgque.PgqueClient, pool: str, tick: Tick, conn: Connection
 ) -> None:

@@ -53,6 +53,31 @@ def resume(dsn: str, queue: str) -> None:
         client.resume(queue)
 
 
+_right_argument = click.argument("right", type=click.Choice(["produce", "consume", "admin"]))
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("role")
+@_right_argument
+def grant(dsn: str, queue: str, role: str, right: str) -> None:
+    """Give a role a right to one queue."""
+    with connect(dsn) as client:
+        client.grant_queue(queue, role, right)
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("role")
+@_right_argument
+def revoke(dsn: str, queue: str, role: str, right: str) -> None:
+    """Take a right to one queue back."""
+    with connect(dsn) as client:
+        client.revoke_queue(queue, role, right)
+
+
 @click.group()
 def config() -> None:
     """Show and change the settings of queues."""
@@ -374,6 +399,8 @@ COMMANDS: list[click.Command] = [
     purge,
     reclaim,
     rename,
+    grant,
+    revoke,
     resume,
     schedule,
     workers,

@@ -599,6 +599,27 @@ class AsyncPgqueClient:
             {"queue": queue, "new": new_name},
         )
 
+    async def grant_queue(self, queue: str, role: str, right: str) -> bool:
+        """Give a role a right to one queue: `produce`, `consume`, or `admin`, which is both and more. Return
+        False if it has the right. Calls `pgque.grant_queue`. Raises PgqueQueueNotFound, PgqueBadArgument,
+        and PgqueError if there is no such role."""
+        given = await self._value(
+            int,
+            "select pgque.grant_queue(%(queue)s::text, %(role)s::text, %(right)s::text)",
+            {"queue": queue, "role": role, "right": right},
+        )
+        return given == 1
+
+    async def revoke_queue(self, queue: str, role: str, right: str) -> bool:
+        """Take back what `grant_queue` gave, and return False if the role did not have it. Calls
+        `pgque.revoke_queue`. Raises as `grant_queue`."""
+        taken = await self._value(
+            int,
+            "select pgque.revoke_queue(%(queue)s::text, %(role)s::text, %(right)s::text)",
+            {"queue": queue, "role": role, "right": right},
+        )
+        return taken == 1
+
     async def set_default_config(self, param: str, value: Setting) -> None:
         """Change the default of a setting, for all queues that do not set it; None returns to the built-in
         one. Calls `pgque.set_default_config`."""

@@ -105,6 +105,10 @@ class PgqueSinkEpochError(PgqueError):
     """Say that an epoch of a sink is refused: too old, incomplete, or cut into other parts (PQ016)."""
 
 
+class PgquePermissionDenied(PgqueError):
+    """Say that the role lacks the right to the queue, or to all queues (42501)."""
+
+
 BY_SQLSTATE: dict[str, type[PgqueError]] = {
     "PQ001": PgqueQueueNotFound,
     "PQ002": PgqueQueueExists,
@@ -122,6 +126,7 @@ BY_SQLSTATE: dict[str, type[PgqueError]] = {
     "PQ014": PgqueNoScheduler,
     "PQ015": PgqueTickNotFound,
     "PQ016": PgqueSinkEpochError,
+    "42501": PgquePermissionDenied,
 }
 
 # Lost or refused connections: class 08, a server that is going down or starting, too many connections.
