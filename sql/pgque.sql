@@ -91,6 +91,10 @@ begin
       message = format('schema pgque is not ours alone: %s', v_foreign),
       hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
   end if;
+  perform pg_catalog.set_config('pgque.version_before', '', v_local);
+  if to_regprocedure('pgque.version()') is not null then
+    perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
+  end if;
   if to_regrole('pgque_reader') is null then
     create role pgque_reader;
   end if;
@@ -169,6 +173,47 @@ $$;
 -- ---------------------------------------------------------------------------
 -- tables
 -- ---------------------------------------------------------------------------
+
+-- An upgrade changes tables that calls lock in orders of their own.  So it takes
+-- all of them before it changes one, and lets go of all when one is not to be had
+-- in the time that a call takes.
+do $$
+declare
+  v_before   text := current_setting('pgque.version_before');
+  v_timeout  text := current_setting('lock_timeout');
+  v_tables   text;
+  v_holders  text;
+begin
+  if v_before in ('', pgque.version()) then
+    return;
+  end if;
+  select string_agg(c.oid::regclass::text, ', ' order by c.relkind = 'v' desc, c.relname = 'queue' desc, c.relname) into v_tables
+  from pg_class c
+  where c.relnamespace = 'pgque'::regnamespace and not c.relispartition
+    and (c.relkind in ('r', 'v') or (c.relkind = 'p' and v_before = '0.1.0'));
+  for v_try in 1..200 loop
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      execute 'lock table ' || v_tables || ' in access exclusive mode';
+      perform set_config('lock_timeout', v_timeout, true);
+      return;
+    exception
+      when lock_not_available then
+        perform pg_sleep(0.05);
+    end;
+  end loop;
+  select string_agg(distinct format('%s (%s)', l.pid, l.relation::regclass), ', ') into v_holders
+  from pg_locks l
+  join pg_class c on c.oid = l.relation
+  where c.relnamespace = 'pgque'::regnamespace and l.granted and l.pid <> pg_backend_pid()
+    and l.database = (select d.oid from pg_database d where d.datname = current_database());
+  raise exception using
+    errcode = 'lock_not_available',
+    message = 'an upgrade needs the tables of pgque for itself for a moment, and did not get them',
+    detail = 'Locks are held by: ' || coalesce(v_holders, 'others, at times'),
+    hint = 'End transactions that stay open (pg_stat_activity, pg_terminate_backend) and try again. Nothing was changed.';
+end
+$$;
 
 -- Adds columns that earlier versions did not have; an upgrade locks only the
 -- tables that lack one.  p_columns is what follows ADD COLUMN, one a line.
@@ -630,6 +675,10 @@ begin
       pos_lapse timestamptz;
       pos_paid timestamptz$c$);
     perform pgque._add_columns('pgque.settled_' || v_leaf, 'set_until timestamptz');
+    -- A cache, whose rows do not know which is the last one.
+    if not exists (select from pg_attribute a where a.attrelid = ('pgque.roster_' || v_leaf)::regclass and a.attname = 'ros_last') then
+      execute 'truncate pgque.roster_' || v_leaf;
+    end if;
     perform pgque._add_columns('pgque.roster_' || v_leaf, 'ros_last boolean not null default false');
   end loop;
   perform pgque._add_columns('pgque.subscriber', $c$
@@ -1359,25 +1408,23 @@ begin
   if not found then
     return 0;
   end if;
-  if not exists (
-    select from pg_auth_members m join pg_roles r on r.oid = m.member
-    where m.roleid = 'pgque_user'::regrole and r.rolname = $2)
-  then
+  if not pg_has_role($2, 'pgque_user', 'usage') then
     execute format('grant pgque_user to %I', $2);
   end if;
   return 1;
 end
 $$;
 
--- Takes back what grant_queue() gave.  1, or 0 if the role did not have it.
-create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text) returns int
+-- Takes back what grant_queue() gave, by default all of it; returns the number of
+-- rights.
+create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  int := pgque._right_queue($1, $2, $3);
+  v_queue  int := pgque._right_queue($1, $2, coalesce($3, 'admin'));
   v_role   oid := (select r.oid from pg_roles r where r.rolname = $2);
   v_count  int;
 begin
-  delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and r.right_name = $3;
+  delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and ($3 is null or r.right_name = $3);
   get diagnostics v_count = row_count;
   return v_count;
 end
@@ -4316,6 +4363,7 @@ declare
   v_state    record;
   v_waiting  bigint;
   v_settled  bigint;
+  v_moved    bigint;
 begin
   select count(*) into v_waiting
   from (
@@ -4326,15 +4374,16 @@ begin
     return true;
   end if;
   v_state := pgque._lease_state(p_batch);
-  -- Those that were settled where they waited.
-  select count(*) into v_settled
+  -- Those that were settled where they waited, and how many an old snapshot
+  -- noted only to put them there.
+  select count(*) filter (where s.set_ev_id < 6917529027641081856), coalesce(max(s.set_ev_id - 6917529027641081856), 0) into v_settled, v_moved
   from (
     select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
     union
     select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
   ) s;
   if v_lease.pos_fresh > 0 and v_state.closed then
-    v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled;
+    v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled - greatest(v_moved, 0);
   end if;
   return v_waiting >= v_lease.pos_shelf - v_settled;
 end
@@ -4645,7 +4694,13 @@ begin
         more := not v_row.ros_last or pg_catalog.cardinality(ids) > p_max;
         exit when pg_catalog.cardinality(ids) >= p_max;
       end loop;
-      exit when v_known or pgque._make_roster(p_sub, p_pos) = 0;
+      -- A roster that was made just now, and has nothing behind v_done, says that
+      -- the window ends there.
+      exit when v_known
+        or (v_try > 1 and exists (
+          select from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
+          where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_valid and r.ros_filenodes = v_filenodes))
+        or pgque._make_roster(p_sub, p_pos) = 0;
       if v_try = 5 then
         perform pgque._rewritten();
       end if;
@@ -4847,7 +4902,8 @@ begin
   perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array[0]);
   if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
     -- What an old snapshot does not see is found by the primary key.
-    perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r));
+    perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id,
+      array(select r.ev_id from pg_catalog.unnest(v_rows) r) || 6917529027641081856 + coalesce(pg_catalog.cardinality(v_rows), 0));
   end if;
   insert into pgque.retry_queue
   select (pgque._waiting(r, p_sub, coalesce(r.ev_retry, 0) + 1, p_due, p_lease.pos_last_batch, p_lease.pos_worker)).* from pg_catalog.unnest(v_rows) r
@@ -5542,8 +5598,7 @@ $$;
 
 -- Gives messages of an open batch their outcome; p_ids null means all that have
 -- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
--- retry (again in any case), dead, release (again at once), visibility (again
--- after p_after, still under this batch id until somebody takes it).  The rows
+-- retry (again in any case), dead, release (again at once).  The rows
 -- are read again from where they are stored, so nothing a client says but the
 -- ids is believed, and each message gets one outcome.  Raises nothing for a
 -- batch that is lost: the answer says so message by message.
@@ -5651,7 +5706,7 @@ begin
       v_new || pg_catalog.array_agg(g.ev_id), pg_catalog.array_agg(g.ev_id + 4611686018427387904)
     into v_items, v_new, v_gone
     from gone g;
-    if p_ids is not null and p_what <> 'visibility' and v_gone is not null then
+    if p_ids is not null and v_gone is not null then
       -- So that the batch is known to be whole but for them; see _still_whole().
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
     end if;
@@ -5673,8 +5728,8 @@ begin
         end));
         continue;
       end if;
-      v_item.ev_batch := case when p_what = 'visibility' then p_batch end;
-      v_item.ev_worker := case when p_what = 'visibility' then v_item.ev_worker end;
+      v_item.ev_batch := null;
+      v_item.ev_worker := null;
       if p_what in ('nack', 'retry') then
         v_item.ev_retry := coalesce(v_item.ev_retry, 0) + 1;
         v_item.ev_error := p_reason;
@@ -5891,13 +5946,29 @@ $$;
 -- of messages still held: 0 when the batch is lost.
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber;
+  v_lease  pgque.position_0;
+  v_until  timestamptz;
+  v_held   int;
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
     return pgque.release($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'visibility', $2, null) f);
+  v_sub := pgque._batch_owner($1);
+  perform pg_advisory_xact_lock($1);
+  v_lease := pgque._lease(v_sub.sub_id, $1);
+  v_until := pgque.clock() + $2;
+  update pgque.retry_queue r set ev_retry_after = v_until
+  where (r.ev_owner, r.ev_id) in (
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub.sub_id and e.ev_batch = $1 order by e.ev_id for update skip locked);
+  get diagnostics v_held = row_count;
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state($1)).closed then
+    v_held := v_held + cardinality(pgque._shelve(null, v_sub, v_lease, v_until));
+  end if;
+  return v_held;
 end
 $$;
 
@@ -8266,6 +8337,41 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
+-- earlier: what calls of the last version ask that an upgrade overtakes
+-- ---------------------------------------------------------------------------
+
+-- A call that runs while this file is installed goes on with its old body, the
+-- loop until it ends.  What 0.2.0 had and this version does not stays here for
+-- one version.
+
+create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select s.tick_period_ms, s.stopped_at from pgque._loop_settings() s
+$$;
+
+create or replace function pgque._close_lease(p_batch bigint) returns int
+language sql as $$ select pgque._close_lease((pgque._batch_owner($1)).sub_id, $1) $$;
+
+create or replace function pgque._need_rows(p_rows pgque.event[], p_ids bigint[]) returns void
+language plpgsql as $$
+begin
+  if coalesce(pg_catalog.cardinality(p_rows), 0) <> pg_catalog.cardinality(p_ids) then
+    perform pgque._rewritten();
+  end if;
+end
+$$;
+
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text) returns int
+language sql as $$ select pgque._subscribe($1, $2, $3, $4, current_user) $$;
+
+create or replace function pgque._window_sql(
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
+) returns text
+language sql as $$ select pgque._window_sql($1, $2, $3, $4, $5, $6, $7, current_user) $$;
+
+create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
+language sql as $$ select pgque._exhume($1, current_user) $$;
+-- ---------------------------------------------------------------------------
 -- comments: what each public name is for
 -- ---------------------------------------------------------------------------
 
@@ -8339,7 +8445,7 @@ comment on function pgque.unsubscribe(text, text, pgque.caller) is
 comment on function pgque.unregister_consumer(text, text) is
   'PgQ''s name for unsubscribe.';
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
-  'Hands out the consumer''s next messages in the order of their ids, at most max_return, as one batch; no rows if there are none. Until '
+  'Hands out the consumer''s next messages, at most max_return, as one batch, in the order of their ids (to a worker first those that come again, then new ones); no rows if there are none. Until '
   'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
   'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
@@ -8429,7 +8535,8 @@ comment on function pgque.grant_queue(text, text, text) is
   'with a queue). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.revoke_queue(text, text, text) is
-  'Takes back what grant_queue gave; the role stays a member of pgque_user, which is no right to any queue. 1, or 0 if the role did not have it. '
+  'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
+  'The role stays a member of pgque_user, which is no right to any queue. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
@@ -8887,6 +8994,7 @@ language sql immutable as $$
     ('dlq_purge', 'pgque_admin'),
     ('_ticked_queues', 'pgque_admin'),
     ('_loop_settings', 'pgque_admin'),
+    ('_loop_config', 'pgque_admin'),
     ('_look_again_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),
@@ -8993,5 +9101,6 @@ begin
   perform set_config('pgque.path_before', '', v_local);
   perform set_config('check_function_bodies', current_setting('pgque.bodies_before'), v_local);
   perform set_config('pgque.bodies_before', '', v_local);
+  perform set_config('pgque.version_before', '', v_local);
 end
 $$;

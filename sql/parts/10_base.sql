@@ -50,6 +50,10 @@ begin
       message = format('schema pgque is not ours alone: %s', v_foreign),
       hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
   end if;
+  perform pg_catalog.set_config('pgque.version_before', '', v_local);
+  if to_regprocedure('pgque.version()') is not null then
+    perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
+  end if;
   if to_regrole('pgque_reader') is null then
     create role pgque_reader;
   end if;

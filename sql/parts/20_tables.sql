@@ -2,6 +2,47 @@
 -- tables
 -- ---------------------------------------------------------------------------
 
+-- An upgrade changes tables that calls lock in orders of their own.  So it takes
+-- all of them before it changes one, and lets go of all when one is not to be had
+-- in the time that a call takes.
+do $$
+declare
+  v_before   text := current_setting('pgque.version_before');
+  v_timeout  text := current_setting('lock_timeout');
+  v_tables   text;
+  v_holders  text;
+begin
+  if v_before in ('', pgque.version()) then
+    return;
+  end if;
+  select string_agg(c.oid::regclass::text, ', ' order by c.relkind = 'v' desc, c.relname = 'queue' desc, c.relname) into v_tables
+  from pg_class c
+  where c.relnamespace = 'pgque'::regnamespace and not c.relispartition
+    and (c.relkind in ('r', 'v') or (c.relkind = 'p' and v_before = '0.1.0'));
+  for v_try in 1..200 loop
+    begin
+      perform set_config('lock_timeout', '100ms', true);
+      execute 'lock table ' || v_tables || ' in access exclusive mode';
+      perform set_config('lock_timeout', v_timeout, true);
+      return;
+    exception
+      when lock_not_available then
+        perform pg_sleep(0.05);
+    end;
+  end loop;
+  select string_agg(distinct format('%s (%s)', l.pid, l.relation::regclass), ', ') into v_holders
+  from pg_locks l
+  join pg_class c on c.oid = l.relation
+  where c.relnamespace = 'pgque'::regnamespace and l.granted and l.pid <> pg_backend_pid()
+    and l.database = (select d.oid from pg_database d where d.datname = current_database());
+  raise exception using
+    errcode = 'lock_not_available',
+    message = 'an upgrade needs the tables of pgque for itself for a moment, and did not get them',
+    detail = 'Locks are held by: ' || coalesce(v_holders, 'others, at times'),
+    hint = 'End transactions that stay open (pg_stat_activity, pg_terminate_backend) and try again. Nothing was changed.';
+end
+$$;
+
 -- Adds columns that earlier versions did not have; an upgrade locks only the
 -- tables that lack one.  p_columns is what follows ADD COLUMN, one a line.
 create or replace function pgque._add_columns(p_table text, p_columns text) returns void
@@ -462,6 +503,10 @@ begin
       pos_lapse timestamptz;
       pos_paid timestamptz$c$);
     perform pgque._add_columns('pgque.settled_' || v_leaf, 'set_until timestamptz');
+    -- A cache, whose rows do not know which is the last one.
+    if not exists (select from pg_attribute a where a.attrelid = ('pgque.roster_' || v_leaf)::regclass and a.attname = 'ros_last') then
+      execute 'truncate pgque.roster_' || v_leaf;
+    end if;
     perform pgque._add_columns('pgque.roster_' || v_leaf, 'ros_last boolean not null default false');
   end loop;
   perform pgque._add_columns('pgque.subscriber', $c$

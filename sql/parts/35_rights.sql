@@ -60,25 +60,23 @@ begin
   if not found then
     return 0;
   end if;
-  if not exists (
-    select from pg_auth_members m join pg_roles r on r.oid = m.member
-    where m.roleid = 'pgque_user'::regrole and r.rolname = $2)
-  then
+  if not pg_has_role($2, 'pgque_user', 'usage') then
     execute format('grant pgque_user to %I', $2);
   end if;
   return 1;
 end
 $$;
 
--- Takes back what grant_queue() gave.  1, or 0 if the role did not have it.
-create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text) returns int
+-- Takes back what grant_queue() gave, by default all of it; returns the number of
+-- rights.
+create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  int := pgque._right_queue($1, $2, $3);
+  v_queue  int := pgque._right_queue($1, $2, coalesce($3, 'admin'));
   v_role   oid := (select r.oid from pg_roles r where r.rolname = $2);
   v_count  int;
 begin
-  delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and r.right_name = $3;
+  delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and ($3 is null or r.right_name = $3);
   get diagnostics v_count = row_count;
   return v_count;
 end

@@ -118,6 +118,7 @@ declare
   v_state    record;
   v_waiting  bigint;
   v_settled  bigint;
+  v_moved    bigint;
 begin
   select count(*) into v_waiting
   from (
@@ -128,15 +129,16 @@ begin
     return true;
   end if;
   v_state := pgque._lease_state(p_batch);
-  -- Those that were settled where they waited.
-  select count(*) into v_settled
+  -- Those that were settled where they waited, and how many an old snapshot
+  -- noted only to put them there.
+  select count(*) filter (where s.set_ev_id < 6917529027641081856), coalesce(max(s.set_ev_id - 6917529027641081856), 0) into v_settled, v_moved
   from (
     select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
     union
     select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
   ) s;
   if v_lease.pos_fresh > 0 and v_state.closed then
-    v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled;
+    v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled - greatest(v_moved, 0);
   end if;
   return v_waiting >= v_lease.pos_shelf - v_settled;
 end
@@ -447,7 +449,13 @@ begin
         more := not v_row.ros_last or pg_catalog.cardinality(ids) > p_max;
         exit when pg_catalog.cardinality(ids) >= p_max;
       end loop;
-      exit when v_known or pgque._make_roster(p_sub, p_pos) = 0;
+      -- A roster that was made just now, and has nothing behind v_done, says that
+      -- the window ends there.
+      exit when v_known
+        or (v_try > 1 and exists (
+          select from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
+          where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_valid and r.ros_filenodes = v_filenodes))
+        or pgque._make_roster(p_sub, p_pos) = 0;
       if v_try = 5 then
         perform pgque._rewritten();
       end if;
@@ -649,7 +657,8 @@ begin
   perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array[0]);
   if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
     -- What an old snapshot does not see is found by the primary key.
-    perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r));
+    perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id,
+      array(select r.ev_id from pg_catalog.unnest(v_rows) r) || 6917529027641081856 + coalesce(pg_catalog.cardinality(v_rows), 0));
   end if;
   insert into pgque.retry_queue
   select (pgque._waiting(r, p_sub, coalesce(r.ev_retry, 0) + 1, p_due, p_lease.pos_last_batch, p_lease.pos_worker)).* from pg_catalog.unnest(v_rows) r

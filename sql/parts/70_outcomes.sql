@@ -4,8 +4,7 @@
 
 -- Gives messages of an open batch their outcome; p_ids null means all that have
 -- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
--- retry (again in any case), dead, release (again at once), visibility (again
--- after p_after, still under this batch id until somebody takes it).  The rows
+-- retry (again in any case), dead, release (again at once).  The rows
 -- are read again from where they are stored, so nothing a client says but the
 -- ids is believed, and each message gets one outcome.  Raises nothing for a
 -- batch that is lost: the answer says so message by message.
@@ -113,7 +112,7 @@ begin
       v_new || pg_catalog.array_agg(g.ev_id), pg_catalog.array_agg(g.ev_id + 4611686018427387904)
     into v_items, v_new, v_gone
     from gone g;
-    if p_ids is not null and p_what <> 'visibility' and v_gone is not null then
+    if p_ids is not null and v_gone is not null then
       -- So that the batch is known to be whole but for them; see _still_whole().
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
     end if;
@@ -135,8 +134,8 @@ begin
         end));
         continue;
       end if;
-      v_item.ev_batch := case when p_what = 'visibility' then p_batch end;
-      v_item.ev_worker := case when p_what = 'visibility' then v_item.ev_worker end;
+      v_item.ev_batch := null;
+      v_item.ev_worker := null;
       if p_what in ('nack', 'retry') then
         v_item.ev_retry := coalesce(v_item.ev_retry, 0) + 1;
         v_item.ev_error := p_reason;
@@ -353,13 +352,29 @@ $$;
 -- of messages still held: 0 when the batch is lost.
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber;
+  v_lease  pgque.position_0;
+  v_until  timestamptz;
+  v_held   int;
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
   if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
     return pgque.release($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'visibility', $2, null) f);
+  v_sub := pgque._batch_owner($1);
+  perform pg_advisory_xact_lock($1);
+  v_lease := pgque._lease(v_sub.sub_id, $1);
+  v_until := pgque.clock() + $2;
+  update pgque.retry_queue r set ev_retry_after = v_until
+  where (r.ev_owner, r.ev_id) in (
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub.sub_id and e.ev_batch = $1 order by e.ev_id for update skip locked);
+  get diagnostics v_held = row_count;
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state($1)).closed then
+    v_held := v_held + cardinality(pgque._shelve(null, v_sub, v_lease, v_until));
+  end if;
+  return v_held;
 end
 $$;
 

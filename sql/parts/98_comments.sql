@@ -72,7 +72,7 @@ comment on function pgque.unsubscribe(text, text, pgque.caller) is
 comment on function pgque.unregister_consumer(text, text) is
   'PgQ''s name for unsubscribe.';
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
-  'Hands out the consumer''s next messages in the order of their ids, at most max_return, as one batch; no rows if there are none. Until '
+  'Hands out the consumer''s next messages, at most max_return, as one batch, in the order of their ids (to a worker first those that come again, then new ones); no rows if there are none. Until '
   'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
   'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
@@ -162,7 +162,8 @@ comment on function pgque.grant_queue(text, text, text) is
   'with a queue). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.revoke_queue(text, text, text) is
-  'Takes back what grant_queue gave; the role stays a member of pgque_user, which is no right to any queue. 1, or 0 if the role did not have it. '
+  'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
+  'The role stays a member of pgque_user, which is no right to any queue. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '

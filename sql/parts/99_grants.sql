@@ -154,6 +154,7 @@ language sql immutable as $$
     ('dlq_purge', 'pgque_admin'),
     ('_ticked_queues', 'pgque_admin'),
     ('_loop_settings', 'pgque_admin'),
+    ('_loop_config', 'pgque_admin'),
     ('_look_again_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),
@@ -260,5 +261,6 @@ begin
   perform set_config('pgque.path_before', '', v_local);
   perform set_config('check_function_bodies', current_setting('pgque.bodies_before'), v_local);
   perform set_config('pgque.bodies_before', '', v_local);
+  perform set_config('pgque.version_before', '', v_local);
 end
 $$;

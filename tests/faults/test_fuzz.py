@@ -71,7 +71,9 @@ def test_random_calls_raise_nothing_internal_and_leave_every_queue_working(popul
         if not alone:
             level = dice.choices(["read committed", "repeatable read", "serializable"], [8, 1, 1])[0]
             conn.execute(f"begin isolation level {level}".encode())
-            role = dice.choices([None, "pgque_admin", "pgque_reader", "pgque_writer"], [6, 2, 1, 1])[0]
+            role = dice.choices(
+                [None, "pgque_admin", "pgque_reader", "pgque_writer", "pgque_user"], [6, 2, 1, 1, 1]
+            )[0]
             if role:
                 conn.execute(f"set local role {role}".encode())
         for _ in range(dice.randrange(1, 40)):

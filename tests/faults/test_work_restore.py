@@ -114,7 +114,7 @@ def young(server: TestServer) -> Iterator[embedded.Server]:
         pytest.skip(f"no second server: {error}")
     with other:
         with psycopg.connect(other.dsn, autocommit=True) as admin:
-            for role in ("reader", "writer", "admin"):
+            for role in ("reader", "writer", "admin", "user"):
                 admin.execute(f"create role pgque_{role}".encode())
         yield other
 

@@ -487,6 +487,9 @@ def test_a_right_is_given_once_and_taken_once_and_bad_words_are_refused(
     assert revoke(conn, queue, nobody.name, "produce") == 0
     assert revoke(conn, queue, nobody.name, "consume") == 1
     assert revoke(conn, queue, nobody.name, "consume") == 0
+    for right in RIGHTS:
+        grant(conn, queue, nobody.name, right)
+    assert value(conn, "select pgque.revoke_queue(%s, %s)", queue, nobody.name) == 3
     assert "produce" in str(refused("PQ005", grant, conn, queue, nobody.name, "everything").diag.message_hint)
     refused("PQ005", value, conn, "select pgque.grant_queue(%s, %s, null)", queue, nobody.name)
     refused("42704", grant, conn, queue, "no such role", "consume")

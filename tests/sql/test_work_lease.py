@@ -126,6 +126,45 @@ def test_a_whole_batch_of_which_another_took_one_is_not_acked_but_the_rest_of_it
     assert outcome(pool, "ack", taken[0].batch_id, sent[:1]) == {sent[0]: None}
 
 
+@pytest.mark.parametrize("call", ["set_visibility", "extend"])
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_an_ack_of_a_whole_batch_whose_end_was_moved_answers_0_once_another_worker_has_some_of_it(
+    pool: Connection, call: str, isolation: str
+) -> None:
+    offer(pool, "q", 3)
+    batch = take(pool, "q", "w1", timeout="5 s")
+    assert outcome(pool, "ack", batch[0].batch_id, [batch[2].msg_id]) == {batch[2].msg_id: None}
+    pool.execute(f"begin isolation level {isolation}".encode())
+    assert value(pool, f"select pgque.{call}(%s, '5 s')", batch[0].batch_id) == 2
+    pool.execute(b"commit")
+    move_clock(pool, "20 s")
+    (taken,) = take(pool, "q", "w2", 1, "1 hour")
+    assert ack(pool, batch[0].batch_id) == 0
+    assert outcome(pool, "ack", batch[0].batch_id, ids(batch)[:2]) == {
+        batch[0].msg_id: LOST,
+        batch[1].msg_id: None,
+    }
+    assert ack(pool, taken.batch_id) == 1
+
+
+@pytest.mark.parametrize("call", ["set_visibility", "extend"])
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_an_ack_of_a_whole_batch_whose_end_was_moved_counts_while_nobody_else_has_any_of_it(
+    pool: Connection, call: str, isolation: str
+) -> None:
+    offer(pool, "q", 3)
+    batch = take(pool, "q", "w1", timeout="5 s")
+    assert outcome(pool, "ack", batch[0].batch_id, [batch[2].msg_id]) == {batch[2].msg_id: None}
+    pool.execute(f"begin isolation level {isolation}".encode())
+    assert value(pool, f"select pgque.{call}(%s, '5 s')", batch[0].batch_id) == 2
+    pool.execute(b"commit")
+    assert outcome(pool, "ack", batch[0].batch_id, [batch[1].msg_id]) == {batch[1].msg_id: None}
+    move_clock(pool, "20 s")
+    assert ack(pool, batch[0].batch_id) == 1
+    assert ack(pool, batch[0].batch_id) == 0
+    assert take(pool, "q", "w2") == []
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_batch_is_whole_without_what_its_worker_settled_before(pool: Connection, again: bool) -> None:
     sent = offer(pool, "q", 4)

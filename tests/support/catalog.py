@@ -113,7 +113,7 @@ select r.rolname, r.rolcanlogin, r.rolinherit, r.rolsuper, r.rolcreaterole, r.ro
         join pg_catalog.pg_roles as g on g.oid = m.roleid
         where m.member = r.oid)
 from pg_catalog.pg_roles as r
-where r.rolname in ('pgque_reader', 'pgque_writer', 'pgque_admin')
+where r.rolname in ('pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user')
 order by r.rolname collate "C"
 """
 

@@ -53,14 +53,14 @@ def resume(dsn: str, queue: str) -> None:
         client.resume(queue)
 
 
-_right_argument = click.argument("right", type=click.Choice(["produce", "consume", "admin"]))
+_RIGHTS = ["produce", "consume", "admin"]
 
 
 @click.command()
 @dsn_option
 @click.argument("queue")
 @click.argument("role")
-@_right_argument
+@click.argument("right", type=click.Choice(_RIGHTS))
 def grant(dsn: str, queue: str, role: str, right: str) -> None:
     """Give a role a right to one queue."""
     with connect(dsn) as client:
@@ -71,9 +71,9 @@ def grant(dsn: str, queue: str, role: str, right: str) -> None:
 @dsn_option
 @click.argument("queue")
 @click.argument("role")
-@_right_argument
-def revoke(dsn: str, queue: str, role: str, right: str) -> None:
-    """Take a right to one queue back."""
+@click.argument("right", type=click.Choice(_RIGHTS), required=False)
+def revoke(dsn: str, queue: str, role: str, right: str | None) -> None:
+    """Take a right to one queue back, or all that the role has to it."""
     with connect(dsn) as client:
         client.revoke_queue(queue, role, right)
 

@@ -611,15 +611,14 @@ class PgqueClient:
         )
         return given == 1
 
-    def revoke_queue(self, queue: str, role: str, right: str) -> bool:
-        """Take back what `grant_queue` gave, and return False if the role did not have it. Calls
+    def revoke_queue(self, queue: str, role: str, right: str | None = None) -> int:
+        """Take back what `grant_queue` gave, by default all of it, and return the number of rights. Calls
         `pgque.revoke_queue`. Raises as `grant_queue`."""
-        taken = self._value(
+        return self._value(
             int,
             "select pgque.revoke_queue(%(queue)s::text, %(role)s::text, %(right)s::text)",
             {"queue": queue, "role": role, "right": right},
         )
-        return taken == 1
 
     def set_default_config(self, param: str, value: Setting) -> None:
         """Change the default of a setting, for all queues that do not set it; None returns to the built-in

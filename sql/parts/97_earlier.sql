@@ -1,0 +1,35 @@
+-- ---------------------------------------------------------------------------
+-- earlier: what calls of the last version ask that an upgrade overtakes
+-- ---------------------------------------------------------------------------
+
+-- A call that runs while this file is installed goes on with its old body, the
+-- loop until it ends.  What 0.2.0 had and this version does not stays here for
+-- one version.
+
+create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select s.tick_period_ms, s.stopped_at from pgque._loop_settings() s
+$$;
+
+create or replace function pgque._close_lease(p_batch bigint) returns int
+language sql as $$ select pgque._close_lease((pgque._batch_owner($1)).sub_id, $1) $$;
+
+create or replace function pgque._need_rows(p_rows pgque.event[], p_ids bigint[]) returns void
+language plpgsql as $$
+begin
+  if coalesce(pg_catalog.cardinality(p_rows), 0) <> pg_catalog.cardinality(p_ids) then
+    perform pgque._rewritten();
+  end if;
+end
+$$;
+
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text) returns int
+language sql as $$ select pgque._subscribe($1, $2, $3, $4, current_user) $$;
+
+create or replace function pgque._window_sql(
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int
+) returns text
+language sql as $$ select pgque._window_sql($1, $2, $3, $4, $5, $6, $7, current_user) $$;
+
+create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
+language sql as $$ select pgque._exhume($1, current_user) $$;
