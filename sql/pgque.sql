@@ -2802,7 +2802,7 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 1,000 events
+-- Reads a window once, in the order of ids, and notes for every 100 events
 -- (not counting retries, which belong to one subscriber each) between which ids
 -- they are and, for each table, between which row addresses.
 -- A slice is then a TID range scan.  A window's rows are fixed and do not
@@ -2821,7 +2821,7 @@ begin
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
       pgque._filenodes($1), pg_catalog.pg_current_xact_id()
     from (
-      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 1000 as chunk
+      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 100 as chunk
       from (
         select e.ev_id, e.ev_owner, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
         union all
@@ -3809,7 +3809,7 @@ declare
   v_chunk   pgque.window_map;
   v_rows    text;
 begin
-  -- Every chunk but the last holds 1,000 events for everybody, so as many chunks
+  -- Every chunk but the last holds 100 events for everybody, so as many chunks
   -- as p_max needs and one more hold the batch and what comes after it.
   if p_max is null then
     v_by_map := exists (
@@ -3837,7 +3837,7 @@ begin
           and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
           and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
         order by m.map_id_hi
-        limit p_max / 1000 + 2
+        limit p_max / 100 + 2
       ) m;
       v_tids := pgque._tid_conditions(v_chunk);
       v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);

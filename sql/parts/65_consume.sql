@@ -785,7 +785,7 @@ declare
   v_chunk   pgque.window_map;
   v_rows    text;
 begin
-  -- Every chunk but the last holds 1,000 events for everybody, so as many chunks
+  -- Every chunk but the last holds 100 events for everybody, so as many chunks
   -- as p_max needs and one more hold the batch and what comes after it.
   if p_max is null then
     v_by_map := exists (
@@ -813,7 +813,7 @@ begin
           and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
           and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
         order by m.map_id_hi
-        limit p_max / 1000 + 2
+        limit p_max / 100 + 2
       ) m;
       v_tids := pgque._tid_conditions(v_chunk);
       v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
