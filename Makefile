@@ -67,6 +67,7 @@ test-spark-long: ## The long ones of the Spark tests: more rows, more kills
 check: $(VENV)/.lint ## Are the generated files current, do the linters find anything?
 	@$(SUPPORT)/check.sh $(BIN)
 
+# Beside other queues: ARGS="--only peers,latency,idle,soak", and --save to keep the figures and plots
 bench: $(VENV)/.test ## Measure against bare SQL in the same run (ARGS= for the script)
 	@PYTHONPATH=tests $(BIN)/python tests/bench/run.py $(ARGS)
 

@@ -28,7 +28,8 @@ PAYLOAD = '{"n": 1, "pad": "' + "x" * 80 + '"}'
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``ratio`` is ours over bare SQL, the way round that the target is given."""
+    """One line of the table. ``ratio`` is ours over bare SQL, the way round that the target is given;
+    ``series`` is what goes into plots."""
 
     what: str
     ours: str
@@ -38,18 +39,19 @@ class Row:
     reached: bool
     note: str = ""
     values: dict[str, Number] = field(default_factory=dict)
+    series: dict[str, list[Number]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A database with pgque and the floor in it. ``quick`` asks for fewer rounds, ``tcp`` is the way in
-    for who cannot use a socket, ``minutes`` is the length of what runs for minutes."""
+    for who cannot use a socket, ``minutes`` is the length of what runs for minutes, 0 if none was asked for."""
 
     dsn: str
     quick: bool
     has_cron: bool
     tcp: str = ""
-    minutes: float = 10
+    minutes: float = 0
 
     def connect(self, *, autocommit: bool = True) -> Connection:
         """Open a session."""

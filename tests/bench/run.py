@@ -23,7 +23,7 @@ from psycopg.conninfo import make_conninfo
 from rich.console import Console
 from rich.table import Table
 
-from bench import measure, spark, workers
+from bench import elsewhere, idle, latency, measure, peers, results, soak, spark, systems, workers
 from bench.measure import FLOOR_SQL, Bench, Row
 from pgque import embedded
 
@@ -33,8 +33,13 @@ SUBJECTS = {
     "spark": spark.spark,
     "workers": workers.workers,
     "workers-long": workers.workers_long,
+    "peers": peers.peers,
+    "latency": latency.latency,
+    "idle": idle.idle,
+    "soak": soak.soak,
 }
-ONLY_IF_NAMED = {"workers-long"}
+ONLY_IF_NAMED = {"workers-long", "peers", "latency", "idle", "soak"}
+BESIDE_PEERS = {"peers", "latency"}
 SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
 SETTINGS = (
     "fsync",
@@ -156,7 +161,10 @@ def main() -> int:
     parser.add_argument("--dsn", help=f"a server to use; a database {DATABASE} is made there, and dropped")
     parser.add_argument("--sql", type=Path, default=SQL_FILE, help="measure another pgque.sql")
     parser.add_argument("--only", metavar="A,B", help="some of: " + ",".join(SUBJECTS))
-    parser.add_argument("--minutes", type=float, default=10, help="how long workers-long runs (--quick: 1)")
+    parser.add_argument(
+        "--minutes", type=float, help="how long workers-long (10) and soak (30) run; with --quick 1"
+    )
+    parser.add_argument("--save", action="store_true", help=f"write the figures and plots to {results.SHOWN}")
     arguments = parser.parse_args()
     names = (
         arguments.only.split(",")
@@ -173,18 +181,24 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(width=190)
     progress = Console(stderr=True)
-    rows: list[Row] = []
+    found: dict[str, list[Row]] = {}
+    if arguments.save or BESIDE_PEERS & set(names):
+        elsewhere.set_up()
     began = time.monotonic()
     with database(arguments.dsn, arguments.sql) as (target, tcp, has_cron):
         machine = describe(target)
-        bench = Bench(target, arguments.quick, has_cron, tcp, arguments.minutes)
+        bench = Bench(target, arguments.quick, has_cron, tcp, arguments.minutes or 0)
         for name in names:
             with progress.status(f"{name} …"):
-                rows += SUBJECTS[name](bench)
+                found[name] = SUBJECTS[name](bench)
     if "spark" in names:
         machine["spark"] = spark.missing() or spark.versions()
+    if BESIDE_PEERS & set(names):
+        machine["peers"] = elsewhere.missing() or elsewhere.versions()
+        machine["unequal"] = "\n".join(systems.UNEQUAL)
     machine["load"] = f"{machine['load']}, {os.getloadavg()[0]:.1f} at the end"
     machine["took"] = f"{time.monotonic() - began:.0f} s"
+    rows = [row for subject in found.values() for row in subject]
     console.print(table(rows))
     console.print()
     for key, value in machine.items():
@@ -192,6 +206,9 @@ def main() -> int:
     if arguments.json:
         report = {"machine": machine, "quick": arguments.quick, "rows": [asdict(row) for row in rows]}
         arguments.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    if arguments.save:
+        for file in results.save(machine, arguments.quick, found):
+            console.print(f"wrote {file}", highlight=False)
     return 0
 
 

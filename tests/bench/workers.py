@@ -690,7 +690,7 @@ def run_steadily(
 
 def workers_long(bench: Bench) -> list[Row]:
     """1,000 messages a second for minutes while a transaction holds xmin."""
-    seconds = 60.0 if bench.quick else bench.minutes * 60
+    seconds = 60.0 if bench.quick else (bench.minutes or 10) * 60
     part = min(60.0, seconds / 3)
     bare_seconds = min(60.0, seconds / 2)
     with team(bench, 5) as crew, bench.connect() as conn:
