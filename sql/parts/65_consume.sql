@@ -600,13 +600,13 @@ end
 $$;
 
 -- Whether a usable map of the window exists.
-create or replace function pgque._mapped(p_queue_id int, p_from bigint, p_to bigint) returns boolean
+create or replace function pgque._mapped(p_queue_id int, p_from bigint, p_to bigint, p_filenodes oid[]) returns boolean
 language plpgsql as $$
 begin
   return exists (
     select from pgque.window_map m
     where m.map_queue = p_queue_id and m.map_from = p_from and m.map_to = p_to
-      and m.map_valid and m.map_filenodes = pgque._filenodes(p_queue_id));
+      and m.map_valid and m.map_filenodes = p_filenodes);
 end
 $$;
 
@@ -779,11 +779,13 @@ create or replace function pgque._batch_sql(
 ) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_xids    text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
-  v_by_map  boolean;
-  v_tids    text[];
-  v_chunk   pgque.window_map;
-  v_rows    text;
+  v_xids       text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
+  v_by_map     boolean;
+  v_mapped     boolean;
+  v_filenodes  oid[];
+  v_tids       text[];
+  v_chunk      pgque.window_map;
+  v_rows       text;
 begin
   -- Every chunk but the last holds 100 events for everybody, so as many chunks
   -- as p_max needs and one more hold the batch and what comes after it.
@@ -798,10 +800,13 @@ begin
   if v_by_map then
     -- From here on no table can be rewritten under its row addresses.
     execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
-    if p_max is not null and not pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+    v_filenodes := pgque._filenodes(p_sub.sub_queue);
+    v_mapped := pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_filenodes);
+    if p_max is not null and not v_mapped then
       perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+      v_mapped := pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_filenodes);
     end if;
-    if pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick) then
+    if v_mapped then
       select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
       into v_chunk.map_lo, v_chunk.map_hi
       from (
@@ -809,8 +814,8 @@ begin
         select distinct on (m.map_id_hi) m.map_lo, m.map_hi
         from pgque.window_map m
         where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-          and m.map_valid and m.map_filenodes = pgque._filenodes(p_sub.sub_queue)
-          and (p_pos.pos_done_id is null or m.map_id_hi > p_pos.pos_done_id)
+          and m.map_valid and m.map_filenodes = v_filenodes
+          and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
           and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
         order by m.map_id_hi
         limit p_max / 100 + 2
