@@ -44,14 +44,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         _server = None
 
 
-_REQUIRABLE = {"cron": "pg_cron", "docker": "docker", "spark": "spark", "slow": "slow"}
+_REQUIRABLE = {
+    "cron": "pg_cron",
+    "docker": "docker",
+    "spark": "spark",
+    "slow": "slow",
+    "programs": "programs",
+}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn a skip into a failure where PGQUE_REQUIRE (cron, docker, spark, all) demands the thing."""
+    """Turn a skip into a failure where PGQUE_REQUIRE (cron, docker, spark, slow, programs, all) demands the thing."""
     report = yield
     required = {word.strip() for word in os.environ.get("PGQUE_REQUIRE", "").split(",")} - {""}
     if report.skipped and not hasattr(report, "wasxfail"):

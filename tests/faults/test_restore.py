@@ -38,12 +38,18 @@ from support.servers import TestServer
 
 
 @dataclass(frozen=True)
-class Dump:
-    """A plain SQL dump and what each consumer of queue q still lacks."""
+class Left:
+    """What each consumer of queue q still lacks, and its dead letters."""
 
-    path: Path
     lacking: dict[str, list[int]]
     dead: list[int]
+
+
+@dataclass(frozen=True)
+class Dump(Left):
+    """A plain SQL dump."""
+
+    path: Path
     xid: int
     psql: str
 
@@ -65,8 +71,32 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def fill(conn: Connection, dsn: str) -> tuple[dict[str, list[int]], list[int]]:
-    """Leave consumers in every state; return what each lacks, and the dead letters."""
+def send_once(conn: Connection) -> tuple[bool, str, int]:
+    """Send to queue once by a key, in an epoch and in a part of one; tell what was said to that."""
+    (attempt, stage) = rows(conn, "select attempt, stage from pgque.sink_begin('whole', 7)")[0]
+    conn.execute(
+        f"insert into {stage} (attempt, n, queue, payload) values (%s, 0, 'once', 'x')".encode(), [attempt]
+    )
+    part = conn.execute(
+        "insert into pgque.sink (queue, payload, sink_id, epoch, part, parts) values ('once', 'x', 'cut', 3, 0, 2)"
+    )
+    return (
+        value(conn, "select s.deduped from pgque.send_idem('once', 't', 'x'::text, 'key', '1 day') as s"),
+        value(conn, "select pgque.sink_commit('whole', 7, array[%s::uuid], 1)", attempt),
+        part.rowcount,
+    )
+
+
+def fill(conn: Connection, dsn: str) -> Left:
+    """Leave consumers of queue q in every state, and two queues without; return what each lacks."""
+    for other in ("empty", "paused"):
+        value(conn, "select pgque.create_queue(%s)", other)
+        subscribe(conn, other, "c")
+    send(conn, "paused", "before the dump")
+    value(conn, "select pgque.pause('paused')")
+    value(conn, "select pgque.create_queue('once')")
+    subscribe(conn, "once", "c")
+    assert send_once(conn) == (False, "applied", 1)
     value(conn, "select pgque.create_queue('q')")
     for name in ("done", "fresh", "sliced", "open", "retried", "waiting", "buried"):
         subscribe(conn, "q", name)
@@ -122,7 +152,7 @@ def fill(conn: Connection, dsn: str) -> tuple[dict[str, list[int]], list[int]]:
     unticked = send_many(conn, "q", 3)
     for name in lacking:
         lacking[name] = sorted([*lacking[name], late_id, *unticked])
-    return lacking, first[:2]
+    return Left(lacking, first[:2])
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +171,11 @@ def dump(server: TestServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             conn.execute(
                 "do $$ begin for n in 1..100000 loop perform pg_current_xact_id(); commit; end loop; end $$"
             )
-            for other in ("empty", "paused"):
-                value(conn, "select pgque.create_queue(%s)", other)
-                subscribe(conn, other, "c")
-            send(conn, "paused", "before the dump")
-            value(conn, "select pgque.pause('paused')")
-            lacking, dead = fill(conn, dsn)
+            left = fill(conn, dsn)
             xid = int(value(conn, "select pg_current_xact_id()::text"))
         path = tmp_path_factory.mktemp("dump") / "dump.sql"
         run(pg_dump, "-d", dsn, "-f", str(path))
-        yield Dump(path, lacking, dead, xid, psql)
+        yield Dump(left.lacking, left.dead, path, xid, psql)
     finally:
         with psycopg.connect(server.dsn, autocommit=True) as admin:
             admin.execute(f"drop database if exists {name} with (force)".encode())
@@ -176,7 +201,7 @@ def everything(conn: Connection, queue: str, consumer: str, size: int = 7) -> li
     return got
 
 
-def check(conn: Connection, dump: Dump) -> None:
+def check(conn: Connection, dump: Left) -> None:
     """Every consumer gets what it lacked, once; sends, ticks, rotation and the rest go on."""
     move_clock(conn, "2 hours")
     got = {name: sorted(everything(conn, "q", name)) for name in dump.lacking}
@@ -193,6 +218,9 @@ def check(conn: Connection, dump: Dump) -> None:
         for name in dump.lacking:
             assert everything(conn, "q", name, 3) == sent
         assert rotate(conn, "q") == 1
+    assert send_once(conn)[:2] == (True, "duplicate")
+    value(conn, "select pgque.ticker()")
+    assert len(everything(conn, "once", "c")) == 3
     value(conn, "select pgque.resume('paused')")
     send(conn, "paused", "after")
     send(conn, "empty", "after")
@@ -261,7 +289,7 @@ def test_health_says_that_a_queue_was_restored(dump: Dump, restored: Connection)
     found = rows(
         restored, "select queue, advice from pgque.health() where status = 'warn' and check_name = 'tables'"
     )
-    assert {f[0] for f in found} == {"q", "empty", "paused"}
+    assert {f[0] for f in found} == {"q", "empty", "paused", "once"}
     assert all(f[1] for f in found)
 
 
@@ -310,7 +338,7 @@ def test_a_restored_queue_that_was_used_is_dumped_and_restored_again(
     admin = connect(server.dsn)
     admin.execute(f"create database {second} template template0".encode())
     try:
-        restore(Dump(again, {}, [], 0, dump.psql), server.dsn_for(second))
+        restore(Dump({}, [], again, 0, dump.psql), server.dsn_for(second))
         with psycopg.connect(server.dsn_for(second), autocommit=True) as last:
             value(last, "select pgque.ticker()")
             move_clock(last, "2 hours")

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psycopg
@@ -38,17 +38,23 @@ from support.servers import TestServer
 
 
 @dataclass(frozen=True)
-class Dump:
-    """A dump of queue q of a pool, and what it still lacks."""
+class Left:
+    """What a pool of queue q still lacks, and what it holds."""
 
-    path: Path
-    psql: str
     held: list[int]
     token: int
     lacking: list[int]
     keyed: int
     dead: int
     archived: int
+
+
+@dataclass(frozen=True)
+class Dump(Left):
+    """A plain SQL dump."""
+
+    path: Path
+    psql: str
 
 
 def program(name: str, server: TestServer) -> str:
@@ -66,6 +72,26 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def fill(conn: Connection) -> Left:
+    """Leave messages of queue q held, nacked, dead, archived, delayed and replaced by their key."""
+    value(conn, "select pgque.create_queue('q')")
+    subscribe(conn, "q")
+    configure(conn, "q", max_receive_attempts=50)
+    sent = offer(conn, "q", 12)
+    held = take(conn, "q", "w1", 4, "10 minutes")
+    outcome(conn, "ack", held[0].batch_id, sent[:1])
+    second = take(conn, "q", "w2", 4)
+    nack(conn, second[0], "5 minutes", "later")
+    outcome(conn, "dead", second[0].batch_id, sent[5:6], "broken")
+    outcome(conn, "archive", second[0].batch_id, sent[6:7])
+    delayed = post(conn, "q", "delayed", delay="5 minutes")
+    keyed = post(conn, "q", "old", key="k")
+    tick(conn, "q")
+    assert post(conn, "q", "new", key="k") == keyed
+    lacking = sorted([*sent[1:5], *sent[7:], delayed, keyed])
+    return Left(sent[1:4], held[0].batch_id, lacking, keyed, sent[5], sent[6])
+
+
 @pytest.fixture(scope="module")
 def dump(server: TestServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dump]:
     """A dump of a busy pool, on a server that has used up many transaction ids."""
@@ -81,24 +107,10 @@ def dump(server: TestServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             conn.execute(
                 "do $$ begin for n in 1..50000 loop perform pg_current_xact_id(); commit; end loop; end $$"
             )
-            value(conn, "select pgque.create_queue('q')")
-            subscribe(conn, "q")
-            configure(conn, "q", max_receive_attempts=50)
-            sent = offer(conn, "q", 12)
-            held = take(conn, "q", "w1", 4, "10 minutes")
-            outcome(conn, "ack", held[0].batch_id, sent[:1])
-            second = take(conn, "q", "w2", 4)
-            nack(conn, second[0], "5 minutes", "later")
-            outcome(conn, "dead", second[0].batch_id, sent[5:6], "broken")
-            outcome(conn, "archive", second[0].batch_id, sent[6:7])
-            delayed = post(conn, "q", "delayed", delay="5 minutes")
-            keyed = post(conn, "q", "old", key="k")
-            tick(conn, "q")
-            assert post(conn, "q", "new", key="k") == keyed
-            lacking = sorted([*sent[1:5], *sent[7:], delayed, keyed])
+            left = fill(conn)
         path = tmp_path_factory.mktemp("dump") / "dump.sql"
         run(pg_dump, "-d", dsn, "-f", str(path))
-        yield Dump(path, psql, sent[1:4], held[0].batch_id, lacking, keyed, sent[5], sent[6])
+        yield Dump(**vars(left), path=path, psql=psql)
     finally:
         with psycopg.connect(server.dsn, autocommit=True) as admin:
             admin.execute(f"drop database if exists {name} with (force)".encode())
@@ -154,19 +166,28 @@ def everything(conn: Connection) -> list[int]:
     return sorted(got)
 
 
+def check(conn: Connection, left: Left) -> None:
+    """The pool gets what it lacked, each message once; dead letters and the archive are there; it goes on."""
+    assert everything(conn) == left.lacking
+    assert dead_letters(conn, "q") == {left.dead: "broken"}
+    assert rows(conn, "select a.msg_id from pgque.archive_list('q') as a") == [(left.archived,)]
+    sent = offer(conn, "q", 5)
+    assert everything(conn) == sent
+
+
+def check_held(conn: Connection, left: Left) -> Left:
+    """The batch is still its worker's, who acks it; return what is lacking then."""
+    assert extend(conn, left.token, "0") == len(left.held) == 3
+    assert ack(conn, left.token) == 1
+    return replace(left, lacking=[i for i in left.lacking if i not in left.held])
+
+
 def test_a_pool_gets_what_it_lacked_each_message_once(dump: Dump, restored: Connection) -> None:
-    assert everything(restored) == dump.lacking
-    assert dead_letters(restored, "q") == {dump.dead: "broken"}
-    assert rows(restored, "select a.msg_id from pgque.archive_list('q') as a") == [(dump.archived,)]
-    sent = offer(restored, "q", 5)
-    assert everything(restored) == sent
+    check(restored, dump)
 
 
 def test_a_batch_from_before_the_dump_is_still_its_workers(dump: Dump, restored: Connection) -> None:
-    held = extend(restored, dump.token, "0")
-    assert held == 3
-    assert ack(restored, dump.token) == 1
-    assert everything(restored) == [i for i in dump.lacking if i not in dump.held]
+    check(restored, check_held(restored, dump))
 
 
 def test_a_key_pending_at_the_dump_is_replaced_or_delivered_but_not_lost(

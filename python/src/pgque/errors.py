@@ -37,7 +37,7 @@ class PgqueConnectionError(PgqueError):
 
 
 class PgqueVersionError(PgqueError):
-    """Say that the database has no pgque, or one that this package does not know."""
+    """Say that the database has no pgque, or one that does not fit this package."""
 
 
 class PgqueQueueNotFound(PgqueError):
@@ -132,6 +132,11 @@ BY_SQLSTATE: dict[str, type[PgqueError]] = {
 # Lost or refused connections: class 08, a server that is going down or starting, too many connections.
 _CONNECTION_STATES = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53300"})
 
+# A function, a column or the schema that a call names is not there. From inside a function, where somebody's
+# own SQL may run, an error has a context.
+_MISSING_STATES = frozenset({"42883", "42703", "3F000"})
+_INSTALL = "The database has another version of pgque than this package: pgque install --dsn …"
+
 
 def _is_connection_loss(error: psycopg.Error) -> bool:
     state = error.sqlstate
@@ -144,10 +149,13 @@ def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     """Return the error of this package for a psycopg error, ready to be raised `from` it."""
     diag = error.diag
     message = diag.message_primary or str(error).strip() or type(error).__name__
+    hint = diag.message_hint
     known = BY_SQLSTATE.get(error.sqlstate or "")
+    if error.sqlstate in _MISSING_STATES and diag.context is None:
+        known, hint = PgqueVersionError, _INSTALL
     if known is None:
         known = PgqueConnectionError if _is_connection_loss(error) else PgqueError
-    return known(message, sqlstate=error.sqlstate, hint=diag.message_hint, queue=queue)
+    return known(message, sqlstate=error.sqlstate, hint=hint, queue=queue)
 
 
 def is_permanent(error: PgqueError) -> bool:
@@ -156,5 +164,9 @@ def is_permanent(error: PgqueError) -> bool:
         return True
     if isinstance(error, PgqueBadArgument):
         return True
+    if error.sqlstate == "42883":
+        # An upgrade may have taken a function from under a running call; who connects again is told whether
+        # the versions fit.
+        return False
     # 28: authentication; 42: missing function, missing right, and the like; 3D: no such database.
     return (error.sqlstate or "")[:2] in {"28", "42", "3D"}
