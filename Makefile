@@ -6,11 +6,18 @@ BIN     := $(VENV)/bin
 PARTS   := $(sort $(wildcard sql/parts/*.sql))
 TESTS   := tests
 SUPPORT := tests/support
+# What make verify runs. With REST=1 test-all leaves it out, so that CI runs no slow test twice.
+PROOF   := tests/faults tests/sql/test_model.py
+REST    ?=
+LEFT    := $(if $(REST),$(PROOF:%=--ignore=%))
+# What of tests/bench is measured then: small in make verify, in full in make verify-long.
+VERIFY_BENCH      ?= send,receive,late,nack,peers,latency,idle,soak
+VERIFY_LONG_BENCH ?= $(VERIFY_BENCH),workers-long
 # Markdown, and what make_sync.py generates
 NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pipeline test test-all test-long test-spark test-spark-long check lint bench sql schema reference \
+.PHONY: help demo pipeline test test-all test-long verify verify-long test-spark test-spark-long check lint bench sql schema reference \
         generate format docker matrix cron clean
 
 help: ## List the targets
@@ -47,11 +54,19 @@ pipeline: ## Real records through Spark, exactly once; KILL=2 kills the streamin
 test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, ARGS= for pytest)
 	@$(BIN)/python -m pytest $(TESTS) -m "not slow and not long" $(ARGS)
 
-test-all: $(VENV)/.test ## Run the slow tests too
-	@$(BIN)/python -m pytest $(TESTS) -m "not long" $(ARGS)
+test-all: $(VENV)/.test ## Run the slow tests too (REST=1: without what make verify runs)
+	@$(BIN)/python -m pytest $(TESTS) -m "not long" $(LEFT) $(ARGS)
 
 test-long: $(VENV)/.test ## Minutes of random work with every kind of fault, judged afterwards
 	@$(BIN)/python -m pytest $(TESTS) -m long $(ARGS)
+
+verify: $(VENV)/.test ## The proof, short: histories, models, races, attacks, fuzz, disasters, a small benchmark
+	@$(BIN)/python -m pytest $(PROOF) -m "not long" $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python tests/bench/run.py --quick --minutes 0.2 --only $(VERIFY_BENCH)
+
+verify-long: $(VENV)/.test ## The same for longer, and what only runs for minutes (an hour or two)
+	@$(BIN)/python -m pytest $(PROOF) $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python tests/bench/run.py --only $(VERIFY_LONG_BENCH)
 
 test-spark: ## Run the Spark tests on the newest PySpark and on 4.0 (needs Java 17; ARGS= for pytest)
 	@$(SUPPORT)/spark.sh newest && $(SUPPORT)/spark.sh 4.0

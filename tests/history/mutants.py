@@ -93,7 +93,9 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "requeued twice",
         [
             (
-                "delete from pgque.dead_letter d where d.dl_id = p_dl_id returning d.* into v_dead;",
+                "delete from pgque.dead_letter d\n"
+                "  where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)\n"
+                "  returning d.* into v_dead;",
                 "select d.* into v_dead from pgque.dead_letter d where d.dl_id = p_dl_id;",
             )
         ],
@@ -129,7 +131,12 @@ NARROW = {"a map that was made twice counts twice", "the journal turns under an 
 
 def broken(script: str, mutant: str) -> str:
     """The engine with the mutant's replacements; each text must be there once."""
-    for good, bad in MUTANTS[mutant][1]:
+    return replaced(script, mutant, MUTANTS[mutant][1])
+
+
+def replaced(script: str, mutant: str, replacements: list[tuple[str, str]]) -> str:
+    """The engine with some replacements."""
+    for good, bad in replacements:
         found = script.count(good)
         assert found == 1, f"the engine changed: adapt the mutant {mutant!r}, {found} times: {good}"
         script = script.replace(good, bad)
