@@ -43,8 +43,8 @@ begin
 end
 $$;
 
--- Adds columns that earlier versions did not have; an upgrade locks only the
--- tables that lack one.  p_columns is what follows ADD COLUMN, one a line.
+-- Adds columns that earlier versions did not have; a table that lacks none is
+-- not locked.  p_columns is what follows ADD COLUMN, one a line.
 create or replace function pgque._add_columns(p_table text, p_columns text) returns void
 language plpgsql as $$
 declare
