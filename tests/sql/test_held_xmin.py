@@ -98,7 +98,8 @@ def test_3000_batches_under_a_held_xmin_leave_no_dead_row(
     events = "select sum(t.n_tup_ins) from pg_stat_all_tables as t where t.schemaname = 'pgque' and t.relname like 'event%'"
     wait_until(lambda: dead_tuples(held) == {} and value(held, events) >= 3_000, "statistics", 20)
     assert dead_tuples(held) == {}
-    assert median(blocks[7:]) < 1.1 * median(blocks[:3])
+    # Statistics that autovacuum takes meanwhile may change a plan; what grows with dead rows grows many times.
+    assert median(blocks[7:]) < 1.5 * median(blocks[:3])
 
 
 @pytest.mark.slow
@@ -108,7 +109,8 @@ def test_20000_batches_under_a_held_xmin_cost_as_much_as_the_first(
 ) -> None:
     blocks = cycles(held, 2_000, wait_until)
     assert dead_tuples(held) == {}
-    assert median(blocks[7:]) < 1.1 * median(blocks[:3])
+    # Statistics that autovacuum takes meanwhile may change a plan; what grows with dead rows grows many times.
+    assert median(blocks[7:]) < 1.5 * median(blocks[:3])
 
 
 def low_threshold(conn: Connection) -> None:
