@@ -22,6 +22,14 @@ language sql stable as $$
   select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null
 $$;
 
+-- Whether a queue was dropped since somebody saw it; its tables may stay a while.
+create or replace function pgque._is_gone(p_queue_id int) returns boolean
+language plpgsql as $$
+begin
+  return not exists (select from pgque.queue q where q.queue_id = p_queue_id) or pgque._missing_leaf(p_queue_id) is not null;
+end
+$$;
+
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
@@ -74,7 +82,7 @@ begin
       return next;
     exception
       when others then
-        if $1 is not null or pgque._missing_leaf(v_queue.queue_id) is null then
+        if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
           raise;
         end if;   -- else it was dropped meanwhile
     end;
@@ -133,7 +141,7 @@ begin
       return next;
     exception
       when others then
-        if $1 is not null or pgque._missing_leaf(v_sub.sub_queue) is null then
+        if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
         end if;   -- else it was dropped meanwhile
     end;
@@ -444,7 +452,7 @@ begin
       return query select f.* from pgque._queue_metrics(v_queue) f;
     exception
       when others then
-        if pgque._missing_leaf(v_queue.queue_id) is null then
+        if not pgque._is_gone(v_queue.queue_id) then
           raise;
         end if;   -- else it was dropped meanwhile
     end;
@@ -563,7 +571,7 @@ begin
       return query select h.* from pgque._queue_health(v_queue) h;
     exception
       when others then
-        if pgque._missing_leaf(v_queue.queue_id) is null then
+        if not pgque._is_gone(v_queue.queue_id) then
           raise;
         end if;   -- else it was dropped meanwhile
     end;
