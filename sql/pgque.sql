@@ -6300,7 +6300,7 @@ $$;
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
   v_token  bigint;
   v_count  int := 0;
 begin
@@ -6348,7 +6348,7 @@ begin
   perform from pgque.subscriber s where s.sub_queue = v_queue.queue_id order by s.sub_main nulls first, s.sub_id for no key update;
   v_count := pgque._depth(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
-  v_queue := pgque._queue(v_queue.queue_name, caller, 'admin');
+  v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
   perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);

@@ -70,7 +70,10 @@ NEEDS = {
         "select * from pgque.archive_list({q})",
         "select pgque.archive_purge({q}, now())",
         "select pgque.purge_key({q}, 'k')",
+        "select pgque.reclaim({q}, 'f')",
         "select pgque.expire_messages({q})",
+        "select pgque.delete_expired({q})",
+        "select pgque.archive_poison({q})",
         "select pgque.purge({q})",
     ],
 }
