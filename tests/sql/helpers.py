@@ -385,3 +385,15 @@ def figure(conn: Connection, metric: str, queue: str) -> float:
             queue,
         )
     )
+
+
+def tries(connection: Connection, queue: str, calls: list[str]) -> dict[str, str | None]:
+    """Call each; return the SQLSTATE of each, None where it worked."""
+    found: dict[str, str | None] = {}
+    for call in calls:
+        try:
+            connection.execute(call.format(q=f"'{queue}'").encode())
+            found[call] = None
+        except psycopg.Error as error:
+            found[call] = error.sqlstate
+    return found

@@ -23,6 +23,7 @@ from sql.helpers import (
     subscribe,
     take,
     tick,
+    tries,
     value,
 )
 
@@ -141,18 +142,6 @@ def grant(conn: Connection, queue: str, role: str, right: str) -> int:
 
 def revoke(conn: Connection, queue: str, role: str, right: str) -> int:
     return int(value(conn, "select pgque.revoke_queue(%s, %s, %s)", queue, role, right))
-
-
-def tries(connection: Connection, queue: str, calls: list[str]) -> dict[str, str | None]:
-    """Call each; return the SQLSTATE of each, None where it worked."""
-    found: dict[str, str | None] = {}
-    for call in calls:
-        try:
-            connection.execute(call.format(q=f"'{queue}'").encode())
-            found[call] = None
-        except psycopg.Error as error:
-            found[call] = error.sqlstate
-    return found
 
 
 @pytest.fixture

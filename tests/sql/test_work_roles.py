@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from sql.helpers import Connection, ids, offer, rows, settle, take, value, work_off
+from sql.helpers import Connection, ids, offer, rows, settle, take, tries, value, work_off
 
 READ = [
     "select * from pgque.receive({q}, 'c', 1, worker => 'w1')",
@@ -53,42 +53,35 @@ def started(conn: Connection, subscribed: str) -> str:
     return subscribed
 
 
-def tries(role: Any, queue: str, calls: list[str]) -> dict[str, str | None]:
+def tries_as(role: Any, queue: str, calls: list[str]) -> dict[str, str | None]:
     """Call each as the role; return the SQLSTATE of each, None where it worked."""
-    found: dict[str, str | None] = {}
     with psycopg.connect(role.dsn, autocommit=True) as connection:
-        for call in calls:
-            try:
-                connection.execute(call.format(q=f"'{queue}'").encode())
-                found[call] = None
-            except psycopg.Error as error:
-                found[call] = error.sqlstate
-    return found
+        return tries(connection, queue, calls)
 
 
 DENIED = "42501"
 
 
 def test_a_reader_receives_and_settles_and_does_nothing_else(started: str, reader: Any) -> None:
-    assert tries(reader, started, READ) == dict.fromkeys(READ)
-    assert tries(reader, started, WRITE + OPERATE) == dict.fromkeys(WRITE + OPERATE, DENIED)
+    assert tries_as(reader, started, READ) == dict.fromkeys(READ)
+    assert tries_as(reader, started, WRITE + OPERATE) == dict.fromkeys(WRITE + OPERATE, DENIED)
 
 
 def test_a_writer_sends_and_does_nothing_else(started: str, writer: Any) -> None:
-    assert tries(writer, started, WRITE) == dict.fromkeys(WRITE)
-    assert tries(writer, started, READ + OPERATE) == dict.fromkeys(READ + OPERATE, DENIED)
+    assert tries_as(writer, started, WRITE) == dict.fromkeys(WRITE)
+    assert tries_as(writer, started, READ + OPERATE) == dict.fromkeys(READ + OPERATE, DENIED)
 
 
 def test_an_operator_does_everything(started: str, admin: Any, conn: Connection) -> None:
     calls = READ + WRITE + OPERATE
-    assert tries(admin, started, calls) == dict.fromkeys(calls)
+    assert tries_as(admin, started, calls) == dict.fromkeys(calls)
     value(conn, "select pgque.set_schedule('expire', '1 minute')")
     value(conn, "select pgque.drop_queue(%s, true)", started + "x")
 
 
 def test_a_role_without_grant_gets_nothing(started: str, nobody: Any) -> None:
     calls = READ + WRITE + OPERATE
-    assert tries(nobody, started, calls) == dict.fromkeys(calls, DENIED)
+    assert tries_as(nobody, started, calls) == dict.fromkeys(calls, DENIED)
 
 
 def test_nobody_but_its_owner_reads_or_writes_the_tables(
