@@ -1095,11 +1095,12 @@ end
 $$;
 
 -- What a subscriber still needs: its position, or, of a pool, the oldest of its
--- open batches.
+-- open batches.  A pool that was given all of a window is behind it: nobody has
+-- to ask once more before that shows.
 create or replace function pgque._oldest_need(p_sub int) returns pgque.position_0
 language plpgsql as $$
 declare
-  v_pos    pgque.position_0 := pgque._position(p_sub);
+  v_pos    pgque.position_0 := pgque._next_from(pgque._position(p_sub));
   v_lease  pgque.position_0;
 begin
   select l.* into v_lease

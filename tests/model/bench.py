@@ -75,6 +75,8 @@ class Bench:
         """End a session's transaction: commit, roll back, or kill the process that serves it."""
         if how == "commit":
             session.commit()
+        elif how == "rollback":
+            session.rollback()  # closing alone returns before the server has let go of the locks
         elif how == "killed":
             value(self.conn, "select pg_terminate_backend(%s, 10000)", session.info.backend_pid)
         session.close()

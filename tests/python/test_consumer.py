@@ -521,6 +521,51 @@ def test_stopping_hands_an_unfinished_batch_back(
     assert [message.msg_id for message in client.receive(subscribed, "c")] == ids
 
 
+def test_what_is_done_is_finished_though_the_next_batch_is_out_of_reach(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection, reader: Any
+) -> None:
+    seen: list[int] = []
+    takes = "function pgque.receive(text, text, int, text, interval, bigint, pgque.caller)"
+    consumer = pgque.Consumer(reader.dsn, queue=subscribed, name="c", max_messages=1)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.msg_id)
+        conn.execute(f"revoke execute on {takes} from pgque_reader")
+
+    ids = client.send_batch(subscribed, "t", ["1", "2"])
+    tick(subscribed)
+    try:
+        with pytest.raises(pgque.PgquePermissionDenied):
+            consumer.start()
+    finally:
+        conn.execute(f"grant execute on {takes} to pgque_reader")
+    assert seen == ids[:1]
+    assert [message.msg_id for message in client.receive(subscribed, "c")] == ids[1:]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_batch_is_finished_before_the_next_and_when_the_consumer_stops(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, stops: bool
+) -> None:
+    seen: list[int] = []
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", max_messages=2)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.msg_id)
+        if stops and len(seen) == 4:
+            consumer.stop()
+
+    ids = client.send_batch(subscribed, "t", [str(n) for n in range(6)])
+    tick(subscribed)
+    with running(consumer) as thread:
+        wait_until(lambda: len(seen) == (4 if stops else 6))
+        if stops:
+            thread.join(5)
+    assert [message.msg_id for message in client.receive(subscribed, "c")] == (ids[4:] if stops else [])
+
+
 _PROGRAM = """
     import sys, time, signal, pgque
     how, transactional, dsn, queue = sys.argv[1], sys.argv[2] == "yes", sys.argv[3], sys.argv[4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import psycopg
 import pytest
 
@@ -420,6 +422,21 @@ def test_an_idle_worker_blocks_no_rotation(pool: Connection) -> None:
         work_off(pool, "q", "busy")
         rotations += rotate(pool, "q")
     assert rotations == 6
+
+
+def test_a_pool_that_was_given_and_has_done_all_keeps_no_table_without_asking_again(
+    pool: Connection, wait_until: Callable[..., None]
+) -> None:
+    offer(pool, "q", 3)
+    work_off(pool, "q")
+    assert rotate(pool, "q") == 1
+    offer(pool, "q", 3)
+    first, second = take(pool, "q", "w1", 2), take(pool, "q", "w2", 2)
+    assert ack(pool, first[0].batch_id) == 1
+    wait_until(lambda: rotate(pool, "q") == 1, "the third table is written to")
+    assert rotate(pool, "q") == 0, "a message is still out"
+    assert ack(pool, second[0].batch_id) == 1
+    wait_until(lambda: rotate(pool, "q") == 1, "the first table is emptied")
 
 
 def test_installing_again_keeps_leases_and_what_waits(pool: Connection) -> None:

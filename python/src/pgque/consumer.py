@@ -108,6 +108,8 @@ class Consumer:
         self._stopper = Stopper()
         self._notified = False
         self._touched_at = 0.0
+        # A batch that is done with: the next call that receives finishes it too.
+        self._finished: int | None = None
 
     def on(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
@@ -150,7 +152,7 @@ class Consumer:
         A fault before the first batch is settled, or the queue found empty, is raised; a later one ends
         the session, so that the pauses start small again.
         """
-        worked = False
+        worked, self._finished = False, None
         try:
             with PgqueClient.connect(self._conninfo(), autocommit=True) as client:
                 client.conn.add_notify_handler(self._on_notify)
@@ -164,6 +166,8 @@ class Consumer:
                     worked = True
                     if not batch and not self._notified:
                         self._stopper.wait(client.conn, self.poll_interval)
+                if self._finished is not None:
+                    client.ack(self._finished)
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
             if not worked or is_permanent(error):
@@ -181,7 +185,13 @@ class Consumer:
 
     def _receive(self, client: PgqueClient) -> list[Message]:
         if self.subconsumer is None:
-            return client.receive(self.queue, self.name, self.max_messages)
+            finished, self._finished = self._finished, None
+            try:
+                return client.receive(self.queue, self.name, self.max_messages, ack_batch=finished)
+            except (PgqueError, psycopg.Error):
+                if finished is not None and not client.conn.closed:
+                    client.ack(finished)  # what is done is not done again because the next is out of reach
+                raise
         self._touched_at = time.monotonic()
         return client.receive_coop(
             self.queue,
@@ -213,6 +223,11 @@ class Consumer:
             if reason is not None:
                 failed[reason].append(message.msg_id)
             self._touch(client)
+        if not failed and not self.transactional:
+            if self.subconsumer is None:
+                self._finished = batch[0].batch_id
+                return True
+            return client.ack(batch[0].batch_id) > 0
         with client.conn.transaction():
             for reason, ids in failed.items():
                 for outcome in client.nack(batch[0].batch_id, ids, self.retry_after, reason):

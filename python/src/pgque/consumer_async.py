@@ -107,6 +107,8 @@ class AsyncConsumer:
         self._stopper = AsyncStopper()
         self._notified = False
         self._touched_at = 0.0
+        # A batch that is done with: the next call that receives finishes it too.
+        self._finished: int | None = None
 
     def on(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
@@ -149,7 +151,7 @@ class AsyncConsumer:
         A fault before the first batch is settled, or the queue found empty, is raised; a later one ends
         the session, so that the pauses start small again.
         """
-        worked = False
+        worked, self._finished = False, None
         try:
             async with await AsyncPgqueClient.connect(self._conninfo(), autocommit=True) as client:
                 client.conn.add_notify_handler(self._on_notify)
@@ -163,6 +165,8 @@ class AsyncConsumer:
                     worked = True
                     if not batch and not self._notified:
                         await self._stopper.wait(client.conn, self.poll_interval)
+                if self._finished is not None:
+                    await client.ack(self._finished)
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
             if not worked or is_permanent(error):
@@ -180,7 +184,15 @@ class AsyncConsumer:
 
     async def _receive(self, client: AsyncPgqueClient) -> list[Message]:
         if self.subconsumer is None:
-            return await client.receive(self.queue, self.name, self.max_messages)
+            finished, self._finished = self._finished, None
+            try:
+                return await client.receive(self.queue, self.name, self.max_messages, ack_batch=finished)
+            except (PgqueError, psycopg.Error):
+                if finished is not None and not client.conn.closed:
+                    await client.ack(
+                        finished
+                    )  # what is done is not done again because the next is out of reach
+                raise
         self._touched_at = time.monotonic()
         return await client.receive_coop(
             self.queue,
@@ -212,6 +224,11 @@ class AsyncConsumer:
             if reason is not None:
                 failed[reason].append(message.msg_id)
             await self._touch(client)
+        if not failed and not self.transactional:
+            if self.subconsumer is None:
+                self._finished = batch[0].batch_id
+                return True
+            return await client.ack(batch[0].batch_id) > 0
         async with client.conn.transaction():
             for reason, ids in failed.items():
                 for outcome in await client.nack(batch[0].batch_id, ids, self.retry_after, reason):
