@@ -152,7 +152,8 @@ class Consumer:
         A fault before the first batch is settled, or the queue found empty, is raised; a later one ends
         the session, so that the pauses start small again.
         """
-        worked, self._finished = False, None
+        worked = False
+        self._finished = None
         try:
             with PgqueClient.connect(self._conninfo(), autocommit=True) as client:
                 client.conn.add_notify_handler(self._on_notify)
@@ -166,8 +167,7 @@ class Consumer:
                     worked = True
                     if not batch and not self._notified:
                         self._stopper.wait(client.conn, self.poll_interval)
-                if self._finished is not None:
-                    client.ack(self._finished)
+                self._finish(client)
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
             if not worked or is_permanent(error):
@@ -185,13 +185,17 @@ class Consumer:
 
     def _receive(self, client: PgqueClient) -> list[Message]:
         if self.subconsumer is None:
-            finished, self._finished = self._finished, None
             try:
-                return client.receive(self.queue, self.name, self.max_messages, ack_batch=finished)
+                batch = client.receive(
+                    self.queue, self.name, self.max_messages, ack_batch=self._finished
+                )
             except (PgqueError, psycopg.Error):
-                if finished is not None and not client.conn.closed:
-                    client.ack(finished)  # what is done is not done again because the next is out of reach
+                # What is done is not to be done again because more is out of reach.
+                if not client.conn.closed:
+                    self._finish(client)
                 raise
+            self._finished = None
+            return batch
         self._touched_at = time.monotonic()
         return client.receive_coop(
             self.queue,
@@ -200,6 +204,11 @@ class Consumer:
             max_messages=self.max_messages,
             dead_interval=self.dead_interval,
         )
+
+    def _finish(self, client: PgqueClient) -> None:
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            client.ack(finished)
 
     def _work(self, client: PgqueClient, batch: list[Message]) -> None:
         try:

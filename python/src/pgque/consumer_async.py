@@ -151,7 +151,8 @@ class AsyncConsumer:
         A fault before the first batch is settled, or the queue found empty, is raised; a later one ends
         the session, so that the pauses start small again.
         """
-        worked, self._finished = False, None
+        worked = False
+        self._finished = None
         try:
             async with await AsyncPgqueClient.connect(self._conninfo(), autocommit=True) as client:
                 client.conn.add_notify_handler(self._on_notify)
@@ -165,8 +166,7 @@ class AsyncConsumer:
                     worked = True
                     if not batch and not self._notified:
                         await self._stopper.wait(client.conn, self.poll_interval)
-                if self._finished is not None:
-                    await client.ack(self._finished)
+                await self._finish(client)
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
             if not worked or is_permanent(error):
@@ -184,15 +184,17 @@ class AsyncConsumer:
 
     async def _receive(self, client: AsyncPgqueClient) -> list[Message]:
         if self.subconsumer is None:
-            finished, self._finished = self._finished, None
             try:
-                return await client.receive(self.queue, self.name, self.max_messages, ack_batch=finished)
+                batch = await client.receive(
+                    self.queue, self.name, self.max_messages, ack_batch=self._finished
+                )
             except (PgqueError, psycopg.Error):
-                if finished is not None and not client.conn.closed:
-                    await client.ack(
-                        finished
-                    )  # what is done is not done again because the next is out of reach
+                # What is done is not to be done again because more is out of reach.
+                if not client.conn.closed:
+                    await self._finish(client)
                 raise
+            self._finished = None
+            return batch
         self._touched_at = time.monotonic()
         return await client.receive_coop(
             self.queue,
@@ -201,6 +203,11 @@ class AsyncConsumer:
             max_messages=self.max_messages,
             dead_interval=self.dead_interval,
         )
+
+    async def _finish(self, client: AsyncPgqueClient) -> None:
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            await client.ack(finished)
 
     async def _work(self, client: AsyncPgqueClient, batch: list[Message]) -> None:
         try:
