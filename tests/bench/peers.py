@@ -8,7 +8,7 @@ The systems take turns within a load, on one server with the same durability.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +18,7 @@ from bench.crew import Crew, Job, crew, judge
 from bench.measure import Bench, Number, Row, ticking
 from bench.systems import SYSTEMS, payload
 
-CLEAN, HELD, READER = "clean", "held xmin", "analytic reader"
+CLEAN, HELD, READER, RECOVERY = "clean", "held xmin", "analytic reader", "in recovery"
 SENDERS = ("pgque", "by hand", "pgqueuer", "procrastinate")
 WORKERS = ("pgque workers", "by hand", "pgqueuer", "procrastinate")
 OURS = ("pgque", "pgque workers")
@@ -48,6 +48,7 @@ class Cell:
     cost: Cost
     fault: str = ""
     left: int = 0
+    recovered_per_s: float = 0.0
     series: dict[str, list[Number]] = field(default_factory=dict)
 
     @property
@@ -57,9 +58,10 @@ class Cell:
 
     def values(self) -> dict[str, Number]:
         """Return the figures."""
-        return {"per_s": self.per_s, "messages": self.messages, "left": self.left} | self.cost.per_million(
-            self.messages
-        )
+        counts: dict[str, Number] = {"per_s": self.per_s, "messages": self.messages, "left": self.left}
+        if self.recovered_per_s:
+            counts["recovered_per_s"] = self.recovered_per_s
+        return counts | self.cost.per_million(self.messages)
 
     def in_words(self) -> str:
         """Tell the figures."""
@@ -97,7 +99,7 @@ class Field:
     def __init__(self, bench: Bench, team: Crew, meter: Meter) -> None:
         self.bench, self.team, self.meter = bench, team, meter
         self.seconds = 0.5 if bench.quick else 8.0
-        self.drain_seconds = 2.0 if bench.quick else 60.0
+        self.drain_seconds, self.held_seconds = (2.0, 1.0) if bench.quick else (60.0, 40.0)
 
     def cell(self, load: Load, name: str, state: str) -> Cell:
         """Measure one."""
@@ -119,8 +121,9 @@ class Field:
                 system.close()
             self.meter.conn.execute("vacuum analyze")
             self.meter.conn.execute("checkpoint")
+            held = stack.enter_context(ExitStack())
             if state == HELD:
-                stack.enter_context(held_xmin(self.bench))
+                held.enter_context(held_xmin(self.bench))
             elif state == READER:
                 stack.enter_context(analytic_reader(self.bench, self.meter))
             dead = self.meter.dead()
@@ -138,7 +141,7 @@ class Field:
                     sender = Job(name, "bulk", consumers, seconds, 100, count=count)
                     result = self._works(works, count, load.consumers, sender)
                 else:
-                    result = self._works(works, count, 1, None)
+                    result = self._works(works, count, 1, None, held.close if load.verb == "drain" else None)
             time.sleep(0.1 if self.bench.quick else STATISTICS_DELAY)
             result.cost.dead = max(self.meter.dead() - dead, 0.0)
             return result
@@ -151,17 +154,31 @@ class Field:
         count = sum(d.count for d in done)
         return Cell(count / max(max(d.last for d in done) - began, 1e-9), count, cost)
 
-    def _works(self, jobs: list[Job], count: int, copies: int, sender: Job | None) -> Cell:
-        """Have a backlog taken, or what a sender sends meanwhile; the meters run from the first delivery on."""
+    def _works(
+        self,
+        jobs: list[Job],
+        count: int,
+        copies: int,
+        sender: Job | None,
+        release: Callable[[], None] | None = None,
+    ) -> Cell:
+        """Have a backlog taken, or what a sender sends meanwhile; the meters run from the first delivery on.
+
+        ``release`` lets go of xmin after ``held_seconds``.
+        """
         expected = count * copies
         jobs = [replace(job, expected=expected) for job in jobs] + ([sender] if sender else [])
         began = self.team.begin(jobs)
         before, seen_before = self.meter.read(), 0
         at: list[Number] = []
         dead: list[Number] = []
+        released = 0.0
         while not self.team.is_done() and self.team.seen < expected:
             if not sender and not seen_before and self.team.seen:
                 before, seen_before = self.meter.read(), self.team.seen
+            if release and not released and time.monotonic() > began + self.held_seconds:
+                release()
+                released = time.monotonic()
             if not sender and time.monotonic() > began + len(at) + 1:
                 at.append(time.monotonic() - began)
                 dead.append(self.meter.dead())
@@ -186,6 +203,10 @@ class Field:
         for when in times:
             per_second[int(when - began)] += 1
         cell.series = {"second": at, "dead": dead, "per_s": list(per_second)}
+        if released:
+            cell.series["released"] = [released - began]
+            later = sum(t > released for t in times)
+            cell.recovered_per_s = later / max(times[-1] - released, 1e-9) if later > 1 else 0.0
         return cell
 
 
@@ -217,6 +238,23 @@ def row_of(load: Load, state: str, cells: dict[str, Cell]) -> Row:
     )
 
 
+def recovery(load: Load, cells: dict[str, Cell]) -> Row:
+    """Tell how fast the systems were once nothing held xmin any more, with what was left behind."""
+    best = max(cell.recovered_per_s for name, cell in cells.items() if name not in OURS)
+    ours = max(cells[name].recovered_per_s for name in cells if name in OURS)
+    return Row(
+        f"{load.title}, {RECOVERY}",
+        f"{ours:,.0f}/s",
+        f"{cells['by hand'].recovered_per_s:,.0f}/s",
+        ours / best if best else None,
+        "> 1 ×",
+        ours > best,
+        "after a transaction that held xmin had ended: "
+        + ", ".join(f"{SYSTEMS[name].title} {cell.recovered_per_s:,.0f}/s" for name, cell in cells.items()),
+        {f"{name}: recovered_per_s": cell.recovered_per_s for name, cell in cells.items()},
+    )
+
+
 def measure(bench: Bench) -> list[Row]:
     """Measure all loads; the ratio is messages per CPU second of the server over the best of the others."""
     rows = []
@@ -226,7 +264,10 @@ def measure(bench: Bench) -> list[Row]:
             for state in load.states:
                 turn = load.systems if number % 2 == 0 else load.systems[::-1]
                 cells = {name: place.cell(load, name, state) for name in turn}
-                rows.append(row_of(load, state, {name: cells[name] for name in load.systems}))
+                cells = {name: cells[name] for name in load.systems}
+                rows.append(row_of(load, state, cells))
+                if load.verb == "drain":
+                    rows.append(recovery(load, cells))
     return rows
 
 

@@ -80,7 +80,7 @@ def throughput(result: Result, file: Path) -> None:
     cells: dict[tuple[str, str], Mapping[str, float]] = {}
     for row in result["rows"]:
         load, _, state = row["what"].rpartition(", ")
-        if not row["series"]:
+        if not row["series"] and state != "in recovery":
             cells[load, state] = row["values"]
     loads = list(dict.fromkeys(load for load, _ in cells))[::-1]
 
@@ -147,8 +147,12 @@ def held_xmin(result: Result, file: Path) -> None:
         dead.plot(series[f"{name}: second"], series[f"{name}: dead"], color=colour, lw=1.8)
     rate.set(title="messages/s out of a backlog, xmin held", xlabel="seconds", yscale="symlog")
     dead.set(title="dead tuples, xmin held", xlabel="seconds", yscale="symlog")
+    released = next((line[0] for key, line in series.items() if key.endswith(": released")), None)
     for axis in (rate, dead):
         axis.set_ylim(bottom=0)
+        if released is not None:
+            axis.axvline(released, color=GREY, lw=1, ls="--")
+            axis.annotate(" let go", (released, axis.get_ylim()[1]), va="top", color=GREY)
         axis.yaxis.set_major_formatter(THOUSANDS)
     _legend(figure, list(TITLES))
     _finish(figure, file, result)

@@ -31,7 +31,7 @@ TEST_SETTINGS: Mapping[str, str] = {
     "full_page_writes": "off",
     "max_connections": "200",
     "max_prepared_transactions": "20",
-    "max_wal_size": "4GB",
+    "max_wal_size": "1GB",
     "jit": "off",
 }
 
