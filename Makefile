@@ -11,7 +11,7 @@ PROOF   := tests/faults tests/sql/test_model.py
 REST    ?=
 LEFT    := $(if $(REST),$(PROOF:%=--ignore=%))
 # What of tests/bench is measured then: small in make verify, in full in make verify-long.
-VERIFY_BENCH      ?= send,receive,late,nack,peers,latency,idle,soak
+VERIFY_BENCH      ?= send,receive,late,nack,peers,drain,latency,idle,soak
 VERIFY_LONG_BENCH ?= $(VERIFY_BENCH),workers-long
 # Markdown, and what make_sync.py generates
 NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
@@ -82,7 +82,7 @@ test-spark-long: ## The long ones of the Spark tests: more rows, more kills
 check: $(VENV)/.lint ## Are the generated files current, do the linters find anything?
 	@$(SUPPORT)/check.sh $(BIN)
 
-# Beside other queues: ARGS="--only peers,latency,idle,soak", and --save to keep the figures and plots
+# Beside other queues: ARGS="--only peers,drain,latency,idle,soak", and --save to keep the figures and plots
 bench: $(VENV)/.test ## Measure against bare SQL in the same run (ARGS= for the script)
 	@PYTHONPATH=tests $(BIN)/python tests/bench/run.py $(ARGS)
 

@@ -18,7 +18,7 @@ from bench.crew import Crew, Job, crew, judge
 from bench.measure import Bench, Number, Row, ticking
 from bench.systems import SYSTEMS, payload
 
-CLEAN, HELD, READER, RECOVERY = "clean", "held xmin", "analytic reader", "in recovery"
+CLEAN, HELD, READER = "clean", "held xmin", "analytic reader"
 SENDERS = ("pgque", "by hand", "pgqueuer", "procrastinate")
 WORKERS = ("pgque workers", "by hand", "pgqueuer", "procrastinate")
 OURS = ("pgque", "pgque workers")
@@ -90,7 +90,6 @@ def loads(bench: Bench) -> Iterator[Load]:
     for n in (5,) if quick else (1, 5, 20):
         title = f"fan-out to {n} consumer{'s' if n > 1 else ''}"
         yield Load(title, "fan-out", min(n, 4), one if quick else two, SENDERS, 100, n)
-    yield Load("drain for a while", "drain", 1, (HELD,), ALL, 10)
 
 
 class Field:
@@ -243,24 +242,34 @@ def recovery(load: Load, cells: dict[str, Cell]) -> Row:
     best = max(cell.recovered_per_s for name, cell in cells.items() if name not in OURS)
     ours = max(cells[name].recovered_per_s for name in cells if name in OURS)
     return Row(
-        f"{load.title}, {RECOVERY}",
+        f"{load.title}, in recovery",
         f"{ours:,.0f}/s",
         f"{cells['by hand'].recovered_per_s:,.0f}/s",
         ours / best if best else None,
         "> 1 ×",
         ours > best,
         "after a transaction that held xmin had ended: "
-        + ", ".join(f"{SYSTEMS[name].title} {cell.recovered_per_s:,.0f}/s" for name, cell in cells.items()),
-        {f"{name}: recovered_per_s": cell.recovered_per_s for name, cell in cells.items()},
+        + ", ".join(
+            f"{SYSTEMS[name].title} {cell.recovered_per_s:,.0f}/s"
+            if cell.recovered_per_s
+            else f"{SYSTEMS[name].title} had nothing left"
+            for name, cell in cells.items()
+        ),
+        {
+            f"{name}: recovered_per_s": cell.recovered_per_s
+            for name, cell in cells.items()
+            if cell.recovered_per_s
+        },
     )
 
 
-def measure(bench: Bench) -> list[Row]:
-    """Measure all loads; the ratio is messages per CPU second of the server over the best of the others."""
+def measure(bench: Bench, wanted: Sequence[Load] = ()) -> list[Row]:
+    """Measure the loads; the ratio is messages per CPU second of the server over the best of the others."""
+    wanted = wanted or list(loads(bench))
     rows = []
-    with crew(bench, max(load.processes for load in loads(bench)) + 1) as team, Meter(bench) as meter:
+    with crew(bench, max(load.processes for load in wanted) + 1) as team, Meter(bench) as meter:
         place = Field(bench, team, meter)
-        for number, load in enumerate(loads(bench)):
+        for number, load in enumerate(wanted):
             for state in load.states:
                 turn = load.systems if number % 2 == 0 else load.systems[::-1]
                 cells = {name: place.cell(load, name, state) for name in turn}

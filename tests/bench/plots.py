@@ -80,8 +80,7 @@ def throughput(result: Result, file: Path) -> None:
     cells: dict[tuple[str, str], Mapping[str, float]] = {}
     for row in result["rows"]:
         load, _, state = row["what"].rpartition(", ")
-        if not row["series"] and state != "in recovery":
-            cells[load, state] = row["values"]
+        cells[load, state] = row["values"]
     loads = list(dict.fromkeys(load for load, _ in cells))[::-1]
 
     def per_s(values: Mapping[str, float]) -> dict[str, float]:
@@ -186,7 +185,7 @@ def soak(result: Result, file: Path) -> None:
 
 PLOTS: dict[str, tuple[str, Callable[[Result, Path], None]]] = {
     "throughput.svg": ("peers.json", throughput),
-    "held-xmin.svg": ("peers.json", held_xmin),
+    "held-xmin.svg": ("drain.json", held_xmin),
     "latency.svg": ("latency.json", latency),
     "soak.svg": ("soak.json", soak),
 }

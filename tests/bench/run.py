@@ -23,7 +23,7 @@ from psycopg.conninfo import make_conninfo
 from rich.console import Console
 from rich.table import Table
 
-from bench import elsewhere, idle, latency, measure, peers, results, soak, spark, systems, workers
+from bench import drain, elsewhere, idle, latency, measure, peers, results, soak, spark, systems, workers
 from bench.measure import FLOOR_SQL, Bench, Row
 from pgque import embedded
 
@@ -34,12 +34,13 @@ SUBJECTS = {
     "workers": workers.workers,
     "workers-long": workers.workers_long,
     "peers": peers.peers,
+    "drain": drain.drain,
     "latency": latency.latency,
     "idle": idle.idle,
     "soak": soak.soak,
 }
-ONLY_IF_NAMED = {"workers-long", "peers", "latency", "idle", "soak"}
-BESIDE_PEERS = {"peers", "latency"}
+ONLY_IF_NAMED = {"workers-long", "peers", "drain", "latency", "idle", "soak"}
+BESIDE_PEERS = {"peers", "drain", "latency"}
 SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
 SETTINGS = (
     "fsync",

@@ -83,9 +83,9 @@ class Pgque(System):
     """pgque with plain consumers: one log, a cursor for each."""
 
     title = "pgque"
-    pace = 450
+    pace = 900
     usual = 100
-    most = 400_000
+    most = 600_000
     sizes: ClassVar[tuple[int, ...]] = (1, 10, 100)
     schema = "pgque"
 
@@ -166,6 +166,7 @@ class SkipLocked(System):
     title = "SKIP LOCKED table"
     pace = 1800
     usual = 10
+    most = 400_000
     sizes = (1, 10, 100)
     schema = "by_hand"
     DELETE = (
