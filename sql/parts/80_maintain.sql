@@ -725,19 +725,27 @@ exception
 end
 $$;
 
--- What maint() does, one row a call, for a scheduler that wants to commit
--- after each.
+-- What maint() is made of, and whether it is done for each queue.
+create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
+language sql immutable as $$
+  values ('pgque.maint_retry_events', false), ('pgque.maint_lapsed', false), ('pgque.maint_expire', false),
+    ('pgque.maint_retain', true), ('pgque.maint_rotate_tables_step1', true),
+    ('pgque.maint_tables', false)
+$$;
+
+-- What maint() does now, one row a call, for a scheduler that wants to commit
+-- after each.  A rotation whose time has not come is not among it.
 create or replace function pgque.maint_operations(out func_name text, out func_arg text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   return query
-    select f.func_name, null::text
-    from (values ('pgque.maint_retry_events'), ('pgque.maint_lapsed'), ('pgque.maint_expire')) f (func_name)
-    union all
     select f.func_name, q.queue_name
-    from pgque.queue q, (values ('pgque.maint_retain'), ('pgque.maint_rotate_tables_step1')) f (func_name)
-    union all
-    select 'pgque.maint_tables', null;
+    from pgque._maint_functions() with ordinality f (func_name, each_queue, n)
+    left join pgque.queue q on f.each_queue
+    where not f.each_queue
+      or q.queue_id is not null
+        and (f.func_name <> 'pgque.maint_rotate_tables_step1' or pgque.clock() >= q.queue_switch_time + q.queue_rotation_period)
+    order by f.n >= 6, f.each_queue, q.queue_id, f.n;
 end
 $$;
 
@@ -765,7 +773,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_done  int;
 begin
-  if p_func not in (select o.func_name from pgque.maint_operations() o) then
+  if p_func not in (select f.func_name from pgque._maint_functions() f) then
     raise exception using
       errcode = 'PQ005',
       message = format('not a maintenance operation: %L', p_func),

@@ -250,3 +250,19 @@ def test_rotation_does_not_touch_retries_and_dead_letters(conn: Connection, subs
     value(conn, "select pgque.maint_retry_events()")
     tick(conn, subscribed)
     assert drain(conn, subscribed) == [again]
+
+
+def test_maint_lists_its_steps_once_and_a_rotation_only_when_its_time_has_come(own: Connection) -> None:
+    for name in ("a", "b", "c"):
+        value(own, "select pgque.create_queue(%s)", name)
+    value(own, "select pgque.set_queue_config('b', 'rotation_period', '1 microsecond')")
+    listed = rows(
+        own,
+        "select func_arg from pgque.maint_operations() where func_name = 'pgque.maint_rotate_tables_step1'",
+    )
+    assert listed == [("b",)]
+    own.execute("set track_functions = 'pl'")
+    with own.transaction():
+        value(own, "select pgque.maint()")
+        calls = "select pg_stat_get_xact_function_calls('pgque.maint_operations()'::regprocedure)"
+        assert value(own, calls) == 1
