@@ -7259,7 +7259,7 @@ exception
 end
 $$;
 
--- What maint() is made of, and whether it is done for each queue.
+-- What maint() is made of, in this order, and whether it is done for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
 language sql immutable as $$
   values ('pgque.maint_retry_events', false), ('pgque.maint_lapsed', false), ('pgque.maint_expire', false),
@@ -7279,7 +7279,7 @@ begin
     where not f.each_queue
       or q.queue_id is not null
         and (f.func_name <> 'pgque.maint_rotate_tables_step1' or pgque.clock() >= q.queue_switch_time + q.queue_rotation_period)
-    order by f.n >= 6, f.each_queue, q.queue_id, f.n;
+    order by f.n, q.queue_id;
 end
 $$;
 
