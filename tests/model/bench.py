@@ -6,10 +6,11 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import hypothesis
@@ -156,8 +157,21 @@ def run(
     steps: int,
     *,
     shrink: bool = not os.environ.get("PGQUE_NO_SHRINK"),
+    want: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Run a machine with a new seed, or the one in PGQUE_SEED; what failed is printed as few steps as do it."""
+    """Run a machine with a new seed, or the one in PGQUE_SEED; what failed is printed as few steps as do it.
+
+    want says how often what must have been seen. A few sequences may miss it by chance: then others follow.
+    """
+    on: Bench = machine.bench  # type: ignore[attr-defined]
+    for _ in range(1 if os.environ.get("PGQUE_SEED") else 6):
+        _run(machine, examples, steps, shrink)
+        if all(on.seen[what] >= count for what, count in want.items()):
+            return
+    raise AssertionError(f"wanted {dict(want)}, saw {dict(on.seen)}")
+
+
+def _run(machine: type[RuleBasedStateMachine], examples: int, steps: int, shrink: bool) -> None:
     seed = int(os.environ.get("PGQUE_SEED") or random.SystemRandom().randrange(10**9))
     print(f"PGQUE_SEED={seed}")
     hypothesis.seed(seed)(machine)

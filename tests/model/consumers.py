@@ -817,6 +817,8 @@ class Consumers(RuleBasedStateMachine):
 
     def _to_the_end(self) -> None:
         """What is committed comes to everybody, and nothing is left behind."""
+        if self.bench.server is not None:
+            self._crash()
         while self.sessions:
             self._end(0, "commit")
         self.time_passes(500, True)
