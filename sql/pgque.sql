@@ -759,6 +759,16 @@ begin
       reason  text
     );
   end if;
+  if to_regtype('pgque.look') is null then
+    create type pgque.look as (
+      queue_id   int,
+      event_seq  bigint,
+      tick_seq   bigint,
+      tick_time  timestamptz,
+      settled    boolean,
+      ticked     boolean
+    );
+  end if;
   if to_regtype('pgque.message') is null then
     create type pgque.message as (
       msg_id         bigint,
@@ -2517,8 +2527,8 @@ end
 $$;
 
 -- Why a queue wants a tick with this snapshot: 'events' (it shows some that no
--- tick covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
--- no transaction id.
+-- tick covers), 'forced' or 'idle'; or why not: 'nothing' (it shows none), or null
+-- (too early to look).  Only reads, so asking costs no WAL and no transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -2527,6 +2537,7 @@ declare
   v_age    interval := v_now - p_last.tick_time;
   v_cond   text;
   v_found  boolean;
+  v_none   text;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
     return 'forced';
@@ -2539,19 +2550,21 @@ begin
         return 'events';
       end if;
     end if;
+    v_none := 'nothing';
   end if;
   if v_age >= p_queue.queue_ticker_idle_period then
     return 'idle';
   end if;
-  return null;
+  return v_none;
 end
 $$;
 
--- Ticks one queue if there is a reason; returns the tick's id or null.  The
+-- Ticks one queue if there is a reason; gives the id of the new tick or null,
+-- the time of the newest, and whether ticks now cover all that can be seen.  The
 -- lock comes before the snapshot, so two tickers can not store ticks in an
 -- order that is not the order of their snapshots; it is held to the end of the
 -- transaction, so the second sees the tick of the first.
-create or replace function pgque._tick_queue(p_queue_id int, p_wait boolean) returns bigint
+create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
   v_queue     pgque.queue;
@@ -2564,7 +2577,7 @@ begin
   if p_wait then
     perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue_id);
   elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue_id) then
-    return null;
+    return;
   end if;
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
   if v_queue.queue_restored then
@@ -2572,15 +2585,17 @@ begin
     select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
   end if;
   if v_queue.queue_id is null then
-    return null;
+    return;
   end if;
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
   v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
-  if v_reason is null then
-    return null;
+  covered := v_reason is not null;
+  last_time := v_last.tick_time;
+  if v_reason <> 'nothing' then
+    last_time := pgque.clock();
+    new_id := pgque._store_tick(v_queue, v_last.tick_id + 1, last_time, v_snapshot, null, v_reason <> 'idle');
   end if;
-  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), v_snapshot, null, v_reason <> 'idle');
 end
 $$;
 
@@ -2616,7 +2631,7 @@ begin
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
-  return pgque._tick_queue(v_queue.queue_id, true);
+  return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
 end
 $$;
 
@@ -2628,7 +2643,7 @@ declare
   v_id     int;
 begin
   for v_id in select q.queue_id from pgque.queue q order by q.queue_id loop
-    if pgque._try_tick(v_id) is not null then
+    if (pgque._look_at(row(v_id, 0, 0, null, false, false))).ticked then
       v_count := v_count + 1;
     end if;
   end loop;
@@ -2636,26 +2651,87 @@ begin
 end
 $$;
 
--- Ticks one queue for a ticker that serves all of them: never waits for
--- another ticker, hardly for a locked table, and a queue that is broken is
--- reported and left alone.
-create or replace function pgque._try_tick(p_queue_id int) returns bigint
+-- Which of these queues the loop has to look at, by what it knows of them.  Not
+-- one that is settled: ticks cover all there is, and nothing can come while the
+-- sequences of its events and of its forced ticks stand still.  Whoever puts
+-- something into the log takes an id before and has the sequence locked from then
+-- on, so an id of before is behind us once nobody else has that lock.  What is
+-- given back says so of this moment, before _look_at() takes its snapshot.  Where
+-- one queue is locked or gone, each is looked at.
+create or replace function pgque._looks(p_queues int[], p_known pgque.look[]) returns pgque.look[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+declare
+  v_looks   pgque.look[];
+  v_locked  regclass[];
+begin
+  v_looks := array(
+    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end, false)::pgque.look
+    from pgque.queue q
+    cross join lateral (
+      select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
+      offset 0) s (event_seq, tick_seq)
+    left join unnest(p_known) k on k.queue_id = q.queue_id
+    where q.queue_id = any (p_queues)
+      and (k.settled and k.event_seq = s.event_seq and k.tick_seq = s.tick_seq and not q.queue_restored
+        and k.tick_time + q.queue_ticker_idle_period > pgque.clock()) is not true
+    -- First where there may be messages.
+    order by k.settled and k.event_seq = s.event_seq nulls first);
+  if exists (select from unnest(v_looks) k where k.settled is null) then
+    v_locked := array(
+      select l.relation
+      from pg_locks l
+      where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
+        and l.database = (select d.oid from pg_database d where d.datname = current_database()));
+    v_looks := array(
+      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), false)::pgque.look
+      from unnest(v_looks) with ordinality k
+      join pgque.queue q on q.queue_id = k.queue_id
+      order by k.ordinality);
+  end if;
+  return v_looks;
+exception
+  when others then
+    return array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
+end
+$$;
+
+-- Ticks one queue for a ticker that serves all of them, and tells what it knows
+-- then: never waits for another ticker, hardly for a locked table, and a queue
+-- that is broken is reported and left alone.
+create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
+  v_tick   record;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  p_look.ticked := false;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_look.queue_id;
   if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
-    return null;
+    p_look.settled := false;
+    return p_look;
   end if;
-  return pgque._tick_queue(v_queue.queue_id, false);
+  v_tick := pgque._tick_if_due(v_queue.queue_id, false);
+  p_look.settled := p_look.settled and v_tick.covered is true;
+  p_look.tick_time := v_tick.last_time;
+  p_look.ticked := v_tick.new_id is not null;
+  return p_look;
 exception
   when invalid_transaction_state then
     raise;
   when others then
     raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
-    return null;
+    p_look.settled := false;
+    return p_look;
 end
+$$;
+
+-- What the loop knows after it looked at some queues again.
+create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
+language sql as $$
+  select array(
+    select k from pg_catalog.unnest(p_known) k where not exists (select from pg_catalog.unnest(p_looks) l where l.queue_id = k.queue_id)
+    union all
+    select l from pg_catalog.unnest(p_looks) l)
 $$;
 
 -- Stores a tick whose id, time and event sequence another system decided.
@@ -6115,6 +6191,8 @@ begin
   from due d
   join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
+  -- An id that nobody gets: by it the loop sees that there is something to tick.
+  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
   return v_count;
 end
 $$;
@@ -7382,12 +7460,12 @@ begin
     select least(
       clock_timestamp() + interval '1 second',
       clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
-      (
+      case when exists (select from pgque.retry_queue) then (
         select min(r.due)
         from pgque._pumped() o (id)
         cross join lateral (
           select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
-        ) r))
+        ) r) end)
     from pgque.queue q);
 end
 $$;
@@ -7423,8 +7501,14 @@ declare
   v_began     pg_catalog.timestamptz;
   v_ticked    pg_catalog.bool;
   v_snapshot  pg_catalog.text;
-  v_queue     pg_catalog.int4;
-  v_op        record;
+  v_queues    pg_catalog.int4[];
+  v_known     pgque.look[] := '{}';
+  v_looks     pgque.look[];
+  v_found     pgque.look;
+  v_passes    pg_catalog.int4 := 0;
+  v_ops       pg_catalog.text[] := '{}';
+  v_args      pg_catalog.text[];
+  v_op        pg_catalog.int4 := 0;
 begin
   -- Whatever the session's default is; the level goes from one transaction to
   -- the next.
@@ -7457,9 +7541,25 @@ begin
       if pgque.maint_retry_events() > 0 then
         commit and chain;
       end if;
-      foreach v_queue in array pgque._ticked_queues() loop
-        if pgque._try_tick(v_queue) is not null then
-          v_ticked := true;
+      v_queues := pgque._ticked_queues();
+      while pg_catalog.cardinality(v_queues) > 0 loop
+        v_looks := '{}';
+        foreach v_found in array pgque._looks(v_queues[:500], v_known) loop
+          -- An idle tick can wait for a moment, a message of another queue not.
+          exit when v_found.settled and pg_catalog.clock_timestamp() > v_began + v_period;
+          v_found := pgque._look_at(v_found);
+          v_looks := pg_catalog.array_append(v_looks, v_found);
+          v_ticked := v_ticked or v_found.ticked;
+          -- Each queue leaves a dozen locks behind, and a server has not many.
+          if v_found.ticked or pg_catalog.cardinality(v_looks) % 50 = 0 then
+            commit and chain;
+          end if;
+        end loop;
+        if pg_catalog.cardinality(v_looks) > 0 then
+          v_known := pgque._remember(v_known, v_looks);
+        end if;
+        v_queues := v_queues[501:];
+        if pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
         end if;
       end loop;
@@ -7468,13 +7568,22 @@ begin
         else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
-    if pg_catalog.clock_timestamp() >= v_maint then
+    if v_op = pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
-      for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
-        perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
-        commit and chain;
-      end loop;
+      -- Retention is a matter of days, and asks much of many queues: once a minute.
+      select pg_catalog.array_agg(o.func_name), pg_catalog.array_agg(o.func_arg) into v_ops, v_args
+      from pgque.maint_operations() o
+      where v_passes % 12 = 0 or o.func_name <> 'pgque.maint_retain';
+      v_op := 0;
+      v_passes := v_passes + 1;
     end if;
+    -- So much of it as keeps no message waiting; the rest in the next period.
+    v_began := pg_catalog.clock_timestamp();
+    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + v_period loop
+      v_op := v_op + 1;
+      perform pgque._maint_operation(v_ops[v_op], v_args[v_op]);
+      commit and chain;
+    end loop;
 
     commit and chain;
     perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
@@ -8371,6 +8480,11 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select s.tick_period_ms, s.stopped_at from pgque._loop_settings() s
 $$;
 
+create or replace function pgque._try_tick(p_queue_id int) returns bigint
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select 1 from pgque._look_at(row($1, 0, 0, null, false, false)) k where k.ticked
+$$;
+
 create or replace function pgque._close_lease(p_batch bigint) returns int
 language sql as $$ select pgque._close_lease((pgque._batch_owner($1)).sub_id, $1) $$;
 
@@ -8665,6 +8779,7 @@ comment on function pgque.status() is
 comment on domain pgque.caller is
   'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave it out.';
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
 comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
 comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
 comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
@@ -9018,6 +9133,9 @@ language sql immutable as $$
     ('_loop_settings', 'pgque_admin'),
     ('_loop_config', 'pgque_admin'),
     ('_look_again_at', 'pgque_admin'),
+    ('_looks', 'pgque_admin'),
+    ('_look_at', 'pgque_admin'),
+    ('_remember', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),
     ('_cursor_sql', 'pgque_admin'),

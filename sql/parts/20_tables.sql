@@ -587,6 +587,16 @@ begin
       reason  text
     );
   end if;
+  if to_regtype('pgque.look') is null then
+    create type pgque.look as (
+      queue_id   int,
+      event_seq  bigint,
+      tick_seq   bigint,
+      tick_time  timestamptz,
+      settled    boolean,
+      ticked     boolean
+    );
+  end if;
   if to_regtype('pgque.message') is null then
     create type pgque.message as (
       msg_id         bigint,

@@ -62,8 +62,8 @@ end
 $$;
 
 -- Why a queue wants a tick with this snapshot: 'events' (it shows some that no
--- tick covers), 'forced', 'idle', or null.  Only reads, so asking costs no WAL and
--- no transaction id.
+-- tick covers), 'forced' or 'idle'; or why not: 'nothing' (it shows none), or null
+-- (too early to look).  Only reads, so asking costs no WAL and no transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -72,6 +72,7 @@ declare
   v_age    interval := v_now - p_last.tick_time;
   v_cond   text;
   v_found  boolean;
+  v_none   text;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
     return 'forced';
@@ -84,19 +85,21 @@ begin
         return 'events';
       end if;
     end if;
+    v_none := 'nothing';
   end if;
   if v_age >= p_queue.queue_ticker_idle_period then
     return 'idle';
   end if;
-  return null;
+  return v_none;
 end
 $$;
 
--- Ticks one queue if there is a reason; returns the tick's id or null.  The
+-- Ticks one queue if there is a reason; gives the id of the new tick or null,
+-- the time of the newest, and whether ticks now cover all that can be seen.  The
 -- lock comes before the snapshot, so two tickers can not store ticks in an
 -- order that is not the order of their snapshots; it is held to the end of the
 -- transaction, so the second sees the tick of the first.
-create or replace function pgque._tick_queue(p_queue_id int, p_wait boolean) returns bigint
+create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
   v_queue     pgque.queue;
@@ -109,7 +112,7 @@ begin
   if p_wait then
     perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue_id);
   elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue_id) then
-    return null;
+    return;
   end if;
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
   if v_queue.queue_restored then
@@ -117,15 +120,17 @@ begin
     select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
   end if;
   if v_queue.queue_id is null then
-    return null;
+    return;
   end if;
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
   v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
-  if v_reason is null then
-    return null;
+  covered := v_reason is not null;
+  last_time := v_last.tick_time;
+  if v_reason <> 'nothing' then
+    last_time := pgque.clock();
+    new_id := pgque._store_tick(v_queue, v_last.tick_id + 1, last_time, v_snapshot, null, v_reason <> 'idle');
   end if;
-  return pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), v_snapshot, null, v_reason <> 'idle');
 end
 $$;
 
@@ -161,7 +166,7 @@ begin
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
-  return pgque._tick_queue(v_queue.queue_id, true);
+  return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
 end
 $$;
 
@@ -173,7 +178,7 @@ declare
   v_id     int;
 begin
   for v_id in select q.queue_id from pgque.queue q order by q.queue_id loop
-    if pgque._try_tick(v_id) is not null then
+    if (pgque._look_at(row(v_id, 0, 0, null, false, false))).ticked then
       v_count := v_count + 1;
     end if;
   end loop;
@@ -181,26 +186,87 @@ begin
 end
 $$;
 
--- Ticks one queue for a ticker that serves all of them: never waits for
--- another ticker, hardly for a locked table, and a queue that is broken is
--- reported and left alone.
-create or replace function pgque._try_tick(p_queue_id int) returns bigint
+-- Which of these queues the loop has to look at, by what it knows of them.  Not
+-- one that is settled: ticks cover all there is, and nothing can come while the
+-- sequences of its events and of its forced ticks stand still.  Whoever puts
+-- something into the log takes an id before and has the sequence locked from then
+-- on, so an id of before is behind us once nobody else has that lock.  What is
+-- given back says so of this moment, before _look_at() takes its snapshot.  Where
+-- one queue is locked or gone, each is looked at.
+create or replace function pgque._looks(p_queues int[], p_known pgque.look[]) returns pgque.look[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+declare
+  v_looks   pgque.look[];
+  v_locked  regclass[];
+begin
+  v_looks := array(
+    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end, false)::pgque.look
+    from pgque.queue q
+    cross join lateral (
+      select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
+      offset 0) s (event_seq, tick_seq)
+    left join unnest(p_known) k on k.queue_id = q.queue_id
+    where q.queue_id = any (p_queues)
+      and (k.settled and k.event_seq = s.event_seq and k.tick_seq = s.tick_seq and not q.queue_restored
+        and k.tick_time + q.queue_ticker_idle_period > pgque.clock()) is not true
+    -- First where there may be messages.
+    order by k.settled and k.event_seq = s.event_seq nulls first);
+  if exists (select from unnest(v_looks) k where k.settled is null) then
+    v_locked := array(
+      select l.relation
+      from pg_locks l
+      where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
+        and l.database = (select d.oid from pg_database d where d.datname = current_database()));
+    v_looks := array(
+      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), false)::pgque.look
+      from unnest(v_looks) with ordinality k
+      join pgque.queue q on q.queue_id = k.queue_id
+      order by k.ordinality);
+  end if;
+  return v_looks;
+exception
+  when others then
+    return array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
+end
+$$;
+
+-- Ticks one queue for a ticker that serves all of them, and tells what it knows
+-- then: never waits for another ticker, hardly for a locked table, and a queue
+-- that is broken is reported and left alone.
+create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
+  v_tick   record;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  p_look.ticked := false;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_look.queue_id;
   if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
-    return null;
+    p_look.settled := false;
+    return p_look;
   end if;
-  return pgque._tick_queue(v_queue.queue_id, false);
+  v_tick := pgque._tick_if_due(v_queue.queue_id, false);
+  p_look.settled := p_look.settled and v_tick.covered is true;
+  p_look.tick_time := v_tick.last_time;
+  p_look.ticked := v_tick.new_id is not null;
+  return p_look;
 exception
   when invalid_transaction_state then
     raise;
   when others then
     raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
-    return null;
+    p_look.settled := false;
+    return p_look;
 end
+$$;
+
+-- What the loop knows after it looked at some queues again.
+create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
+language sql as $$
+  select array(
+    select k from pg_catalog.unnest(p_known) k where not exists (select from pg_catalog.unnest(p_looks) l where l.queue_id = k.queue_id)
+    union all
+    select l from pg_catalog.unnest(p_looks) l)
 $$;
 
 -- Stores a tick whose id, time and event sequence another system decided.

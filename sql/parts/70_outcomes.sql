@@ -515,6 +515,8 @@ begin
   from due d
   join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
+  -- An id that nobody gets: by it the loop sees that there is something to tick.
+  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
   return v_count;
 end
 $$;

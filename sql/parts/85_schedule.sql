@@ -47,12 +47,12 @@ begin
     select least(
       clock_timestamp() + interval '1 second',
       clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
-      (
+      case when exists (select from pgque.retry_queue) then (
         select min(r.due)
         from pgque._pumped() o (id)
         cross join lateral (
           select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
-        ) r))
+        ) r) end)
     from pgque.queue q);
 end
 $$;
@@ -88,8 +88,14 @@ declare
   v_began     pg_catalog.timestamptz;
   v_ticked    pg_catalog.bool;
   v_snapshot  pg_catalog.text;
-  v_queue     pg_catalog.int4;
-  v_op        record;
+  v_queues    pg_catalog.int4[];
+  v_known     pgque.look[] := '{}';
+  v_looks     pgque.look[];
+  v_found     pgque.look;
+  v_passes    pg_catalog.int4 := 0;
+  v_ops       pg_catalog.text[] := '{}';
+  v_args      pg_catalog.text[];
+  v_op        pg_catalog.int4 := 0;
 begin
   -- Whatever the session's default is; the level goes from one transaction to
   -- the next.
@@ -122,9 +128,25 @@ begin
       if pgque.maint_retry_events() > 0 then
         commit and chain;
       end if;
-      foreach v_queue in array pgque._ticked_queues() loop
-        if pgque._try_tick(v_queue) is not null then
-          v_ticked := true;
+      v_queues := pgque._ticked_queues();
+      while pg_catalog.cardinality(v_queues) > 0 loop
+        v_looks := '{}';
+        foreach v_found in array pgque._looks(v_queues[:500], v_known) loop
+          -- An idle tick can wait for a moment, a message of another queue not.
+          exit when v_found.settled and pg_catalog.clock_timestamp() > v_began + v_period;
+          v_found := pgque._look_at(v_found);
+          v_looks := pg_catalog.array_append(v_looks, v_found);
+          v_ticked := v_ticked or v_found.ticked;
+          -- Each queue leaves a dozen locks behind, and a server has not many.
+          if v_found.ticked or pg_catalog.cardinality(v_looks) % 50 = 0 then
+            commit and chain;
+          end if;
+        end loop;
+        if pg_catalog.cardinality(v_looks) > 0 then
+          v_known := pgque._remember(v_known, v_looks);
+        end if;
+        v_queues := v_queues[501:];
+        if pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
         end if;
       end loop;
@@ -133,13 +155,22 @@ begin
         else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
-    if pg_catalog.clock_timestamp() >= v_maint then
+    if v_op = pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
-      for v_op in select o.func_name, o.func_arg from pgque.maint_operations() o loop
-        perform pgque._maint_operation(v_op.func_name, v_op.func_arg);
-        commit and chain;
-      end loop;
+      -- Retention is a matter of days, and asks much of many queues: once a minute.
+      select pg_catalog.array_agg(o.func_name), pg_catalog.array_agg(o.func_arg) into v_ops, v_args
+      from pgque.maint_operations() o
+      where v_passes % 12 = 0 or o.func_name <> 'pgque.maint_retain';
+      v_op := 0;
+      v_passes := v_passes + 1;
     end if;
+    -- So much of it as keeps no message waiting; the rest in the next period.
+    v_began := pg_catalog.clock_timestamp();
+    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + v_period loop
+      v_op := v_op + 1;
+      perform pgque._maint_operation(v_ops[v_op], v_args[v_op]);
+      commit and chain;
+    end loop;
 
     commit and chain;
     perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);

@@ -11,6 +11,11 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select s.tick_period_ms, s.stopped_at from pgque._loop_settings() s
 $$;
 
+create or replace function pgque._try_tick(p_queue_id int) returns bigint
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+  select 1 from pgque._look_at(row($1, 0, 0, null, false, false)) k where k.ticked
+$$;
+
 create or replace function pgque._close_lease(p_batch bigint) returns int
 language sql as $$ select pgque._close_lease((pgque._batch_owner($1)).sub_id, $1) $$;
 

@@ -270,6 +270,7 @@ comment on function pgque.status() is
 comment on domain pgque.caller is
   'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave it out.';
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
 comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
 comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
 comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';

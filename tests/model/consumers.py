@@ -386,6 +386,7 @@ class Consumers(RuleBasedStateMachine):
         self.m.waiting = [w for w in self.m.waiting if w.due > self.now]
         if due:
             self.m.dirty.add(self.m.leaf)
+            self.m.last_id += 1  # which shows the loop that something came
         self._committed(
             [Row(w.id, w.payload, w.sent, self.m.leaf, 0, w.owner, w.retry, w.error) for w in due]
         )

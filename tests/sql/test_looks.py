@@ -1,0 +1,277 @@
+"""What the loop knows of queues, so that it looks at those only where something can have come.
+
+Queues here have no idle tick within the test, so what the loop missed would never be ticked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sql.helpers import Connection, ack, configure, drain, nack, post, pump, receive, send, subscribe, value
+
+
+class Loop:
+    """The ticker's loop in steps: what it knows goes from one look to the next, as its variables do."""
+
+    def __init__(self, conn: Connection) -> None:
+        self.conn = conn
+        self.known = "{}"
+
+    def look(self) -> int:
+        """Look once, as in one transaction of the loop; return how many queues were looked at."""
+        found = "select pgque._looks(pgque._ticked_queues(), %s::pgque.look[])"
+        with self.conn.transaction():
+            looks = value(self.conn, f"{found}::text", self.known)
+            looks = value(
+                self.conn,
+                "select array(select pgque._look_at(l) from unnest(%s::pgque.look[]) l)::text",
+                looks,
+            )
+            self.known = value(
+                self.conn,
+                "select pgque._remember(%s::pgque.look[], %s::pgque.look[])::text",
+                self.known,
+                looks,
+            )
+        return int(value(self.conn, "select cardinality(%s::pgque.look[])", looks))
+
+    def settle(self) -> None:
+        """Look until there is nothing left to look at."""
+        for _ in range(3):
+            if self.look() == 0:
+                return
+        raise AssertionError(f"still something to look at: {self.known}")
+
+
+@pytest.fixture
+def quiet(own: Connection) -> Connection:
+    """A database with one queue, q, and one consumer."""
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", ticker_idle_period="1 day")
+    subscribe(own, "q")
+    return own
+
+
+@pytest.fixture
+def loop(quiet: Connection) -> Loop:
+    found = Loop(quiet)
+    found.settle()
+    return found
+
+
+def test_a_queue_in_which_nothing_happens_is_not_looked_at_again(loop: Loop) -> None:
+    assert [loop.look() for _ in range(3)] == [0, 0, 0]
+
+
+def test_what_is_sent_is_ticked_at_the_next_look(quiet: Connection, loop: Loop) -> None:
+    for _ in range(3):
+        sent = send(quiet, "q")
+        assert loop.look() == 1
+        assert drain(quiet, "q") == [sent]
+        loop.settle()
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+def test_a_commit_that_comes_late_is_ticked_though_no_id_is_taken_any_more(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    writer = transaction(isolation, quiet.info.dsn)
+    late = send(writer, "q")
+    early = send(quiet, "q")
+    for _ in range(3):
+        assert loop.look() == 1, "the writer may commit at any time"
+    assert drain(quiet, "q") == [early]
+    writer.commit()
+    assert loop.look() == 1
+    assert drain(quiet, "q") == [late]
+    loop.settle()
+
+
+def test_an_id_taken_before_anything_else_of_the_transaction_counts(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
+) -> None:
+    writer = transaction("read committed", quiet.info.dsn)
+    number = value(writer, "select nextval(q.queue_event_seq) from pgque.queue q")
+    for _ in range(3):
+        assert loop.look() == 1, "there is no transaction id yet that could be looked for"
+    writer.execute(
+        "insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data)"
+        " select q.queue_id * 3 + q.queue_cur_table, %s, pgque.clock(), pg_current_xact_id(), 't', 'x' from pgque.queue q",
+        (number,),
+    )
+    writer.commit()
+    assert loop.look() == 1
+    assert drain(quiet, "q") == [number]
+
+
+def test_a_savepoint_that_is_taken_back_leaves_a_writer_that_may_send_again(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
+) -> None:
+    writer = transaction("read committed", quiet.info.dsn)
+    writer.execute("savepoint s")
+    send(writer, "q")
+    writer.execute("rollback to s")
+    loop.look()
+    kept = send(writer, "q")
+    loop.look()
+    loop.look()
+    writer.commit()
+    assert loop.look() == 1
+    assert drain(quiet, "q") == [kept]
+    loop.settle()
+
+
+def test_what_is_rolled_back_leaves_nothing_to_look_at(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
+) -> None:
+    writer = transaction("read committed", quiet.info.dsn)
+    send(writer, "q")
+    assert loop.look() == 1
+    writer.rollback()
+    loop.settle()
+    assert drain(quiet, "q") == []
+
+
+def test_a_prepared_transaction_is_a_writer_until_it_is_finished(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
+) -> None:
+    if value(quiet, "show max_prepared_transactions") == "0":
+        pytest.skip("the server has max_prepared_transactions = 0")
+    writer = transaction("read committed", quiet.info.dsn)
+    sent = send(writer, "q")
+    writer.execute("prepare transaction 'looks'")
+    for _ in range(3):
+        assert loop.look() == 1
+    writer.autocommit = True
+    writer.execute("commit prepared 'looks'")
+    assert loop.look() == 1
+    assert drain(quiet, "q") == [sent]
+    loop.settle()
+
+
+def test_another_queue_is_left_alone_while_one_has_an_open_writer(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
+) -> None:
+    value(quiet, "select pgque.create_queue('other')")
+    configure(quiet, "other", ticker_idle_period="1 day")
+    loop.settle()
+    writer = transaction("read committed", quiet.info.dsn)
+    send(writer, "q")
+    send(quiet, "other")
+    assert loop.look() == 2
+    assert loop.look() == 2
+    assert loop.look() == 1
+    writer.rollback()
+    loop.settle()
+
+
+@pytest.mark.parametrize("how", ["retry", "delay"])
+def test_what_another_session_puts_into_the_log_again_is_ticked(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection], how: str
+) -> None:
+    if how == "delay":
+        sent = post(quiet, "q", delay="1 millisecond")
+    else:
+        sent = send(quiet, "q")
+        loop.settle()
+        (message,) = receive(quiet, "q")
+        nack(quiet, message, "0")
+        ack(quiet, message.batch_id)
+    loop.settle()
+    other = transaction("read committed", quiet.info.dsn)
+    assert pump(other) == 1
+    for _ in range(3):
+        assert loop.look() == 1
+    other.commit()
+    assert loop.look() == 1
+    assert drain(quiet, "q") == [sent]
+    loop.settle()
+
+
+def test_a_tick_that_is_asked_for_is_made(quiet: Connection, loop: Loop) -> None:
+    before = value(quiet, "select pgque.force_next_tick('q')")
+    assert loop.look() == 1
+    assert value(quiet, "select last_tick_id from pgque.get_queue_info('q')") == before + 1
+    loop.settle()
+
+
+def test_max_lag_is_waited_for(quiet: Connection, loop: Loop) -> None:
+    configure(quiet, "q", ticker_max_lag="2 seconds")
+    quiet.execute(
+        "create function pg_temp.later() returns void language sql as $$"
+        " create or replace function pgque.clock() returns timestamptz language sql volatile as"
+        " 'select clock_timestamp() + interval ''3 seconds''' $$"
+    )
+    value(quiet, "select pgque.force_next_tick('q')")
+    loop.settle()
+    sent = send(quiet, "q")
+    assert [loop.look() for _ in range(3)] == [1, 1, 1]
+    assert drain(quiet, "q") == []
+    value(quiet, "select pg_temp.later()")
+    assert loop.look() == 1
+    assert drain(quiet, "q") == [sent]
+    loop.settle()
+
+
+def test_idle_ticks_are_made_when_they_are_due(quiet: Connection, loop: Loop) -> None:
+    last = "select last_tick_id from pgque.get_queue_info('q')"
+    before = value(quiet, last)
+    assert loop.look() == 0
+    configure(quiet, "q", ticker_idle_period="1 microsecond")
+    assert [loop.look() for _ in range(3)] == [1, 1, 1]
+    assert value(quiet, last) == before + 3
+    configure(quiet, "q", ticker_idle_period="1 day")
+    loop.settle()
+
+
+def test_what_was_sent_while_the_ticker_had_a_pause_is_ticked_after_it(quiet: Connection, loop: Loop) -> None:
+    configure(quiet, "q", ticker_paused="true")
+    sent = send(quiet, "q")
+    assert loop.look() == 0
+    configure(quiet, "q", ticker_paused="false")
+    loop.settle()
+    assert drain(quiet, "q") == [sent]
+
+
+def test_a_queue_that_is_locked_holds_up_no_other(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
+) -> None:
+    value(quiet, "select pgque.create_queue('locked')")
+    configure(quiet, "locked", ticker_idle_period="1 day")
+    subscribe(quiet, "locked")
+    loop.settle()
+    waits = send(quiet, "locked")
+    other = transaction("read committed", quiet.info.dsn)
+    sequence = value(quiet, "select q.queue_event_seq::text from pgque.queue q where q.queue_name = 'locked'")
+    other.execute(f"alter sequence {sequence} cache 1")
+    sent = send(quiet, "q")
+    loop.look()
+    assert drain(quiet, "q") == [sent]
+    assert drain(quiet, "locked") == []
+    other.rollback()
+    loop.settle()
+    assert drain(quiet, "locked") == [waits]
+
+
+def test_a_queue_that_is_dropped_is_forgotten(quiet: Connection, loop: Loop) -> None:
+    value(quiet, "select pgque.create_queue('goes')")
+    loop.settle()
+    value(quiet, "select pgque.drop_queue('goes')")
+    sent = send(quiet, "q")
+    assert loop.look() == 1
+    assert drain(quiet, "q") == [sent]
+    loop.settle()
+
+
+@pytest.mark.slow
+def test_the_loop_serves_every_one_of_more_queues_than_it_looks_at_together(own: Connection) -> None:
+    for number in range(1, 512):
+        value(own, "select pgque.create_queue(%s)", f"q{number}")
+    unserved = "select count(*) from pgque.get_queue_info() i where i.ev_new > 0"
+    for _ in range(2):
+        value(own, "select count(pgque.send(q.queue_name, 'x')) from pgque.queue q where q.queue_id % 3 = 0")
+        assert value(own, unserved) > 160
+        own.execute("call pgque.ticker_loop('2 seconds')")
+        assert value(own, unserved) == 0
