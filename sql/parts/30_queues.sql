@@ -464,10 +464,12 @@ $$;
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_id     int := (pgque._queue(drop_queue.queue_name, caller, 'admin')).queue_id;
   v_queue  pgque.queue;
   v_leaf   text;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(drop_queue.queue_name, caller, 'admin')).queue_id for no key update;
+  perform pgque._lock_leaves(v_id);
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_id for no key update;
   if not found then
     perform pgque._no_queue(drop_queue.queue_name);
   end if;
@@ -517,6 +519,38 @@ create or replace function pgque._leaves(p_queue_id int) returns table (kind tex
 language sql stable as $$
   select k.kind, g.n, pg_catalog.format('pgque.%s_%s_%s', k.kind, p_queue_id, g.n)
   from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
+$$;
+
+-- Locks the tables of a queue against everybody, before anything else of it is
+-- locked.  Whoever has some of them may be about to ask for others, so it never
+-- waits for one while it has another for as long as the server takes to see a
+-- deadlock, which is a second or more: it lets go of all and begins anew.
+create or replace function pgque._lock_leaves(p_queue_id int) returns void
+language plpgsql as $$
+declare
+  v_wait      text := pg_catalog.current_setting('lock_timeout');
+  v_deadline  timestamptz := pg_catalog.clock_timestamp() + nullif(v_wait::interval, '0');
+  v_leaves    text;
+begin
+  loop
+    select pg_catalog.string_agg(l.leaf, ', ') into v_leaves from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null;
+    exit when v_leaves is null;
+    begin
+      perform pg_catalog.set_config('lock_timeout', '50ms', true);
+      execute 'lock table ' || v_leaves || ' in access exclusive mode';
+      exit;
+    exception
+      when undefined_table then
+        null;   -- dropped meanwhile
+      when lock_not_available then
+        if pg_catalog.clock_timestamp() > v_deadline then
+          raise;
+        end if;
+    end;
+    perform pg_catalog.pg_sleep(0.02);
+  end loop;
+  perform pg_catalog.set_config('lock_timeout', v_wait, true);
+end
 $$;
 
 -- Drops the tables of dropped queues if the locks on the two parents can be

@@ -85,3 +85,46 @@ def test_a_rolled_back_create_or_drop_leaves_things_as_they_were(
     one.rollback()
     assert drain(own, "q") == [sent]
     assert isinstance(one, psycopg.Connection)
+
+
+def test_a_drop_lets_readers_of_the_queue_finish_in_whatever_order_they_read(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., object],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    queue = value(own, "select q.queue_id from pgque.queue q")
+    leaves = [f"pgque.{kind}_{queue}_{number}" for kind in ("tick", "event") for number in range(3)]
+    for order in (leaves, leaves[::-1], leaves[3:] + leaves[:3]):
+        reader = connect(own_dsn, autocommit=False)
+        reader.execute("set lock_timeout = '900ms'")  # before the server looks for a deadlock
+        reader.execute(f"lock table {order[0]} in access share mode")
+        dropper = background(
+            lambda c: value(c, "select pgque.drop_queue('q', true)"), connect(own_dsn, autocommit=False)
+        )
+        wait_for_lock(dropper.pid)  # type: ignore[attr-defined]
+        for leaf in order[1:]:
+            reader.execute(f"lock table {leaf} in access share mode")
+        receive(reader, "q")
+        reader.commit()
+        assert dropper.result() == 1  # type: ignore[attr-defined]
+        dropper.connection.rollback()  # type: ignore[attr-defined]
+
+
+def test_a_drop_waits_no_longer_than_lock_timeout_and_leaves_it_as_it_was(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    reader = connect(own_dsn, autocommit=False)
+    send(reader, "q")
+    own.execute("set lock_timeout = '150ms'")
+    refused("55P03", value, own, "select pgque.drop_queue('q')")
+    assert value(own, "show lock_timeout") == "150ms"
+    reader.rollback()
+    with own.transaction():
+        assert value(own, "select pgque.drop_queue('q')") == 1
+        assert value(own, "show lock_timeout") == "150ms"
