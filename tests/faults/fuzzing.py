@@ -134,9 +134,13 @@ UUIDS: list[str | None] = [
 ]
 CLASSES: list[str | None] = [None, "0", "4294967295", "pg_class", "pgque.queue", "pgque.event"]
 BOOLS: list[str | None] = [None, "true", "false"]
+LOOKS: list[str | None] = [
+    None, "(1,0,0,,t,f)", "(,,,,,)", "(2,9,9,2020-01-01,,)", "(2147483647,9223372036854775807,-1,9999-12-31,t,t)", "(-1,-9223372036854775808,0,0001-01-01,f,t)",
+]  # fmt: skip
 SCALARS: dict[str, list[str | None]] = {
     "text": NAMES, "integer": INTS, "bigint": BIGINTS, "interval": INTERVALS, "timestamp with time zone": TIMES, "jsonb": JSON,
     "bytea": BYTES, "uuid": UUIDS, "regclass": CLASSES, "boolean": BOOLS,
+    "pgque.look": LOOKS,
 }  # fmt: skip
 FIELDS = {"pgque.message": 10, "pgque.delivery": 17}
 
