@@ -1,4 +1,4 @@
-"""Processes that send and take messages: one process a connection, one way of doing it for every system."""
+"""Processes that are measured together, and how they send and take messages: one way of it for every system."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import time
 import traceback
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from bench.measure import Bench
 from bench.systems import SYSTEMS, payload
 
-WARM_UP = 8  # sends before the clock: psycopg prepares a statement with its sixth execution
+WARM_UP = 8  # calls before the clock: psycopg prepares a statement with its sixth execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,9 @@ class Job:
     """What one process does.
 
     ``send`` sends single messages one after the other; or, if a ``rate`` is given, each at its time by the
-    clock, message n being due n / rate seconds after the start. ``bulk`` sends ``size`` at a time. Both number their messages ``first``, ``first + step`` and
-    so on, and end after ``seconds`` or ``count`` messages. ``work`` takes ``size`` at a time until all
-    processes together have seen ``expected`` deliveries, or the seconds are over.
+    clock, message n being due n / rate seconds after the start. ``bulk`` sends ``size`` at a time. Both number
+    their messages ``first``, ``first + step`` and so on, and end after ``seconds`` or ``count`` messages. ``work``
+    takes ``size`` at a time until all processes together have seen ``expected`` deliveries, or the seconds are over.
     """
 
     system: str
@@ -52,7 +51,24 @@ class Done:
     times: array[float] = field(default_factory=lambda: array("d"))
 
 
-def _send(job: Job, begin: Any) -> Done:
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Says that this process is ready, and waits for the common start; ``counts`` has a number of each process."""
+
+    pipe: Pipe
+    dsn: str
+    counts: Any
+    index: int
+
+    def __call__(self) -> float:
+        self.pipe.send(None)
+        at: float = self.pipe.recv()
+        while (wait := at - time.monotonic()) > 0:
+            time.sleep(wait)
+        return at
+
+
+def _send(job: Job, begin: Begin) -> Done:
     system = SYSTEMS[job.system](begin.dsn, job.consumers)
     system.open()
     done = Done()
@@ -84,8 +100,9 @@ def _send(job: Job, begin: Any) -> Done:
     return done
 
 
-def _work(job: Job, begin: Any, counts: Any, index: int) -> Done:
+def _work(job: Job, begin: Begin) -> Done:
     system = SYSTEMS[job.system](begin.dsn, job.consumers)
+    counts, index = begin.counts, begin.index
     done = Done()
     numbers, times, clock = done.numbers.append, done.times.append, time.monotonic
     over, one = threading.Event(), threading.Lock()
@@ -118,38 +135,39 @@ def _work(job: Job, begin: Any, counts: Any, index: int) -> Done:
     return done
 
 
-class _Begin:
-    """Says that this process is ready, and waits for the common start."""
-
-    def __init__(self, pipe: Pipe, dsn: str) -> None:
-        self.pipe, self.dsn = pipe, dsn
-
-    def __call__(self) -> float:
-        self.pipe.send(None)
-        at: float = self.pipe.recv()
-        while (wait := at - time.monotonic()) > 0:
-            time.sleep(wait)
-        return at
+def use_system(job: Job, begin: Begin) -> Done:
+    """Send to a system, or take from it."""
+    return _work(job, begin) if job.verb == "work" else _send(job, begin)
 
 
-def member(pipe: Pipe, dsn: str, counts: Any, index: int) -> None:
+class Timed(Protocol):
+    """A job of any kind tells how long it takes."""
+
+    @property
+    def seconds(self) -> float: ...
+
+
+J = TypeVar("J", bound=Timed)
+D = TypeVar("D")
+
+
+def member(do: Callable[[J, Begin], D], begin: Begin) -> None:
     """Do one job after another; the body of a process."""
-    begin = _Begin(pipe, dsn)
     while True:
         try:
-            job = pipe.recv()
+            job = begin.pipe.recv()
         except (EOFError, OSError):  # the parent is done
             return
         try:
-            pipe.send(_work(job, begin, counts, index) if job.verb == "work" else _send(job, begin))
+            begin.pipe.send(do(job, begin))
         except Exception:
-            pipe.send(traceback.format_exc())
+            begin.pipe.send(traceback.format_exc())
 
 
-class Crew:
-    """Processes that are there before any clock starts."""
+class Crew(Generic[J, D]):
+    """Processes that are there before any clock starts; ``do`` does a job in one of them."""
 
-    def __init__(self, dsn: str, count: int) -> None:
+    def __init__(self, bench: Bench, count: int, do: Callable[[J, Begin], D]) -> None:
         context = get_context("spawn")  # the parent has threads
         self.counts = context.RawArray("q", count)
         self._pipes: list[Pipe] = []
@@ -158,14 +176,18 @@ class Crew:
         self._until = 0.0
         for index in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=member, args=(theirs, dsn, self.counts, index), daemon=True)
+            begin = Begin(theirs, bench.dsn, self.counts, index)
+            process = context.Process(target=member, args=(do, begin), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def begin(self, jobs: Sequence[Job]) -> float:
-        """Start the jobs together; return when."""
+    def __enter__(self) -> Crew[J, D]:
+        return self
+
+    def begin(self, jobs: Sequence[J], at: float = 0.0) -> float:
+        """Start the jobs together, at a time if one is given; return when."""
         self._busy = self._pipes[: len(jobs)]
         for index in range(len(self.counts)):
             self.counts[index] = 0
@@ -174,7 +196,7 @@ class Crew:
         for pipe in self._busy:
             if (answer := pipe.recv()) is not None:
                 raise RuntimeError(f"a process failed:\n{answer}")
-        at = time.monotonic() + 0.05
+        at = max(at, time.monotonic() + 0.05)
         self._until = at + max(job.seconds for job in jobs) + 120
         for pipe in self._busy:
             pipe.send(at)
@@ -189,39 +211,28 @@ class Crew:
         """Say whether every process has an answer."""
         return all(pipe.poll() for pipe in self._busy)
 
-    def finish(self) -> list[Done]:
+    def finish(self) -> list[D]:
         """Wait for the jobs; return what each did."""
         answers = []
         for pipe in self._busy:
             if not pipe.poll(max(self._until - time.monotonic(), 0)):
                 raise TimeoutError("a process does not stop")
             answers.append(pipe.recv())
-            if not isinstance(answers[-1], Done):
+            if isinstance(answers[-1], str):
                 raise RuntimeError(f"a process failed:\n{answers[-1]}")
         return answers
 
-    def run(self, jobs: Sequence[Job]) -> tuple[float, list[Done]]:
-        """Start the jobs together; return when they started, and what each did."""
-        return self.begin(jobs), self.finish()
+    def run(self, jobs: Sequence[J], at: float = 0.0) -> tuple[float, list[D]]:
+        """Start the jobs together, at a time if one is given; return when they started, and what each did."""
+        return self.begin(jobs, at), self.finish()
 
-    def close(self) -> None:
-        """End the processes."""
+    def __exit__(self, *_: object) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
             process.join(5)
             if process.is_alive():
                 process.kill()
-
-
-@contextmanager
-def crew(bench: Bench, count: int) -> Iterator[Crew]:
-    """Have processes for a while."""
-    result = Crew(bench.dsn, count)
-    try:
-        yield result
-    finally:
-        result.close()
 
 
 def judge(expected: int, done: Sequence[Done], is_complete: bool = True, copies: int = 1) -> str:

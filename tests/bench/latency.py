@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bench import elsewhere
-from bench.crew import WARM_UP, Crew, Job, crew
+from bench.crew import WARM_UP, Crew, Done, Job, use_system
 from bench.measure import Bench, Row, percentile, ticking
 from bench.peers import ALL, OURS
 from bench.systems import SYSTEMS
@@ -34,7 +34,7 @@ class Latency:
         return f"{text} ms" + (f", {self.missing:,} NEVER CAME" if self.missing else "")
 
 
-def at_rate(bench: Bench, team: Crew, name: str, rate: int) -> Latency:
+def at_rate(bench: Bench, team: Crew[Job, Done], name: str, rate: int) -> Latency:
     """Offer messages at a rate for a while to one system with one worker as its documentation has it."""
     # Afterwards: what is on its way may take so long.
     seconds, warm_up, afterwards = (2.0, 0.5, 1.0) if bench.quick else (40.0, 5.0, 10.0)
@@ -62,7 +62,7 @@ def at_rate(bench: Bench, team: Crew, name: str, rate: int) -> Latency:
 def measure(bench: Bench) -> list[Row]:
     """Measure all systems at all rates."""
     rows = []
-    with crew(bench, SENDERS + 1) as team:
+    with Crew(bench, SENDERS + 1, use_system) as team:
         for rate in QUICK_RATES if bench.quick else RATES:
             found = {name: at_rate(bench, team, name, rate) for name in ALL}
             ours = found["pgque"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from bench import elsewhere
 from bench.cost import STATISTICS_DELAY, Cost, Meter, analytic_reader, held_xmin
-from bench.crew import Crew, Job, crew, judge
+from bench.crew import Crew, Done, Job, judge, use_system
 from bench.measure import Bench, Number, Row, ticking
 from bench.systems import SYSTEMS, payload
 
@@ -95,7 +95,7 @@ def loads(bench: Bench) -> Iterator[Load]:
 class Field:
     """Where the cells are measured."""
 
-    def __init__(self, bench: Bench, team: Crew, meter: Meter) -> None:
+    def __init__(self, bench: Bench, team: Crew[Job, Done], meter: Meter) -> None:
         self.bench, self.team, self.meter = bench, team, meter
         self.seconds = 0.5 if bench.quick else 8.0
         self.drain_seconds, self.held_seconds = (2.0, 1.0) if bench.quick else (60.0, 40.0)
@@ -237,47 +237,21 @@ def row_of(load: Load, state: str, cells: dict[str, Cell]) -> Row:
     )
 
 
-def recovery(load: Load, cells: dict[str, Cell]) -> Row:
-    """Tell how fast the systems were once nothing held xmin any more, with what was left behind."""
-    best = max(cell.recovered_per_s for name, cell in cells.items() if name not in OURS)
-    ours = max(cells[name].recovered_per_s for name in cells if name in OURS)
-    return Row(
-        f"{load.title}, in recovery",
-        f"{ours:,.0f}/s",
-        f"{cells['by hand'].recovered_per_s:,.0f}/s",
-        ours / best if best else None,
-        "> 1 ×",
-        ours > best,
-        "after a transaction that held xmin had ended: "
-        + ", ".join(
-            f"{SYSTEMS[name].title} {cell.recovered_per_s:,.0f}/s"
-            if cell.recovered_per_s
-            else f"{SYSTEMS[name].title} had nothing left"
-            for name, cell in cells.items()
-        ),
-        {
-            f"{name}: recovered_per_s": cell.recovered_per_s
-            for name, cell in cells.items()
-            if cell.recovered_per_s
-        },
-    )
-
-
-def measure(bench: Bench, wanted: Sequence[Load] = ()) -> list[Row]:
-    """Measure the loads; the ratio is messages per CPU second of the server over the best of the others."""
-    wanted = wanted or list(loads(bench))
-    rows = []
-    with crew(bench, max(load.processes for load in wanted) + 1) as team, Meter(bench) as meter:
+def measured(bench: Bench, wanted: Sequence[Load]) -> Iterator[tuple[Load, str, dict[str, Cell]]]:
+    """Measure the loads; give each one with a state and what the systems did."""
+    count = max(load.processes for load in wanted) + 1
+    with Crew(bench, count, use_system) as team, Meter(bench) as meter:
         place = Field(bench, team, meter)
         for number, load in enumerate(wanted):
             for state in load.states:
                 turn = load.systems if number % 2 == 0 else load.systems[::-1]
                 cells = {name: place.cell(load, name, state) for name in turn}
-                cells = {name: cells[name] for name in load.systems}
-                rows.append(row_of(load, state, cells))
-                if load.verb == "drain":
-                    rows.append(recovery(load, cells))
-    return rows
+                yield load, state, {name: cells[name] for name in load.systems}
+
+
+def measure(bench: Bench) -> list[Row]:
+    """Measure all loads; the ratio is messages per CPU second of the server over the best of the others."""
+    return [row_of(*found) for found in measured(bench, list(loads(bench)))]
 
 
 def peers(bench: Bench) -> list[Row]:

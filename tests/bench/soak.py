@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.cost import Cost, Meter
-from bench.crew import WARM_UP, Done, Job, crew, judge
+from bench.crew import WARM_UP, Crew, Done, Job, judge, use_system
 from bench.measure import Bench, Number, Row, percentile, ticking
 from bench.systems import QUEUE, SYSTEMS
 
@@ -106,7 +106,7 @@ def soak(bench: Bench) -> list[Row]:
     period = 10.0 if seconds >= 300 else 5.0
     part = max(1, round(min(60.0, seconds / 4) / period))  # samples at each end
     system = SYSTEMS["pgque"](bench.dsn, ("plain", "pool"))
-    with crew(bench, SENDERS + 1 + WORKERS) as team, Meter(bench) as meter:
+    with Crew(bench, SENDERS + 1 + WORKERS, use_system) as team, Meter(bench) as meter:
         system.set_up()
         meter.conn.execute(
             "select pgque.alter_queue(%s, jsonb_build_object('rotation_period', %s::text))", (QUEUE, ROTATION)

@@ -11,18 +11,16 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection as Pipe
 from typing import Literal
 
 import psycopg
 from psycopg.rows import TupleRow
 from psycopg.types.string import TextLoader
 
+from bench.cost import held_xmin
+from bench.crew import WARM_UP, Begin, Crew
 from bench.measure import PAYLOAD, Bench, Connection, Number, Row, one, percentile, queue, ticking
 
 Style = Literal["floor", "pgmq", "ours", "one call", "floor steady", "ours steady", "floor send", "ours send"]
@@ -30,7 +28,6 @@ Style = Literal["floor", "pgmq", "ours", "one call", "floor steady", "ours stead
 PROCESSES = (1, 2, 4, 8)
 SIZES = (1, 10, 100)
 BACKLOG = 50_000
-WARM_UP = 8  # calls before the clock: psycopg prepares a statement with its sixth execution
 GOAL = 1.8
 
 # The limit is written into the text, so that the plan of the floor is made once.
@@ -60,7 +57,6 @@ class Job:
     worker: str
     size: int
     seconds: float
-    warm_up: int = WARM_UP
     patience: float = 0.02  # seconds without a message after which a queue counts as drained
     per_second: int = 0
 
@@ -150,7 +146,7 @@ def drain(conn: Connection, job: Job, start: Callable[[], float]) -> Done:
     """Take until nothing comes or the time is up."""
     done = Done()
     taker = TAKERS[job.style](conn, job)
-    for _ in range(job.warm_up):
+    for _ in range(WARM_UP):
         done.ids += taker.take()
     warm = len(done.ids)
     began = done.last = start()
@@ -180,7 +176,7 @@ def steady(conn: Connection, job: Job, start: Callable[[], float]) -> Done:
     floor = job.style == "floor steady"
     receive = (FLOOR_READ if floor else OURS_RECEIVE).format(job.size).encode()
     arguments = None if floor else (job.queue, job.worker)
-    for _ in range(job.warm_up):
+    for _ in range(WARM_UP):
         conn.execute(receive, arguments).fetchall()
     began = done.last = start()
     # Two seconds longer than the sender, for what is on its way
@@ -225,89 +221,16 @@ def send_steadily(conn: Connection, job: Job, start: Callable[[], float]) -> Don
     return done
 
 
-def member(pipe: Pipe, dsn: str) -> None:
-    """Do one job after another; the body of a worker process."""
-
-    def start() -> float:
-        pipe.send(None)
-        at: float = pipe.recv()
-        while (wait := at - time.monotonic()) > 0:
-            time.sleep(wait)
-        return at
-
-    while True:
-        try:
-            job = pipe.recv()
-        except (EOFError, OSError):  # the parent is done
-            return
-        try:
-            # A connection a job: a session hands in its statistics when it ends.
-            with psycopg.connect(dsn, autocommit=True) as conn:
-                conn.adapters.register_loader("jsonb", TextLoader)
-                if job.style.endswith("steady"):
-                    done = steady(conn, job, start)
-                elif job.style.endswith("send"):
-                    done = send_steadily(conn, job, start)
-                else:
-                    done = drain(conn, job, start)
-            pipe.send(done)
-        except Exception:
-            pipe.send(traceback.format_exc())
-
-
-class Team:
-    """Worker processes that are there before any clock starts."""
-
-    def __init__(self, dsn: str, count: int) -> None:
-        # Not forked: the parent has threads.
-        context = get_context("spawn")
-        self._pipes: list[Pipe] = []
-        self._processes = []
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=member, args=(theirs, dsn), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def run(self, jobs: Sequence[Job], at: float = 0.0) -> tuple[float, list[Done]]:
-        """Start the jobs together, at a time if one is given; return when they started, and what they did."""
-        pipes = self._pipes[: len(jobs)]
-        for pipe, job in zip(pipes, jobs, strict=True):
-            pipe.send(job)
-        for pipe in pipes:
-            if (answer := pipe.recv()) is not None:
-                raise RuntimeError(f"a worker process failed:\n{answer}")
-        at = max(at, time.monotonic() + 0.05)
-        for pipe in pipes:
-            pipe.send(at)
-        results = []
-        for pipe in pipes:
-            answer = pipe.recv()
-            if not isinstance(answer, Done):
-                raise RuntimeError(f"a worker process failed:\n{answer}")
-            results.append(answer)
-        return at, results
-
-    def close(self) -> None:
-        """End the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-
-
-@contextmanager
-def team(bench: Bench, count: int) -> Iterator[Team]:
-    """Have worker processes for a while."""
-    result = Team(bench.dsn, count)
-    try:
-        yield result
-    finally:
-        result.close()
+def do(job: Job, begin: Begin) -> Done:
+    """Take or send, as the style says."""
+    # A connection a job: a session hands in its statistics when it ends.
+    with psycopg.connect(begin.dsn, autocommit=True) as conn:
+        conn.adapters.register_loader("jsonb", TextLoader)
+        if job.style.endswith("steady"):
+            return steady(conn, job, begin)
+        if job.style.endswith("send"):
+            return send_steadily(conn, job, begin)
+        return drain(conn, job, begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +242,6 @@ class Outcome:
     timed: int
     seconds: float
     empty: int
-    capped: bool
 
 
 NUMBERS = itertools.count(1)
@@ -399,7 +321,7 @@ def judge(sent: int, seen: Sequence[int], left: Sequence[int]) -> str:
 
 def backlog(
     conn: Connection,
-    crew: Team,
+    crew: Crew[Job, Done],
     style: Style,
     processes: int,
     size: int,
@@ -427,7 +349,7 @@ def backlog(
     timed = sum(d.timed for d in done)
     if name is not None and not filled:
         conn.execute("select pgque.drop_queue(%s, true)", (name,))
-    return Outcome(timed / took, fault, timed, took, sum(d.empty for d in done), capped)
+    return Outcome(timed / took, fault, timed, took, sum(d.empty for d in done))
 
 
 def over(ours: Sequence[Outcome], bare: Sequence[Outcome]) -> float:
@@ -435,7 +357,7 @@ def over(ours: Sequence[Outcome], bare: Sequence[Outcome]) -> float:
     return statistics.median(a.per_s / b.per_s for a, b in zip(ours, bare, strict=True))
 
 
-def scaling(bench: Bench, crew: Team) -> Iterator[Row]:
+def scaling(bench: Bench, crew: Crew[Job, Done]) -> Iterator[Row]:
     """1 to 8 processes with three sizes of a receive."""
     seconds = bench.pick(30, 15) / 10
     rounds = bench.pick(3, 1)
@@ -576,7 +498,7 @@ def in_words(dead: dict[str, Number]) -> str:
     return f"{sum(dead.values()):,} dead: {shown}" + (", …" if len(dead) > 4 else "")
 
 
-def mixed(bench: Bench, crew: Team) -> Iterator[Row]:
+def mixed(bench: Bench, crew: Crew[Job, Done]) -> Iterator[Row]:
     """Four processes, ten a receive, when half of the messages are delayed or have keys."""
     seconds, processes, size = 20.0, 4, 10
     count = BACKLOG + 1000
@@ -651,27 +573,15 @@ def mixed(bench: Bench, crew: Team) -> Iterator[Row]:
 
 def workers(bench: Bench) -> list[Row]:
     """Scaling, the cost of a hand-out, delays and keys."""
-    with team(bench, max(PROCESSES)) as crew:
+    with Crew(bench, max(PROCESSES), do) as crew:
         rows = list(scaling(bench, crew))
         rows += hand_outs(bench)
         rows += mixed(bench, crew)
     return rows
 
 
-@contextmanager
-def held_xmin(bench: Bench) -> Iterator[None]:
-    """Hold back vacuum, by an old snapshot and by an old transaction."""
-    with bench.connect(autocommit=False) as reader, bench.connect(autocommit=False) as writer:
-        reader.execute("set transaction isolation level repeatable read")
-        reader.execute("select count(*) from bench.q_floor")
-        writer.execute("select pg_current_xact_id()")
-        yield
-        reader.rollback()
-        writer.rollback()
-
-
 def run_steadily(
-    crew: Team, floor: bool, name: str, seconds: float, part: float
+    crew: Crew[Job, Done], floor: bool, name: str, seconds: float, part: float
 ) -> tuple[float, float, str, list[Done]]:
     """Send and take 1,000 a second; return the p99 of a receive in the first and in the last part."""
     job = Job("floor steady" if floor else "ours steady", name, "", 10, seconds)
@@ -693,7 +603,7 @@ def workers_long(bench: Bench) -> list[Row]:
     seconds = 60.0 if bench.quick else (bench.minutes or 10) * 60
     part = min(60.0, seconds / 3)
     bare_seconds = min(60.0, seconds / 2)
-    with team(bench, 5) as crew, bench.connect() as conn:
+    with Crew(bench, 5, do) as crew, bench.connect() as conn:
         conn.execute("vacuum")
         queue(conn, "long")
         before = rewritten(conn)
