@@ -87,7 +87,6 @@ class Pgque(System):
     usual = 100
     most = 600_000
     sizes: ClassVar[tuple[int, ...]] = (1, 10, 100)
-    schema = "pgque"
 
     def __init__(self, dsn: str, consumers: Sequence[str] = ("c0",)) -> None:
         super().__init__(dsn, consumers)
