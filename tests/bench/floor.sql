@@ -6,6 +6,7 @@ create table bench.plain (like pgque.event);
 create index on bench.plain (ev_txid);
 create table bench.paged (like pgque.event);
 create table bench.failed (like pgque.retry_queue including all);
+create table bench.held (i int);
 
 create function bench.ms(since timestamptz) returns double precision
 language sql as $$ select extract(epoch from clock_timestamp() - since)::double precision * 1000 $$;

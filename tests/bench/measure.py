@@ -242,7 +242,6 @@ def cycles(bench: Bench) -> list[Row]:
         bench.connect() as maint,
     ):
         queue(conn, "cycle")
-        conn.execute("create table bench.held (i int)")
         conn.execute("vacuum")
         reader.execute("set transaction isolation level repeatable read")
         reader.execute("select count(*) from bench.held")
