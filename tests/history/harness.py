@@ -162,7 +162,13 @@ def await_end(h: History, threads: dict[str, threading.Thread]) -> None:
         thread.join(max(0, deadline - time.monotonic()))
     hang = [name for name, thread in threads.items() if thread.is_alive()]
     if hang:
-        with psycopg.connect(h.dsn, autocommit=True, application_name="judge") as conn:
+        try:
+            conn = psycopg.connect(h.dsn, autocommit=True, application_name="judge")
+        except psycopg.OperationalError as error:
+            raise AssertionError(
+                "\n".join([f"hang: {hang}, and there is no server: {error}", *h.faults])
+            ) from error
+        with conn:
             h.faults.append(f"hangs: {hang}{activity(conn)}")
             everybody = "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
             rows(conn, f"select pg_terminate_backend(pid) {everybody}")

@@ -109,6 +109,7 @@ class Judge:
     def prepare(self) -> None:
         """Sort out what is certain: deliveries that were committed, and not lost in a crash."""
         h = self.h
+        h.clock.outlast(h.calls)
         self.firm: dict[str, list[Delivery]] = defaultdict(list)
         self.of: dict[str, dict[int, list[Delivery]]] = defaultdict(lambda: defaultdict(list))
         for name, deliveries in h.deliveries.items():

@@ -131,6 +131,12 @@ class EngineClock:
         self.skew = 0.0
         self.steps: list[tuple[float, float, float]] = [(-inf, -inf, 0.0)]  # change began, ended, offset
 
+    def outlast(self, calls: Sequence[Call]) -> None:
+        """Let a clock tick on in the statements that run while it is changed: they may have their plans already."""
+        for number, (start, stop, offset) in enumerate(self.steps):
+            busy = [call.end for call in calls if call.begin <= stop <= call.end < inf]
+            self.steps[number] = (start, max([stop + 0.2, *busy]), offset)
+
     def spans(self, begin: float, end: float) -> Iterator[tuple[float, float, float]]:
         for number, (start, _, offset) in enumerate(self.steps):
             stop = self.steps[number + 1][1] if number + 1 < len(self.steps) else inf
