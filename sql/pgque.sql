@@ -1266,59 +1266,107 @@ begin
 end
 $$;
 
+-- Refuses to drop a queue that somebody still needs.
+create or replace function pgque._need_unused(p_queue pgque.queue) returns void
+language plpgsql as $$
+begin
+  if exists (select from pgque.subscriber s where s.sub_queue = p_queue.queue_id) then
+    raise exception using
+      errcode = 'PQ006',
+      message = format('queue %I has consumers', p_queue.queue_name),
+      hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+  elsif exists (
+      select from pgque.retry_queue r
+      where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
+    or exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)
+    or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
+  then
+    raise exception using
+      errcode = 'PQ006',
+      message = format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
+      hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
+  end if;
+end
+$$;
+
+-- Drops a queue, its tables' locks first: whoever reads or writes them may come
+-- to want its rows too.
+create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
+language plpgsql as $$
+declare
+  v_queue   pgque.queue;
+  v_leaves  text := (select string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where to_regclass(l.leaf) is not null);
+begin
+  if v_leaves is not null then
+    execute format('lock table %s in access exclusive mode', v_leaves);
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for no key update;
+  if not found then
+    perform pgque._no_queue(p_queue);
+  elsif p_force is not true then
+    perform pgque._need_unused(v_queue);
+  end if;
+  update pgque.queue q set queue_dead_letter_queue = null, queue_xid = pgque._queue_xid(q) where q.queue_dead_letter_queue = p_queue_id;
+  perform pgque._drop_archive(p_queue_id, null);
+  delete from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null;
+  delete from pgque.subscriber s where s.sub_queue = p_queue_id;
+  delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
+  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
+  delete from pgque.queue_right r where r.right_queue = p_queue_id;
+  delete from pgque.queue q where q.queue_id = p_queue_id;
+  if v_leaves is not null then
+    execute 'truncate ' || v_leaves;
+  end if;
+  insert into pgque.dropped_queue (queue_id) values (p_queue_id);
+  perform pgque._drop_leaves();
+end
+$$;
+
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
 -- Its leaves are emptied at once; they are detached and dropped when that can
 -- be done without making any other queue wait, here or by maint().
+-- It takes locks that others of the queue take in other orders.  So it waits a
+-- moment for one, lets go of all, and begins anew, with more patience each time:
+-- in the end the server sees what is a deadlock.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_id     int := (pgque._queue(drop_queue.queue_name, caller, 'admin')).queue_id;
-  v_queue  pgque.queue;
-  v_leaf   text;
+  v_queue     pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
+  v_wait      text := current_setting('lock_timeout');
+  v_limit     interval := nullif(v_wait::interval, '0');
+  v_deadline  timestamptz := clock_timestamp() + v_limit;
+  v_patience  interval := least('50 milliseconds', v_limit);
+  v_gone      int := 0;
 begin
-  perform pgque._lock_leaves(v_id);
-  select q.* into v_queue from pgque.queue q where q.queue_id = v_id for no key update;
-  if not found then
-    perform pgque._no_queue(drop_queue.queue_name);
-  end if;
   if drop_queue.force is not true then
-    if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('queue %I has consumers', v_queue.queue_name),
-        hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
-    elsif exists (
-        select from pgque.retry_queue r
-        where r.ev_queue = v_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
-      or exists (select from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)
-      or exists (select from pgque.queue q where q.queue_dead_letter_queue = v_queue.queue_id)
-    then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('queue %I holds delayed messages or dead letters, or takes those of another queue', v_queue.queue_name),
-        hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
-    end if;
+    perform pgque._need_unused(v_queue);
   end if;
-  update pgque.queue q set queue_dead_letter_queue = null, queue_xid = pgque._queue_xid(q) where q.queue_dead_letter_queue = v_queue.queue_id;
-  perform pgque._drop_archive(v_queue.queue_id, null);
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null;
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
-  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
-  delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
-  delete from pgque.queue_right r where r.right_queue = v_queue.queue_id;
-  delete from pgque.queue q where q.queue_id = v_queue.queue_id;
-  for v_leaf in select l.leaf from pgque._leaves(v_queue.queue_id) l where to_regclass(l.leaf) is not null loop
-    execute 'truncate ' || v_leaf;
+  loop
+    begin
+      perform set_config('lock_timeout', ceil(extract(epoch from v_patience) * 1000) || 'ms', true);
+      perform pgque._drop_queue(v_queue.queue_id, v_queue.queue_name, drop_queue.force);
+      perform set_config('lock_timeout', v_wait, true);
+      return 1;
+    exception
+      when lock_not_available then
+        if clock_timestamp() > v_deadline then
+          raise;
+        end if;
+      when undefined_table then
+        -- Somebody else dropped one since it was found.
+        v_gone := v_gone + 1;
+        if v_gone > 6 then
+          raise;
+        end if;
+      when foreign_key_violation then
+        raise exception using
+          errcode = 'serialization_failure',
+          message = format('queue %I changed since this transaction began', v_queue.queue_name),
+          hint = 'Retry the transaction.';
+    end;
+    perform pg_sleep(0.01 + 0.03 * random());
+    v_patience := least(2 * v_patience, '1 minute');
   end loop;
-  insert into pgque.dropped_queue (queue_id) values (v_queue.queue_id);
-  perform pgque._drop_leaves();
-  return 1;
-exception
-  when foreign_key_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = format('queue %I changed since this transaction began', v_queue.queue_name),
-      hint = 'Retry the transaction.';
 end
 $$;
 
@@ -1329,42 +1377,11 @@ language sql stable as $$
   from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
 $$;
 
--- Locks the tables of a queue against everybody, before anything else of it is
--- locked.  Whoever has some of them may be about to ask for others, so it never
--- waits for one while it has another for as long as the server takes to see a
--- deadlock, which is a second or more: it lets go of all and begins anew.
-create or replace function pgque._lock_leaves(p_queue_id int) returns void
-language plpgsql as $$
-declare
-  v_wait      text := pg_catalog.current_setting('lock_timeout');
-  v_deadline  timestamptz := pg_catalog.clock_timestamp() + nullif(v_wait::interval, '0');
-  v_leaves    text;
-begin
-  loop
-    select pg_catalog.string_agg(l.leaf, ', ') into v_leaves from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null;
-    exit when v_leaves is null;
-    begin
-      perform pg_catalog.set_config('lock_timeout', '50ms', true);
-      execute 'lock table ' || v_leaves || ' in access exclusive mode';
-      exit;
-    exception
-      when undefined_table then
-        null;   -- dropped meanwhile
-      when lock_not_available then
-        if pg_catalog.clock_timestamp() > v_deadline then
-          raise;
-        end if;
-    end;
-    perform pg_catalog.pg_sleep(0.02);
-  end loop;
-  perform pg_catalog.set_config('lock_timeout', v_wait, true);
-end
-$$;
-
 -- Drops the tables of dropped queues if the locks on the two parents can be
--- had at once: waiting for them would stop every sender.
+-- had at once: waiting for them would stop every sender, and so does waiting with
+-- them for a sequence that the loop is looking at.
 create or replace function pgque._drop_leaves() returns int
-language plpgsql as $$
+language plpgsql set lock_timeout = '50ms' as $$
 declare
   v_id      int;
   v_leaves  text;
@@ -2689,9 +2706,11 @@ $$;
 -- one that is settled: ticks cover all there is, and nothing can come while the
 -- sequences of its events and of its forced ticks stand still.  Whoever puts
 -- something into the log takes an id before and has the sequence locked from then
--- on, so an id of before is behind us once nobody else has that lock.  What is
--- given back says so of this moment, before _look_at() takes its snapshot.  Where
--- one queue is locked or gone, each is looked at.
+-- on, so an id of before is behind us once nobody else has that lock.  (With keys
+-- a message is replaced under its old id, so such a queue is always looked at.)
+-- What is given back says so of this moment, before _look_at() takes its snapshot;
+-- first come the queues that may have messages, then forced ticks, then idle ones.
+-- Where one queue is locked or gone, each is looked at.
 create or replace function pgque._looks(p_queues int[], p_known pgque.look[]) returns pgque.look[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -2699,17 +2718,17 @@ declare
   v_locked  regclass[];
 begin
   v_looks := array(
-    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end, false)::pgque.look
+    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
+    cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
     where q.queue_id = any (p_queues)
-      and (k.settled and k.event_seq = s.event_seq and k.tick_seq = s.tick_seq and not q.queue_restored
+      and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
         and k.tick_time + q.queue_ticker_idle_period > pgque.clock()) is not true
-    -- First where there may be messages.
-    order by k.settled and k.event_seq = s.event_seq nulls first);
+    order by (k.settled and f.same) is true, k.tick_seq = s.tick_seq, k.tick_time);
   if exists (select from unnest(v_looks) k where k.settled is null) then
     v_locked := array(
       select l.relation
@@ -2753,7 +2772,9 @@ exception
   when invalid_transaction_state then
     raise;
   when others then
-    raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+    if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
+      raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+    end if;   -- else it was dropped meanwhile
     p_look.settled := false;
     return p_look;
 end
@@ -7538,6 +7559,8 @@ declare
   v_queues    pg_catalog.int4[];
   v_known     pgque.look[] := '{}';
   v_looks     pgque.look[];
+  v_after     pgque.look[];
+  v_late      pg_catalog.bool;
   v_found     pgque.look;
   v_passes    pg_catalog.int4 := 0;
   v_ops       pg_catalog.text[] := '{}';
@@ -7577,24 +7600,28 @@ begin
       end if;
       v_queues := pgque._ticked_queues();
       while pg_catalog.cardinality(v_queues) > 0 loop
-        v_looks := '{}';
-        foreach v_found in array pgque._looks(v_queues[:500], v_known) loop
+        v_looks := pgque._looks(v_queues[:500], v_known);
+        v_queues := v_queues[501:];
+        v_after := '{}';
+        v_late := false;
+        -- Not with all these sequences locked: somebody may drop one.
+        if pg_catalog.cardinality(v_looks) + pg_catalog.cardinality(v_queues) > 0 then
+          commit and chain;
+        end if;
+        foreach v_found in array v_looks loop
           -- An idle tick can wait for a moment, a message of another queue not.
-          exit when v_found.settled and pg_catalog.clock_timestamp() > v_began + v_period;
+          exit when v_late and pg_catalog.clock_timestamp() > v_began + v_period;
+          v_late := v_found.settled;
           v_found := pgque._look_at(v_found);
-          v_looks := pg_catalog.array_append(v_looks, v_found);
+          v_after := pg_catalog.array_append(v_after, v_found);
           v_ticked := v_ticked or v_found.ticked;
           -- Each queue leaves a dozen locks behind, and a server has not many.
-          if v_found.ticked or pg_catalog.cardinality(v_looks) % 50 = 0 then
+          if v_found.ticked or pg_catalog.cardinality(v_after) % 50 = 0 then
             commit and chain;
           end if;
         end loop;
-        if pg_catalog.cardinality(v_looks) > 0 then
-          v_known := pgque._remember(v_known, v_looks);
-        end if;
-        v_queues := v_queues[501:];
-        if pg_catalog.cardinality(v_queues) > 0 then
-          commit and chain;
+        if pg_catalog.cardinality(v_after) > 0 then
+          v_known := pgque._remember(v_known, v_after);
         end if;
       end loop;
       -- After a look in vain, a pause of ten times what it took.
@@ -7604,16 +7631,18 @@ begin
 
     if v_op = pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
-      -- Retention is a matter of days, and asks much of many queues: once a minute.
-      select pg_catalog.array_agg(o.func_name), pg_catalog.array_agg(o.func_arg) into v_ops, v_args
-      from pgque.maint_operations() o
+      -- Retention is a matter of days, and asks much of many queues: last, and once a minute.
+      select pg_catalog.array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n),
+        pg_catalog.array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
+      into v_ops, v_args
+      from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
       where v_passes % 12 = 0 or o.func_name <> 'pgque.maint_retain';
       v_op := 0;
       v_passes := v_passes + 1;
     end if;
     -- So much of it as keeps no message waiting; the rest in the next period.
     v_began := pg_catalog.clock_timestamp();
-    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + v_period loop
+    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
       v_op := v_op + 1;
       perform pgque._maint_operation(v_ops[v_op], v_args[v_op]);
       commit and chain;
@@ -8572,7 +8601,7 @@ comment on function pgque.insert_event(text, text, text) is
   'Same as insert_event with seven arguments; the extra texts are NULL.';
 comment on function pgque.current_event_table(text) is
   'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
-  'ev_data a complete event. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
+  'ev_data a complete event; an ev_id of an earlier transaction may be ticked a minute late. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
 comment on function pgque.jsontriga() is
   'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
   'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '

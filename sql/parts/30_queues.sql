@@ -458,59 +458,107 @@ begin
 end
 $$;
 
+-- Refuses to drop a queue that somebody still needs.
+create or replace function pgque._need_unused(p_queue pgque.queue) returns void
+language plpgsql as $$
+begin
+  if exists (select from pgque.subscriber s where s.sub_queue = p_queue.queue_id) then
+    raise exception using
+      errcode = 'PQ006',
+      message = format('queue %I has consumers', p_queue.queue_name),
+      hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+  elsif exists (
+      select from pgque.retry_queue r
+      where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
+    or exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)
+    or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
+  then
+    raise exception using
+      errcode = 'PQ006',
+      message = format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
+      hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
+  end if;
+end
+$$;
+
+-- Drops a queue, its tables' locks first: whoever reads or writes them may come
+-- to want its rows too.
+create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
+language plpgsql as $$
+declare
+  v_queue   pgque.queue;
+  v_leaves  text := (select string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where to_regclass(l.leaf) is not null);
+begin
+  if v_leaves is not null then
+    execute format('lock table %s in access exclusive mode', v_leaves);
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for no key update;
+  if not found then
+    perform pgque._no_queue(p_queue);
+  elsif p_force is not true then
+    perform pgque._need_unused(v_queue);
+  end if;
+  update pgque.queue q set queue_dead_letter_queue = null, queue_xid = pgque._queue_xid(q) where q.queue_dead_letter_queue = p_queue_id;
+  perform pgque._drop_archive(p_queue_id, null);
+  delete from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null;
+  delete from pgque.subscriber s where s.sub_queue = p_queue_id;
+  delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
+  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
+  delete from pgque.queue_right r where r.right_queue = p_queue_id;
+  delete from pgque.queue q where q.queue_id = p_queue_id;
+  if v_leaves is not null then
+    execute 'truncate ' || v_leaves;
+  end if;
+  insert into pgque.dropped_queue (queue_id) values (p_queue_id);
+  perform pgque._drop_leaves();
+end
+$$;
+
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
 -- Its leaves are emptied at once; they are detached and dropped when that can
 -- be done without making any other queue wait, here or by maint().
+-- It takes locks that others of the queue take in other orders.  So it waits a
+-- moment for one, lets go of all, and begins anew, with more patience each time:
+-- in the end the server sees what is a deadlock.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_id     int := (pgque._queue(drop_queue.queue_name, caller, 'admin')).queue_id;
-  v_queue  pgque.queue;
-  v_leaf   text;
+  v_queue     pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
+  v_wait      text := current_setting('lock_timeout');
+  v_limit     interval := nullif(v_wait::interval, '0');
+  v_deadline  timestamptz := clock_timestamp() + v_limit;
+  v_patience  interval := least('50 milliseconds', v_limit);
+  v_gone      int := 0;
 begin
-  perform pgque._lock_leaves(v_id);
-  select q.* into v_queue from pgque.queue q where q.queue_id = v_id for no key update;
-  if not found then
-    perform pgque._no_queue(drop_queue.queue_name);
-  end if;
   if drop_queue.force is not true then
-    if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id) then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('queue %I has consumers', v_queue.queue_name),
-        hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
-    elsif exists (
-        select from pgque.retry_queue r
-        where r.ev_queue = v_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
-      or exists (select from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id)
-      or exists (select from pgque.queue q where q.queue_dead_letter_queue = v_queue.queue_id)
-    then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('queue %I holds delayed messages or dead letters, or takes those of another queue', v_queue.queue_name),
-        hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
-    end if;
+    perform pgque._need_unused(v_queue);
   end if;
-  update pgque.queue q set queue_dead_letter_queue = null, queue_xid = pgque._queue_xid(q) where q.queue_dead_letter_queue = v_queue.queue_id;
-  perform pgque._drop_archive(v_queue.queue_id, null);
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null;
-  delete from pgque.subscriber s where s.sub_queue = v_queue.queue_id;
-  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id;
-  delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id;
-  delete from pgque.queue_right r where r.right_queue = v_queue.queue_id;
-  delete from pgque.queue q where q.queue_id = v_queue.queue_id;
-  for v_leaf in select l.leaf from pgque._leaves(v_queue.queue_id) l where to_regclass(l.leaf) is not null loop
-    execute 'truncate ' || v_leaf;
+  loop
+    begin
+      perform set_config('lock_timeout', ceil(extract(epoch from v_patience) * 1000) || 'ms', true);
+      perform pgque._drop_queue(v_queue.queue_id, v_queue.queue_name, drop_queue.force);
+      perform set_config('lock_timeout', v_wait, true);
+      return 1;
+    exception
+      when lock_not_available then
+        if clock_timestamp() > v_deadline then
+          raise;
+        end if;
+      when undefined_table then
+        -- Somebody else dropped one since it was found.
+        v_gone := v_gone + 1;
+        if v_gone > 6 then
+          raise;
+        end if;
+      when foreign_key_violation then
+        raise exception using
+          errcode = 'serialization_failure',
+          message = format('queue %I changed since this transaction began', v_queue.queue_name),
+          hint = 'Retry the transaction.';
+    end;
+    perform pg_sleep(0.01 + 0.03 * random());
+    v_patience := least(2 * v_patience, '1 minute');
   end loop;
-  insert into pgque.dropped_queue (queue_id) values (v_queue.queue_id);
-  perform pgque._drop_leaves();
-  return 1;
-exception
-  when foreign_key_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = format('queue %I changed since this transaction began', v_queue.queue_name),
-      hint = 'Retry the transaction.';
 end
 $$;
 
@@ -521,42 +569,11 @@ language sql stable as $$
   from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
 $$;
 
--- Locks the tables of a queue against everybody, before anything else of it is
--- locked.  Whoever has some of them may be about to ask for others, so it never
--- waits for one while it has another for as long as the server takes to see a
--- deadlock, which is a second or more: it lets go of all and begins anew.
-create or replace function pgque._lock_leaves(p_queue_id int) returns void
-language plpgsql as $$
-declare
-  v_wait      text := pg_catalog.current_setting('lock_timeout');
-  v_deadline  timestamptz := pg_catalog.clock_timestamp() + nullif(v_wait::interval, '0');
-  v_leaves    text;
-begin
-  loop
-    select pg_catalog.string_agg(l.leaf, ', ') into v_leaves from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null;
-    exit when v_leaves is null;
-    begin
-      perform pg_catalog.set_config('lock_timeout', '50ms', true);
-      execute 'lock table ' || v_leaves || ' in access exclusive mode';
-      exit;
-    exception
-      when undefined_table then
-        null;   -- dropped meanwhile
-      when lock_not_available then
-        if pg_catalog.clock_timestamp() > v_deadline then
-          raise;
-        end if;
-    end;
-    perform pg_catalog.pg_sleep(0.02);
-  end loop;
-  perform pg_catalog.set_config('lock_timeout', v_wait, true);
-end
-$$;
-
 -- Drops the tables of dropped queues if the locks on the two parents can be
--- had at once: waiting for them would stop every sender.
+-- had at once: waiting for them would stop every sender, and so does waiting with
+-- them for a sequence that the loop is looking at.
 create or replace function pgque._drop_leaves() returns int
-language plpgsql as $$
+language plpgsql set lock_timeout = '50ms' as $$
 declare
   v_id      int;
   v_leaves  text;

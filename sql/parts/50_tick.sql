@@ -190,9 +190,11 @@ $$;
 -- one that is settled: ticks cover all there is, and nothing can come while the
 -- sequences of its events and of its forced ticks stand still.  Whoever puts
 -- something into the log takes an id before and has the sequence locked from then
--- on, so an id of before is behind us once nobody else has that lock.  What is
--- given back says so of this moment, before _look_at() takes its snapshot.  Where
--- one queue is locked or gone, each is looked at.
+-- on, so an id of before is behind us once nobody else has that lock.  (With keys
+-- a message is replaced under its old id, so such a queue is always looked at.)
+-- What is given back says so of this moment, before _look_at() takes its snapshot;
+-- first come the queues that may have messages, then forced ticks, then idle ones.
+-- Where one queue is locked or gone, each is looked at.
 create or replace function pgque._looks(p_queues int[], p_known pgque.look[]) returns pgque.look[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -200,17 +202,17 @@ declare
   v_locked  regclass[];
 begin
   v_looks := array(
-    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end, false)::pgque.look
+    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
+    cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
     where q.queue_id = any (p_queues)
-      and (k.settled and k.event_seq = s.event_seq and k.tick_seq = s.tick_seq and not q.queue_restored
+      and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
         and k.tick_time + q.queue_ticker_idle_period > pgque.clock()) is not true
-    -- First where there may be messages.
-    order by k.settled and k.event_seq = s.event_seq nulls first);
+    order by (k.settled and f.same) is true, k.tick_seq = s.tick_seq, k.tick_time);
   if exists (select from unnest(v_looks) k where k.settled is null) then
     v_locked := array(
       select l.relation
@@ -254,7 +256,9 @@ exception
   when invalid_transaction_state then
     raise;
   when others then
-    raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+    if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
+      raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+    end if;   -- else it was dropped meanwhile
     p_look.settled := false;
     return p_look;
 end

@@ -91,6 +91,8 @@ declare
   v_queues    pg_catalog.int4[];
   v_known     pgque.look[] := '{}';
   v_looks     pgque.look[];
+  v_after     pgque.look[];
+  v_late      pg_catalog.bool;
   v_found     pgque.look;
   v_passes    pg_catalog.int4 := 0;
   v_ops       pg_catalog.text[] := '{}';
@@ -130,24 +132,28 @@ begin
       end if;
       v_queues := pgque._ticked_queues();
       while pg_catalog.cardinality(v_queues) > 0 loop
-        v_looks := '{}';
-        foreach v_found in array pgque._looks(v_queues[:500], v_known) loop
+        v_looks := pgque._looks(v_queues[:500], v_known);
+        v_queues := v_queues[501:];
+        v_after := '{}';
+        v_late := false;
+        -- Not with all these sequences locked: somebody may drop one.
+        if pg_catalog.cardinality(v_looks) + pg_catalog.cardinality(v_queues) > 0 then
+          commit and chain;
+        end if;
+        foreach v_found in array v_looks loop
           -- An idle tick can wait for a moment, a message of another queue not.
-          exit when v_found.settled and pg_catalog.clock_timestamp() > v_began + v_period;
+          exit when v_late and pg_catalog.clock_timestamp() > v_began + v_period;
+          v_late := v_found.settled;
           v_found := pgque._look_at(v_found);
-          v_looks := pg_catalog.array_append(v_looks, v_found);
+          v_after := pg_catalog.array_append(v_after, v_found);
           v_ticked := v_ticked or v_found.ticked;
           -- Each queue leaves a dozen locks behind, and a server has not many.
-          if v_found.ticked or pg_catalog.cardinality(v_looks) % 50 = 0 then
+          if v_found.ticked or pg_catalog.cardinality(v_after) % 50 = 0 then
             commit and chain;
           end if;
         end loop;
-        if pg_catalog.cardinality(v_looks) > 0 then
-          v_known := pgque._remember(v_known, v_looks);
-        end if;
-        v_queues := v_queues[501:];
-        if pg_catalog.cardinality(v_queues) > 0 then
-          commit and chain;
+        if pg_catalog.cardinality(v_after) > 0 then
+          v_known := pgque._remember(v_known, v_after);
         end if;
       end loop;
       -- After a look in vain, a pause of ten times what it took.
@@ -157,16 +163,18 @@ begin
 
     if v_op = pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
-      -- Retention is a matter of days, and asks much of many queues: once a minute.
-      select pg_catalog.array_agg(o.func_name), pg_catalog.array_agg(o.func_arg) into v_ops, v_args
-      from pgque.maint_operations() o
+      -- Retention is a matter of days, and asks much of many queues: last, and once a minute.
+      select pg_catalog.array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n),
+        pg_catalog.array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
+      into v_ops, v_args
+      from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
       where v_passes % 12 = 0 or o.func_name <> 'pgque.maint_retain';
       v_op := 0;
       v_passes := v_passes + 1;
     end if;
     -- So much of it as keeps no message waiting; the rest in the next period.
     v_began := pg_catalog.clock_timestamp();
-    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + v_period loop
+    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
       v_op := v_op + 1;
       perform pgque._maint_operation(v_ops[v_op], v_args[v_op]);
       commit and chain;

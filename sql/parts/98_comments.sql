@@ -29,7 +29,7 @@ comment on function pgque.insert_event(text, text, text) is
   'Same as insert_event with seven arguments; the extra texts are NULL.';
 comment on function pgque.current_event_table(text) is
   'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
-  'ev_data a complete event. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
+  'ev_data a complete event; an ev_id of an earlier transaction may be ticked a minute late. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
 comment on function pgque.jsontriga() is
   'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
   'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '

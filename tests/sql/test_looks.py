@@ -9,7 +9,20 @@ from collections.abc import Callable
 
 import pytest
 
-from sql.helpers import Connection, ack, configure, drain, nack, post, pump, receive, send, subscribe, value
+from sql.helpers import (
+    Connection,
+    ack,
+    configure,
+    drain,
+    nack,
+    post,
+    pump,
+    receive,
+    rows,
+    send,
+    subscribe,
+    value,
+)
 
 
 class Loop:
@@ -43,6 +56,12 @@ class Loop:
             if self.look() == 0:
                 return
         raise AssertionError(f"still something to look at: {self.known}")
+
+
+def ends(conn: Connection) -> tuple[int, int]:
+    """The first and the last tick of the queue."""
+    (found,) = rows(conn, "select min(t.tick_id), max(t.tick_id) from pgque.tick t")
+    return found[0], found[1]
 
 
 @pytest.fixture
@@ -253,6 +272,39 @@ def test_a_queue_that_is_locked_holds_up_no_other(
     other.rollback()
     loop.settle()
     assert drain(quiet, "locked") == [waits]
+
+
+def test_a_body_that_replaces_another_is_ticked_for_those_who_read_windows(
+    quiet: Connection, loop: Loop
+) -> None:
+    post(quiet, "q", "first", key="k")
+    loop.look()
+    post(quiet, "q", "second", key="k")
+    loop.look()
+    assert rows(quiet, "select r.ev_data from pgque.read_window('q', %s, %s) r order by 1", *ends(quiet)) == [
+        ("first",),
+        ("second",),
+    ]
+
+
+def test_the_loop_and_a_drop_do_not_wait_for_each_other(
+    quiet: Connection, transaction: Callable[..., Connection]
+) -> None:
+    for number in range(3):
+        value(quiet, "select pgque.create_queue(%s)", f"more{number}")
+    ticker = transaction("read committed", quiet.info.dsn)
+    value(ticker, "select cardinality(pgque._looks(pgque._ticked_queues(), '{}'))")
+    # It has all sequences locked now.
+    quiet.execute("set statement_timeout = '5s'")
+    assert value(quiet, "select pgque.drop_queue('more1')") == 1
+    send(quiet, "q")
+    ticker.rollback()
+    value(quiet, "select pgque.maint()")
+    left = (
+        "select count(*) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relname like %s"
+    )
+    gone = value(quiet, "select max(q.queue_id) - 1 from pgque.queue q")
+    assert value(quiet, left, f"event\\_{gone}\\_%") == 0
 
 
 def test_a_queue_that_is_dropped_is_forgotten(quiet: Connection, loop: Loop) -> None:

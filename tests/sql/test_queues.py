@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import psycopg
+import pytest
 
 from sql.helpers import Connection, drain, receive, refused, rows, send, subscribe, tick, value
 
@@ -128,3 +129,78 @@ def test_a_drop_waits_no_longer_than_lock_timeout_and_leaves_it_as_it_was(
     with own.transaction():
         assert value(own, "select pgque.drop_queue('q')") == 1
         assert value(own, "show lock_timeout") == "150ms"
+
+
+BEFORE = {
+    "receive": "select pgque.receive('q', 'c')",
+    "ack": "select pgque.ack(r.batch_id) from pgque.receive('q', 'c') r limit 1",
+    "unsubscribe": "select pgque.unsubscribe('q', 'other')",
+    "configure": "select pgque.set_queue_config('q', 'max_retries', '7')",
+    "send": "select pgque.send('q', 'x')",
+}
+AFTERWARDS = {
+    "receive": "select pgque.receive('q', 'c')",
+    "send": "select pgque.send('q', 'x')",
+    "health": "select pgque.health()",
+}
+
+
+@pytest.mark.parametrize("first", BEFORE)
+def test_a_transaction_that_uses_the_queue_goes_on_while_somebody_drops_it(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., object],
+    wait_for_lock: Callable[..., None],
+    first: str,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    for then in AFTERWARDS:
+        subscribe(own, "q", "other")
+        send(own, "q")
+        tick(own, "q")
+        user = connect(own_dsn, autocommit=False)
+        rows(user, BEFORE[first])
+        dropper = background(
+            lambda c: value(c, "select pgque.drop_queue('q', true)"), connect(own_dsn, autocommit=False)
+        )
+        wait_for_lock(dropper.pid)  # type: ignore[attr-defined]
+        rows(user, AFTERWARDS[then])
+        user.commit()
+        assert dropper.result() == 1  # type: ignore[attr-defined]
+        dropper.connection.rollback()  # type: ignore[attr-defined]
+
+
+def test_two_who_use_what_the_other_drops_see_a_deadlock_and_one_goes_on(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., object]
+) -> None:
+    sessions = {}
+    for queue in ("a", "b"):
+        value(own, "select pgque.create_queue(%s)", queue)
+        sessions[queue] = connect(own_dsn, autocommit=False)
+        send(sessions[queue], queue)
+    drop = "select pgque.drop_queue(%s)"
+    jobs = [
+        background(lambda c: value(c, drop, "b"), sessions["a"]),
+        background(lambda c: value(c, drop, "a"), sessions["b"]),
+    ]
+    ended = []
+    for job in jobs:
+        try:
+            ended.append(job.result())  # type: ignore[attr-defined]
+        except psycopg.errors.DeadlockDetected:
+            ended.append("deadlock")
+            job.connection.rollback()  # type: ignore[attr-defined]
+    assert sorted(map(str, ended)) == ["1", "deadlock"]
+
+
+def test_a_drop_that_is_refused_waits_for_nobody(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sender = connect(own_dsn, autocommit=False)
+    send(sender, "q")
+    own.execute("set statement_timeout = '3s'")
+    refused("PQ006", value, own, "select pgque.drop_queue('q')")
