@@ -334,22 +334,22 @@ end
 $$;
 
 -- What sinks staged and have not committed, in two leaves; which of them takes
--- new rows a sequence says, which turns without a dead row.  Unlogged: after a crash a sink finds
--- rows missing and stages again.
+-- new rows a sequence says, which turns without a dead row.  Not unlogged, as no
+-- table here is: see sql/README.md, "Crashes".
 create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
 
-create unlogged table if not exists pgque.sink_attempt_0 (
+create table if not exists pgque.sink_attempt_0 (
   attempt     uuid not null
     constraint sink_attempt_0_pkey primary key,
   sink_id     text not null,
   epoch       bigint,
   started_at  timestamptz not null
 );
-create unlogged table if not exists pgque.sink_attempt_1 (
+create table if not exists pgque.sink_attempt_1 (
   like pgque.sink_attempt_0,
   constraint sink_attempt_1_pkey primary key (attempt)
 );
-create unlogged table if not exists pgque.sink_stage_0 (
+create table if not exists pgque.sink_stage_0 (
   attempt        uuid not null,
   n              int not null,
   queue          text not null,
@@ -362,7 +362,7 @@ create unlogged table if not exists pgque.sink_stage_0 (
   constraint sink_stage_0_pkey primary key (attempt, n),
   constraint sink_stage_one_payload check (payload is null or payload_bytes is null)
 );
-create unlogged table if not exists pgque.sink_stage_1 (
+create table if not exists pgque.sink_stage_1 (
   like pgque.sink_stage_0 including constraints,
   constraint sink_stage_1_pkey primary key (attempt, n)
 );
@@ -401,7 +401,7 @@ create table if not exists pgque.tally_1 (
 
 -- For workers, the messages of a window that is longer than a batch, in order
 -- and with their addresses, a hundred a row: a cache, in two leaves.
-create unlogged table if not exists pgque.roster_0 (
+create table if not exists pgque.roster_0 (
   ros_sub        int not null,
   ros_from       bigint not null,
   ros_to         bigint not null,
@@ -414,7 +414,7 @@ create unlogged table if not exists pgque.roster_0 (
   ros_xid        xid8 not null,
   ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored
 );
-create unlogged table if not exists pgque.roster_1 (
+create table if not exists pgque.roster_1 (
   like pgque.roster_0 including generated
 );
 
@@ -469,6 +469,8 @@ create sequence if not exists pgque.delete_expired_ran minvalue 0;
 --   ev_batch, ev_worker      a waiting message's last batch, and its worker
 --   ev_lane                  its order key
 do $$
+declare
+  v_table  text;
 begin
   perform pgque._add_columns('pgque.journal', $c$
     journal_epoch_cur int not null default 0 constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
@@ -508,6 +510,13 @@ begin
       execute 'truncate pgque.roster_' || v_leaf;
     end if;
     perform pgque._add_columns('pgque.roster_' || v_leaf, 'ros_last boolean not null default false');
+  end loop;
+  -- These were unlogged.
+  for v_table in
+    select c.oid::regclass::text from pg_class c
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' and c.relpersistence = 'u'
+  loop
+    execute 'alter table ' || v_table || ' set logged';
   end loop;
   perform pgque._add_columns('pgque.subscriber', $c$
     sub_keyed boolean not null default false$c$);

@@ -300,7 +300,7 @@ begin
   get diagnostics v_count = row_count;
   if v_count is distinct from $4 then
     perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
-      'What is staged does not survive a crash of the server, nor a day. Write the epoch again; nothing was sent.');
+      'What is staged is kept for a day. Write the epoch again; nothing was sent.');
   end if;
   return 'applied';
 end

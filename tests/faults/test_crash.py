@@ -140,3 +140,25 @@ def test_rotation_and_compaction_are_whole_or_not_at_all_across_a_crash(durable:
     got += drain(conn, "q")
     assert got == sent
     conn.close()
+
+
+def test_a_server_that_dies_right_after_a_rolled_back_truncate_of_everything_comes_up(
+    durable: embedded.Server,
+) -> None:
+    durable.restart(settings={"wal_writer_delay": "10s", "autovacuum": "off"})
+    conn: Connection = psycopg.connect(durable.dsn, autocommit=True)
+    value(conn, "select pgque.create_queue('q')")
+    subscribe(conn, "q")
+    conn.execute("checkpoint")
+    other: Connection = psycopg.connect(durable.dsn)
+    tables = "select string_agg(c.oid::regclass::text, ', ') from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r'"
+    other.execute(f"truncate {value(conn, tables)}".encode())
+    # What it wrote of that is flushed with somebody else's commit; that it was rolled back is not.
+    conn.execute("create table elsewhere (i int)")
+    other.rollback()
+    with crash(durable) as again:
+        sent = send(again, "q")
+        tick(again, "q")
+        assert drain(again, "q") == [sent]
+    other.close()
+    conn.close()
