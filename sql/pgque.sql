@@ -5838,14 +5838,16 @@ begin
       where r.ev_id = any (v_new));
   end if;
   if v_sub.sub_role = 'pool' then
-    with gone as (
+    with found as materialized (
       -- Whatever somebody else has locked is being taken over.
-      delete from pgque.retry_queue r
-      where (r.ev_owner, r.ev_id) in (
-        select e.ev_owner, e.ev_id from pgque.retry_queue e
-        where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
-        order by e.ev_id
-        for update skip locked)
+      select e.ev_id from pgque.retry_queue e
+      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
+      order by e.ev_id
+      for update skip locked
+    ),
+    gone as (
+      delete from pgque.retry_queue r using found f
+      where r.ev_owner = v_sub.sub_id and r.ev_id = f.ev_id
       returning r.*
     )
     select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
@@ -6107,9 +6109,12 @@ begin
   perform pg_advisory_xact_lock($1);
   v_lease := pgque._lease(v_sub.sub_id, $1);
   v_until := pgque.clock() + $2;
+  with found as materialized (
+    select e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub.sub_id and e.ev_batch = $1 order by e.ev_id for update skip locked
+  )
   update pgque.retry_queue r set ev_retry_after = v_until
-  where (r.ev_owner, r.ev_id) in (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub.sub_id and e.ev_batch = $1 order by e.ev_id for update skip locked);
+  from found f
+  where r.ev_owner = v_sub.sub_id and r.ev_id = f.ev_id;
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not (pgque._lease_state($1)).closed then
     v_held := v_held + cardinality(pgque._shelve(null, v_sub, v_lease, v_until));
@@ -6137,9 +6142,12 @@ begin
   perform pg_advisory_xact_lock($1);
   v_lease := pgque._lease(v_sub, $1);
   v_state := pgque._lease_state($1);
+  with found as materialized (
+    select e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked
+  )
   update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
-  where (r.ev_owner, r.ev_id) in (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked);
+  from found f
+  where r.ev_owner = v_sub and r.ev_id = f.ev_id;
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not v_state.closed then
     v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;
@@ -6507,9 +6515,11 @@ begin
     perform pgque._append_position(pgque._at_tick(v_pos, case when v_pos.pos_main is null then v_last end));
   end loop;
   -- What somebody settles just now is left to him.
-  delete from pgque.retry_queue r
-  where r.ev_queue = v_queue.queue_id
-    and (r.ev_owner, r.ev_id) in (select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked);
+  with found as materialized (
+    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
+  )
+  delete from pgque.retry_queue r using found f
+  where r.ev_queue = v_queue.queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id;
   return v_count;
 end
 $$;
@@ -6983,14 +6993,16 @@ begin
     end loop;
   end if;
   for v_item in
-    delete from pgque.retry_queue r
-    where (r.ev_owner, r.ev_id) in (
+    with found as materialized (
       select e.ev_owner, e.ev_id from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
         and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         -- A dead letter that was requeued has its time again.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
-      for update skip locked)
+      for update skip locked
+    )
+    delete from pgque.retry_queue r using found f
+    where r.ev_queue = p_queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
     returning r.*
   loop
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
@@ -7102,21 +7114,24 @@ $$;
 -- Takes what expired out of the retry queue; in the log it is passed over.
 -- Returns the number of messages.
 create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_gone   record;
   v_count  bigint := 0;
 begin
   for v_gone in
-    with gone as (
-      delete from pgque.retry_queue r
-      where r.ev_queue = v_queue.queue_id and (r.ev_owner, r.ev_id) in (
-        -- One with a key that nobody was given yet may have a newer body.
-        select e.ev_owner, e.ev_id from pgque.retry_queue e
-        where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
-          and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
-        for update skip locked)
+    -- Materialized, or else it may be looked for once for each message that waits.
+    with found as materialized (
+      -- One with a key that nobody was given yet may have a newer body.
+      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+        and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
+      for update skip locked
+    ),
+    gone as (
+      delete from pgque.retry_queue r using found f
+      where r.ev_queue = v_queue.queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
       returning r.ev_owner
     )
     select g.ev_owner, count(*) as n from gone g group by g.ev_owner

@@ -307,14 +307,16 @@ begin
     end loop;
   end if;
   for v_item in
-    delete from pgque.retry_queue r
-    where (r.ev_owner, r.ev_id) in (
+    with found as materialized (
       select e.ev_owner, e.ev_id from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
         and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         -- A dead letter that was requeued has its time again.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
-      for update skip locked)
+      for update skip locked
+    )
+    delete from pgque.retry_queue r using found f
+    where r.ev_queue = p_queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
     returning r.*
   loop
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
@@ -426,21 +428,24 @@ $$;
 -- Takes what expired out of the retry queue; in the log it is passed over.
 -- Returns the number of messages.
 create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_gone   record;
   v_count  bigint := 0;
 begin
   for v_gone in
-    with gone as (
-      delete from pgque.retry_queue r
-      where r.ev_queue = v_queue.queue_id and (r.ev_owner, r.ev_id) in (
-        -- One with a key that nobody was given yet may have a newer body.
-        select e.ev_owner, e.ev_id from pgque.retry_queue e
-        where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
-          and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
-        for update skip locked)
+    -- Materialized, or else it may be looked for once for each message that waits.
+    with found as materialized (
+      -- One with a key that nobody was given yet may have a newer body.
+      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+        and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
+      for update skip locked
+    ),
+    gone as (
+      delete from pgque.retry_queue r using found f
+      where r.ev_queue = v_queue.queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
       returning r.ev_owner
     )
     select g.ev_owner, count(*) as n from gone g group by g.ev_owner

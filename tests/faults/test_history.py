@@ -49,6 +49,8 @@ def _seconds(default: float) -> float:
 def _check(h: History) -> None:
     summary = f"PGQUE_SEED={h.seed}: {dict(h.stats)}"
     print(summary)
+    if h.faults:
+        h.write(SQL_FILE.parents[1] / "build" / f"history-{h.seed}.txt")
     assert not h.faults, "\n".join([summary, *h.faults[:30]])
     assert h.stats["messages"] > 100 and h.stats["batches"] > 50, summary
     assert h.stats["rotations"] > 0 and h.stats["journal turns"] > 0, summary

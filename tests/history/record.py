@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -194,6 +195,29 @@ class History:
         """A message by its payload, one with a key by its id: its body may be replaced."""
         sent = self.sent.get(payload)
         return payload if sent is None or sent.key is None else f"{sent.queue}#{msg_id}"
+
+    def write(self, file: Path) -> None:
+        """Write down everything that clients saw, for whoever has to find out what happened."""
+        lines = [(call.begin, str(call)) for call in self.calls]
+        lines += [
+            (d.call.begin, f"  {d.payload} ({d.id}) to {name}: {d}")
+            for name in self.deliveries
+            for d in self.deliveries[name]
+        ]
+        lines += [
+            (o.call.begin, f"  {name} said: {o}") for name in self.outcomes for o in self.outcomes[name]
+        ]
+        lines += [
+            (call.begin, f"  {call}: {name}, dead letter {dl_id} of {msg_id}")
+            for call, name, dl_id, msg_id in self.requeues
+        ]
+        lines += [(begin, f"CRASH [{begin % 1000:.3f} {end % 1000:.3f}]") for begin, end in self.crashes]
+        lines += [
+            (begin, f"CLOCK {offset:+} s [{begin % 1000:.3f} {end % 1000:.3f}]")
+            for begin, end, offset in self.clock.steps[1:]
+        ]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(line for _, line in sorted(lines)))
 
     def finished(self, consumer: str, batch: Sequence[Delivery]) -> None:
         with self.lock:

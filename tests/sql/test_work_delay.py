@@ -425,3 +425,23 @@ def test_headers_are_json_of_any_depth(pool: Connection) -> None:
     (message,) = take(pool, "q")
     assert message.headers == headers
     assert ack(pool, message.batch_id) == 1
+
+
+def test_what_waits_costs_a_reaper_no_more_than_one_look_at_it(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    reapers = (
+        "select pgque.expire_messages('q')",
+        "select pgque.maint_retain('q')",
+    )
+    for _ in range(8):  # until the plans are kept, made for a table in which nothing is
+        for reaper in reapers:
+            assert value(own, reaper) == 0
+    value(
+        own,
+        "select count(*) from unnest(pgque.send_batch('q', 'default', array(select 'x' from generate_series(1, 40000)),"
+        " delays => array(select interval '1 hour' from generate_series(1, 40000)))) s",
+    )
+    own.execute("set statement_timeout = '30s'")
+    for reaper in reapers:
+        assert value(own, reaper) == 0
