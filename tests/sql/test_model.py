@@ -28,7 +28,8 @@ def test_any_calls_of_consumers_answer_as_the_model_says(prepared: bench.Bench) 
     class Machine(Consumers):
         bench = prepared
 
-    bench.run(Machine, 18, 40, want={"batches": 20})
+    bench.run(Machine, 18, 40)
+    assert prepared.seen["batches"] > 20, prepared.seen
 
 
 @pytest.mark.timeout(600)
@@ -36,4 +37,5 @@ def test_any_calls_of_workers_answer_as_the_model_says(prepared: bench.Bench) ->
     class Machine(Workers):
         bench = prepared
 
-    bench.run(Machine, 40, 40, want={"batches": 20})
+    bench.run(Machine, 40, 40)
+    assert prepared.seen["batches"] > 20, prepared.seen
