@@ -465,7 +465,7 @@ begin
   if exists (select from pgque.subscriber s where s.sub_queue = p_queue.queue_id) then
     raise exception using
       errcode = 'PQ006',
-      message = format('queue %I has consumers', p_queue.queue_name),
+      message = pg_catalog.format('queue %I has consumers', p_queue.queue_name),
       hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
   elsif exists (
       select from pgque.retry_queue r
@@ -475,7 +475,7 @@ begin
   then
     raise exception using
       errcode = 'PQ006',
-      message = format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
+      message = pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
       hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
   end if;
 end
@@ -487,10 +487,10 @@ create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_for
 language plpgsql as $$
 declare
   v_queue   pgque.queue;
-  v_leaves  text := (select string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where to_regclass(l.leaf) is not null);
+  v_leaves  text := (select pg_catalog.string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null);
 begin
   if v_leaves is not null then
-    execute format('lock table %s in access exclusive mode', v_leaves);
+    execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);
   end if;
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for no key update;
   if not found then
@@ -517,6 +517,7 @@ $$;
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
 -- Its leaves are emptied at once; they are detached and dropped when that can
 -- be done without making any other queue wait, here or by maint().
+--
 -- It takes locks that others of the queue take in other orders.  So it waits a
 -- moment for one, lets go of all, and begins anew, with more patience each time:
 -- in the end the server sees what is a deadlock.
