@@ -257,16 +257,14 @@ class Worker:
             asked = session.said(self.consumer, "ack", self.last, True)
             what += f" with ack of {token}"
         relaxed = rng.random() < 0.5 and session.tx is None
-        if relaxed:
-            session.run("set synchronous_commit = off")
+        session.relax(relaxed)
         args = (self.queue, self.consumer, count, session.name, lease, token)
         try:
             batch = session.receive(
                 self.consumer, what, TAKE, *args, owner=session.name, lease=lease, relaxed=relaxed
             )
         finally:
-            if relaxed:
-                session.run("set synchronous_commit = on")
+            session.relax(False)
         if asked:
             asked[0].call.tx.close("unknown" if relaxed else "committed")
             asked[0].call.end = time.monotonic()

@@ -38,8 +38,9 @@ def kill(h: History, rng: random.Random, name: str) -> None:
                 "select pid from pg_stat_activity where datname = current_database()"
                 " and backend_type = 'client backend' and application_name not in ('', 'kill', 'judge')"
             )
-            session.run("select pg_terminate_backend(%s)", rng.choice(pids)[0])
-            h.count("kills")
+            if pids:  # after a crash there may be nobody yet
+                session.run("select pg_terminate_backend(%s)", rng.choice(pids)[0])
+                h.count("kills")
 
 
 def dump(h: History, rng: random.Random, name: str, bindir: Path | None) -> None:

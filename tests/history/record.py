@@ -250,7 +250,7 @@ class Session:
         self.history, self.name, self.rng, self.safe = history, name, rng, safe
         self.generation = self.number = 0
         self.tx: Tx | None = None
-        self.limited = False
+        self.limited = self.relaxed = False
         self.last: Call | None = None
         self._conn: Connection | None = None
         history.sessions.append(self)
@@ -261,7 +261,7 @@ class Session:
         self.tx = None
         if self._conn is None or self._conn.closed:
             self.generation += 1
-            self.limited = False
+            self.limited = self.relaxed = False
             route = h.dsn if self.safe or not h.producing.is_set() else self.rng.choice([h.dsn, *h.routes])
             try:
                 self._conn = psycopg.connect(
@@ -272,12 +272,20 @@ class Session:
                 raise
         elif self._conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             self._conn.execute("rollback")
+        self.relax(False)
         if not self.safe and (self.limited or (h.timeouts and self.rng.random() < 0.1)):
             self.limited = h.timeouts and h.producing.is_set() and self.rng.random() < 0.7
             spans = [self.rng.randint(5, 50) if self.limited else 0 for _ in range(2)]
             self._conn.execute(f"set statement_timeout = {spans[0]}")
             self._conn.execute(f"set lock_timeout = {spans[1]}")
         return self._conn
+
+    def relax(self, relaxed: bool) -> None:
+        """Commit without waiting for the disk from now on, or not any more; what failed may have counted."""
+        if relaxed or self.relaxed:
+            self.relaxed = True
+            self.run(f"set synchronous_commit = {'off' if relaxed else 'on'}")
+            self.relaxed = relaxed
 
     def payload(self) -> str:
         """A text that says which session sent it, and as which of its messages."""
