@@ -700,6 +700,20 @@ begin
   perform pgque._add_columns('pgque.dead_letter', $c$
     dl_receives int not null default 0;
     dl_held boolean not null default false$c$);
+  -- No statistics of what waits: they are of a moment in which a consumer may have
+  -- had nothing, and by them the planner takes its thousands of messages for one.
+  -- Those of earlier versions go with a change of type that changes nothing.
+  if exists (
+    select from pg_attribute a
+    where a.attrelid = 'pgque.retry_queue'::regclass and a.attnum > 0 and not a.attisdropped and coalesce(a.attstattarget, -1) <> 0)
+  then
+    execute (
+      select 'alter table pgque.retry_queue ' || string_agg(format('alter column %I set statistics 0', a.attname), ', ')
+        || coalesce(', ' || string_agg(format('alter column %I type %s', a.attname, format_type(a.atttypid, a.atttypmod)), ', ') filter (where st.attname is not null), '')
+      from pg_attribute a
+      left join pg_stats st on st.schemaname = 'pgque' and st.tablename = 'retry_queue' and st.attname = a.attname
+      where a.attrelid = 'pgque.retry_queue'::regclass and a.attnum > 0 and not a.attisdropped);
+  end if;
   -- What is delayed has no owner yet, and its id is its queue's.
   if (select cardinality(c.conkey) from pg_constraint c where c.conrelid = 'pgque.retry_queue'::regclass and c.contype = 'p') = 2 then
     alter table pgque.retry_queue drop constraint retry_queue_pkey,
@@ -738,8 +752,11 @@ begin
   if to_regclass('pgque.retry_queue_due') is null then
     create index retry_queue_due on pgque.retry_queue (ev_retry_after);
   end if;
-  if to_regclass('pgque.retry_queue_batch') is null then
-    create index retry_queue_batch on pgque.retry_queue (ev_batch) where ev_batch is not null;
+  if to_regclass('pgque.retry_queue_held') is null then
+    create index retry_queue_held on pgque.retry_queue (ev_owner, ev_batch, ev_id) where ev_batch is not null;
+  end if;
+  if to_regclass('pgque.retry_queue_batch') is not null then
+    drop index pgque.retry_queue_batch;
   end if;
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
@@ -5841,14 +5858,14 @@ begin
   if v_sub.sub_role = 'pool' then
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
-      select e.ev_id from pgque.retry_queue e
+      select e.ctid from pgque.retry_queue e
       where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
       order by e.ev_id
       for update skip locked
     ),
     gone as (
       delete from pgque.retry_queue r using found f
-      where r.ev_owner = v_sub.sub_id and r.ev_id = f.ev_id
+      where r.ctid = f.ctid
       returning r.*
     )
     select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
@@ -6111,11 +6128,14 @@ begin
   v_lease := pgque._lease(v_sub.sub_id, $1);
   v_until := pgque.clock() + $2;
   with found as materialized (
-    select e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub.sub_id and e.ev_batch = $1 order by e.ev_id for update skip locked
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = v_sub.sub_id and e.ev_batch = $1
+    order by e.ev_id
+    for update skip locked
   )
   update pgque.retry_queue r set ev_retry_after = v_until
   from found f
-  where r.ev_owner = v_sub.sub_id and r.ev_id = f.ev_id;
+  where r.ctid = f.ctid;
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not (pgque._lease_state($1)).closed then
     v_held := v_held + cardinality(pgque._shelve(null, v_sub, v_lease, v_until));
@@ -6144,11 +6164,14 @@ begin
   v_lease := pgque._lease(v_sub, $1);
   v_state := pgque._lease_state($1);
   with found as materialized (
-    select e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = v_sub and e.ev_batch = $1
+    order by e.ev_id
+    for update skip locked
   )
   update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
   from found f
-  where r.ev_owner = v_sub and r.ev_id = f.ev_id;
+  where r.ctid = f.ctid;
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not v_state.closed then
     v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;
@@ -6240,20 +6263,28 @@ create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
   v_txid   xid8 := pg_catalog.pg_current_xact_id();
+  v_now    timestamptz := pgque.clock();
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
-  with due as (
-    delete from pgque.retry_queue r
-    using (
-      select d.ev_owner, d.ev_id
-      from pgque.retry_queue d
-      where d.ev_queue = p_queue_id and d.ev_retry_after <= pgque.clock() and d.ev_owner in (select o from pgque._pumped() o)
-      order by d.ev_retry_after
+  with found as materialized (
+    select e.ctid
+    from (
+      select o.id from pgque._pumped() o (id)
+      where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
+    ) o
+    cross join lateral (
+      select e.ctid from pgque.retry_queue e
+      where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
+      order by e.ev_retry_after
       limit 10000
       for update skip locked
-    ) d
-    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id and r.ev_queue = p_queue_id
+    ) e
+    limit 10000
+  ),
+  due as (
+    delete from pgque.retry_queue r using found f
+    where r.ctid = f.ctid
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
@@ -6517,10 +6548,10 @@ begin
   end loop;
   -- What somebody settles just now is left to him.
   with found as materialized (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
+    select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
   )
   delete from pgque.retry_queue r using found f
-  where r.ev_queue = v_queue.queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id;
+  where r.ctid = f.ctid;
   return v_count;
 end
 $$;
@@ -6995,7 +7026,7 @@ begin
   end if;
   for v_item in
     with found as materialized (
-      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      select e.ctid from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
         and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         -- A dead letter that was requeued has its time again.
@@ -7003,7 +7034,7 @@ begin
       for update skip locked
     )
     delete from pgque.retry_queue r using found f
-    where r.ev_queue = p_queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
+    where r.ctid = f.ctid
     returning r.*
   loop
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
@@ -7125,14 +7156,14 @@ begin
     -- Materialized, or else it may be looked for once for each message that waits.
     with found as materialized (
       -- One with a key that nobody was given yet may have a newer body.
-      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      select e.ctid from pgque.retry_queue e
       where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
       for update skip locked
     ),
     gone as (
       delete from pgque.retry_queue r using found f
-      where r.ev_queue = v_queue.queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
+      where r.ctid = f.ctid
       returning r.ev_owner
     )
     select g.ev_owner, count(*) as n from gone g group by g.ev_owner

@@ -528,6 +528,20 @@ begin
   perform pgque._add_columns('pgque.dead_letter', $c$
     dl_receives int not null default 0;
     dl_held boolean not null default false$c$);
+  -- No statistics of what waits: they are of a moment in which a consumer may have
+  -- had nothing, and by them the planner takes its thousands of messages for one.
+  -- Those of earlier versions go with a change of type that changes nothing.
+  if exists (
+    select from pg_attribute a
+    where a.attrelid = 'pgque.retry_queue'::regclass and a.attnum > 0 and not a.attisdropped and coalesce(a.attstattarget, -1) <> 0)
+  then
+    execute (
+      select 'alter table pgque.retry_queue ' || string_agg(format('alter column %I set statistics 0', a.attname), ', ')
+        || coalesce(', ' || string_agg(format('alter column %I type %s', a.attname, format_type(a.atttypid, a.atttypmod)), ', ') filter (where st.attname is not null), '')
+      from pg_attribute a
+      left join pg_stats st on st.schemaname = 'pgque' and st.tablename = 'retry_queue' and st.attname = a.attname
+      where a.attrelid = 'pgque.retry_queue'::regclass and a.attnum > 0 and not a.attisdropped);
+  end if;
   -- What is delayed has no owner yet, and its id is its queue's.
   if (select cardinality(c.conkey) from pg_constraint c where c.conrelid = 'pgque.retry_queue'::regclass and c.contype = 'p') = 2 then
     alter table pgque.retry_queue drop constraint retry_queue_pkey,
@@ -566,8 +580,11 @@ begin
   if to_regclass('pgque.retry_queue_due') is null then
     create index retry_queue_due on pgque.retry_queue (ev_retry_after);
   end if;
-  if to_regclass('pgque.retry_queue_batch') is null then
-    create index retry_queue_batch on pgque.retry_queue (ev_batch) where ev_batch is not null;
+  if to_regclass('pgque.retry_queue_held') is null then
+    create index retry_queue_held on pgque.retry_queue (ev_owner, ev_batch, ev_id) where ev_batch is not null;
+  end if;
+  if to_regclass('pgque.retry_queue_batch') is not null then
+    drop index pgque.retry_queue_batch;
   end if;
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;

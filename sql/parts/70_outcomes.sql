@@ -100,14 +100,14 @@ begin
   if v_sub.sub_role = 'pool' then
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
-      select e.ev_id from pgque.retry_queue e
+      select e.ctid from pgque.retry_queue e
       where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
       order by e.ev_id
       for update skip locked
     ),
     gone as (
       delete from pgque.retry_queue r using found f
-      where r.ev_owner = v_sub.sub_id and r.ev_id = f.ev_id
+      where r.ctid = f.ctid
       returning r.*
     )
     select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
@@ -370,11 +370,14 @@ begin
   v_lease := pgque._lease(v_sub.sub_id, $1);
   v_until := pgque.clock() + $2;
   with found as materialized (
-    select e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub.sub_id and e.ev_batch = $1 order by e.ev_id for update skip locked
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = v_sub.sub_id and e.ev_batch = $1
+    order by e.ev_id
+    for update skip locked
   )
   update pgque.retry_queue r set ev_retry_after = v_until
   from found f
-  where r.ev_owner = v_sub.sub_id and r.ev_id = f.ev_id;
+  where r.ctid = f.ctid;
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not (pgque._lease_state($1)).closed then
     v_held := v_held + cardinality(pgque._shelve(null, v_sub, v_lease, v_until));
@@ -403,11 +406,14 @@ begin
   v_lease := pgque._lease(v_sub, $1);
   v_state := pgque._lease_state($1);
   with found as materialized (
-    select e.ev_id from pgque.retry_queue e where e.ev_owner = v_sub and e.ev_batch = $1 order by e.ev_id for update skip locked
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = v_sub and e.ev_batch = $1
+    order by e.ev_id
+    for update skip locked
   )
   update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
   from found f
-  where r.ev_owner = v_sub and r.ev_id = f.ev_id;
+  where r.ctid = f.ctid;
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not v_state.closed then
     v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;
@@ -499,20 +505,28 @@ create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
   v_txid   xid8 := pg_catalog.pg_current_xact_id();
+  v_now    timestamptz := pgque.clock();
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
-  with due as (
-    delete from pgque.retry_queue r
-    using (
-      select d.ev_owner, d.ev_id
-      from pgque.retry_queue d
-      where d.ev_queue = p_queue_id and d.ev_retry_after <= pgque.clock() and d.ev_owner in (select o from pgque._pumped() o)
-      order by d.ev_retry_after
+  with found as materialized (
+    select e.ctid
+    from (
+      select o.id from pgque._pumped() o (id)
+      where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
+    ) o
+    cross join lateral (
+      select e.ctid from pgque.retry_queue e
+      where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
+      order by e.ev_retry_after
       limit 10000
       for update skip locked
-    ) d
-    where r.ev_owner = d.ev_owner and r.ev_id = d.ev_id and r.ev_queue = p_queue_id
+    ) e
+    limit 10000
+  ),
+  due as (
+    delete from pgque.retry_queue r using found f
+    where r.ctid = f.ctid
     returning r.*
   )
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
@@ -776,10 +790,10 @@ begin
   end loop;
   -- What somebody settles just now is left to him.
   with found as materialized (
-    select e.ev_owner, e.ev_id from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
+    select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
   )
   delete from pgque.retry_queue r using found f
-  where r.ev_queue = v_queue.queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id;
+  where r.ctid = f.ctid;
   return v_count;
 end
 $$;

@@ -308,7 +308,7 @@ begin
   end if;
   for v_item in
     with found as materialized (
-      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      select e.ctid from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
         and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         -- A dead letter that was requeued has its time again.
@@ -316,7 +316,7 @@ begin
       for update skip locked
     )
     delete from pgque.retry_queue r using found f
-    where r.ev_queue = p_queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
+    where r.ctid = f.ctid
     returning r.*
   loop
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
@@ -438,14 +438,14 @@ begin
     -- Materialized, or else it may be looked for once for each message that waits.
     with found as materialized (
       -- One with a key that nobody was given yet may have a newer body.
-      select e.ev_owner, e.ev_id from pgque.retry_queue e
+      select e.ctid from pgque.retry_queue e
       where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
       for update skip locked
     ),
     gone as (
       delete from pgque.retry_queue r using found f
-      where r.ev_queue = v_queue.queue_id and r.ev_owner = f.ev_owner and r.ev_id = f.ev_id
+      where r.ctid = f.ctid
       returning r.ev_owner
     )
     select g.ev_owner, count(*) as n from gone g group by g.ev_owner

@@ -248,6 +248,29 @@ def test_many_due_retries_come_back_together(conn: Connection, subscribed: str) 
     assert drain(conn, subscribed, count=30) == [m.msg_id for m in batch]
 
 
+@pytest.mark.parametrize("known", ["another queue", "a single message", "nothing"])
+def test_due_retries_come_back_whatever_the_planner_last_saw_waiting(own: Connection, known: str) -> None:
+    """It took minutes for some thousands when statistics knew another queue only: a look for each, at all of them."""
+    for queue in ("q", "other"):
+        value(own, "select pgque.create_queue(%s)", queue)
+        subscribe(own, queue)
+
+    def fail(queue: str, count: int) -> None:
+        send_many(own, queue, count)
+        tick(own, queue)
+        batch_id = receive(own, queue, count=count)[0].batch_id
+        assert value(own, "select pgque.batch_retry(%s, 0)", batch_id) == count
+        ack(own, batch_id)
+
+    before = {"another queue": 2000, "a single message": 1, "nothing": 0}[known]
+    if before:
+        fail("other", before)
+    own.execute("analyze pgque.retry_queue")
+    fail("q", 8000)
+    own.execute("set statement_timeout = '30s'")
+    assert pump(own) == 8000 + before
+
+
 def test_two_pumps_at_once_move_each_retry_once(
     conn: Connection, subscribed: str, transaction: Callable[..., Connection]
 ) -> None:

@@ -191,6 +191,24 @@ def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
     assert drain(own, "q") == sent[:1]
 
 
+def test_an_upgrade_forgets_the_statistics_of_what_waited(
+    fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, "0.2.0")
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.send('q', 'x', 'default', delay => '1 hour')")
+    known = "select count(*) from pg_stats s where s.schemaname = 'pgque' and s.tablename = 'retry_queue'"
+    own.execute("analyze pgque.retry_queue")
+    assert value(own, known) > 0
+    file = "select pg_relation_filenode('pgque.retry_queue')"
+    before = value(own, file)
+    install(fresh_dsn)
+    own.execute("analyze pgque.retry_queue")
+    assert value(own, known) == 0
+    assert value(own, file) == before, "nothing is rewritten"
+
+
 @pytest.mark.timeout(120)
 def test_installing_over_itself_under_load_neither_deadlocks_nor_loses(
     own: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]

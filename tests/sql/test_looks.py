@@ -6,6 +6,7 @@ Queues here have no idle tick within the test, so what the loop missed would nev
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -327,3 +328,29 @@ def test_the_loop_serves_every_one_of_more_queues_than_it_looks_at_together(own:
         assert value(own, unserved) > 160
         own.execute("call pgque.ticker_loop('2 seconds')")
         assert value(own, unserved) == 0
+
+
+def test_what_gives_way_to_messages_is_done_in_the_end(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:
+    """Ticks that were asked for, and rotation, of more queues than a round of the loop has time for."""
+    value(own, "select pgque.set_tick_period_ms(1)")
+    for number in range(60):
+        value(own, "select pgque.create_queue(%s)", f"q{number}")
+        configure(own, f"q{number}", ticker_idle_period="1 day", rotation_period="1 microsecond")
+        if number % 2:
+            send(own, f"q{number}")
+        else:
+            value(own, "select pgque.force_next_tick(%s)", f"q{number}")
+    loop = background(lambda c: c.execute("call pgque.ticker_loop('60 seconds')"), connect(own_dsn))
+    done = (
+        "select count(*) filter (where q.queue_cur_table > 0), count(*) filter (where i.last_tick_id > 1)"
+        " from pgque.queue q cross join pgque.get_queue_info(q.queue_name) i"
+    )
+    wait_until(lambda: rows(own, done) == [(30, 60)], "every tick and rotation", timeout=50)
+    value(own, "select pgque.stop()")
+    loop.result(10)
