@@ -405,7 +405,10 @@ create table if not exists pgque.position_1 (
 );
 
 -- Messages of an open batch that have their outcome already.  Moves from leaf
--- to leaf together with the positions.
+-- to leaf together with the positions.  Of a worker's batch, in place of an id:
+-- 0, it is closed; below 0, its end was moved; above 2^62, that id was settled in
+-- the retry queue; 2^62 + 2^61 + n, an old snapshot settled n only to put them
+-- there; the highest, its worker was told that a message is lost.
 create table if not exists pgque.settled_0 (
   set_batch  bigint not null,
   set_ev_id  bigint not null,
@@ -3846,7 +3849,7 @@ begin
         return 0;
       end if;
     end if;
-    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked');
+    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
     if v_role = 'pool' then
       return (v_count > 0)::int;
     end if;
@@ -4527,24 +4530,31 @@ declare
   v_waiting  bigint;
   v_settled  bigint;
   v_moved    bigint;
+  v_lost     boolean;
 begin
   select count(*) into v_waiting
   from (
     select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
   ) r;
-  v_lease := pgque._lease(p_sub, p_batch);
-  if v_lease.pos_sub is null then
-    return true;
-  end if;
-  v_state := pgque._lease_state(p_batch);
-  -- Those that were settled where they waited, and how many an old snapshot
-  -- noted only to put them there.
-  select count(*) filter (where s.set_ev_id < 6917529027641081856), coalesce(max(s.set_ev_id - 6917529027641081856), 0) into v_settled, v_moved
+  -- Those that were settled where they waited, how many an old snapshot noted
+  -- only to put them there, and whether the holder was told that one is lost.
+  select count(*) filter (where s.set_ev_id < 6917529027641081856),
+    coalesce(max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id < 9223372036854775807), 0),
+    coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
+  into v_settled, v_moved, v_lost
   from (
     select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
     union
     select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
   ) s;
+  if v_lost then
+    return false;
+  end if;
+  v_lease := pgque._lease(p_sub, p_batch);
+  if v_lease.pos_sub is null then
+    return true;
+  end if;
+  v_state := pgque._lease_state(p_batch);
   if v_lease.pos_fresh > 0 and v_state.closed then
     v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled - greatest(v_moved, 0);
   end if;
@@ -5652,7 +5662,7 @@ begin
         message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
         hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
     end if;
-    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered');
+    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered', false);
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;
@@ -5765,8 +5775,10 @@ $$;
 -- retry (again in any case), dead, release (again at once).  The rows
 -- are read again from where they are stored, so nothing a client says but the
 -- ids is believed, and each message gets one outcome.  Raises nothing for a
--- batch that is lost: the answer says so message by message.
-create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text)
+-- batch that is lost: the answer says so message by message.  A message that
+-- somebody else has locked, and may be taking over, is lost; with p_wait it is
+-- waited for, since a caller that raises an error has to be sure.
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
 returns setof pgque.outcome
 language plpgsql as $$
 declare
@@ -5856,6 +5868,11 @@ begin
       where r.ev_id = any (v_new));
   end if;
   if v_sub.sub_role = 'pool' then
+    if p_wait then
+      perform from pgque.retry_queue r
+      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids)
+      for update;
+    end if;
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
       select e.ctid from pgque.retry_queue e
@@ -5875,6 +5892,13 @@ begin
     if p_ids is not null and v_gone is not null then
       -- So that the batch is known to be whole but for them; see _still_whole().
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
+    end if;
+    if p_ids is not null and pg_catalog.cardinality(p_ids) > coalesce(pg_catalog.cardinality(v_new), 0) and exists (
+      select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids))
+    then
+      -- Who has one of them locked may let go of it again; but the caller is told
+      -- that it is lost, so an ack of all that is left must not finish it.
+      perform pgque._note(p_batch, v_sub.sub_id, array[9223372036854775807]);
     end if;
   end if;
 
@@ -5922,7 +5946,7 @@ begin
           when i.id = any (v_new) then null
           when exists (
             select from pgque.retry_queue r
-            where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch <> p_batch) then 'lost to another worker'
+            where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
           when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
           when exists (
             select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)
@@ -6029,7 +6053,7 @@ $$;
 create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -6037,7 +6061,7 @@ $$;
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -6047,7 +6071,7 @@ create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_a
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
 $$;
 
@@ -6061,7 +6085,7 @@ begin
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
 end
 $$;
 
@@ -6069,7 +6093,7 @@ $$;
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
 end
 $$;
 
@@ -6080,7 +6104,7 @@ language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
 $$;
 
@@ -6104,7 +6128,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
-  return (select count(*) from pgque._settle($1, $2, 'release', null, null) f where f.ok);
+  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
 end
 $$;
 
@@ -6193,7 +6217,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   return (
     select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null, true) f);
 end
 $$;
 
@@ -6222,7 +6246,7 @@ begin
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null));
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null, false));
 end
 $$;
 
@@ -6910,6 +6934,10 @@ begin
   execute format(
     'insert into pgque.tally_%s select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count) from pgque.tally_%s t'
     ' where exists (select from pgque.queue q where q.queue_id = t.tal_queue) group by 1, 2, 3', v_cur, 1 - v_cur);
+  -- A batch whose worker was told that a message of it is lost may be held still.
+  execute format(
+    'insert into pgque.settled_%s select s.* from pgque.settled_%s s where s.set_ev_id = 9223372036854775807'
+    ' and exists (select from pgque.retry_queue r where r.ev_owner = s.set_sub and r.ev_batch = s.set_batch) on conflict do nothing', v_cur, 1 - v_cur);
   execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
@@ -7017,7 +7045,7 @@ begin
           v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
           perform pgque._append_position(pgque._at_tick(v_position, v_to));
         else
-          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed') where v_position.pos_batch is not null;
+          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed', false) where v_position.pos_batch is not null;
           perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
         end if;
       end if;
@@ -8626,6 +8654,9 @@ language sql as $$ select pgque._window_sql($1, $2, $3, $4, $5, $6, $7, current_
 
 create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
 language sql as $$ select pgque._exhume($1, current_user) $$;
+
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text) returns setof pgque.outcome
+language sql as $$ select * from pgque._settle($1, $2, $3, $4, $5, false) $$;
 -- ---------------------------------------------------------------------------
 -- comments: what each public name is for
 -- ---------------------------------------------------------------------------
@@ -8714,12 +8745,13 @@ comment on function pgque.finish_batch(bigint) is
 comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
   'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
   'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
+  'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
   'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
   'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason (not in this batch, settled already). '
-  'PQ005 retry_after is negative, PQ012 the batch is not open.';
+  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
+  'PQ005 retry_after is negative.';
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
@@ -9048,7 +9080,8 @@ comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], inter
   'The same for bytes.';
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
   'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
-  'lost to another worker, batch not open. With archive_on_ack they are kept in the archive.';
+  'lost to another worker, batch not open. After an answer "lost to another worker" an ack of the whole batch returns 0: it would finish that message too, if the '
+  'other one let go of it. With archive_on_ack they are kept in the archive.';
 comment on function pgque.dead(bigint, bigint[], text) is
   'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is

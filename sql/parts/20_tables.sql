@@ -233,7 +233,10 @@ create table if not exists pgque.position_1 (
 );
 
 -- Messages of an open batch that have their outcome already.  Moves from leaf
--- to leaf together with the positions.
+-- to leaf together with the positions.  Of a worker's batch, in place of an id:
+-- 0, it is closed; below 0, its end was moved; above 2^62, that id was settled in
+-- the retry queue; 2^62 + 2^61 + n, an old snapshot settled n only to put them
+-- there; the highest, its worker was told that a message is lost.
 create table if not exists pgque.settled_0 (
   set_batch  bigint not null,
   set_ev_id  bigint not null,

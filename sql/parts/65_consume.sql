@@ -664,7 +664,7 @@ begin
         return 0;
       end if;
     end if;
-    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked');
+    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
     if v_role = 'pool' then
       return (v_count > 0)::int;
     end if;

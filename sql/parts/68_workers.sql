@@ -119,24 +119,31 @@ declare
   v_waiting  bigint;
   v_settled  bigint;
   v_moved    bigint;
+  v_lost     boolean;
 begin
   select count(*) into v_waiting
   from (
     select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
   ) r;
-  v_lease := pgque._lease(p_sub, p_batch);
-  if v_lease.pos_sub is null then
-    return true;
-  end if;
-  v_state := pgque._lease_state(p_batch);
-  -- Those that were settled where they waited, and how many an old snapshot
-  -- noted only to put them there.
-  select count(*) filter (where s.set_ev_id < 6917529027641081856), coalesce(max(s.set_ev_id - 6917529027641081856), 0) into v_settled, v_moved
+  -- Those that were settled where they waited, how many an old snapshot noted
+  -- only to put them there, and whether the holder was told that one is lost.
+  select count(*) filter (where s.set_ev_id < 6917529027641081856),
+    coalesce(max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id < 9223372036854775807), 0),
+    coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
+  into v_settled, v_moved, v_lost
   from (
     select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
     union
     select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
   ) s;
+  if v_lost then
+    return false;
+  end if;
+  v_lease := pgque._lease(p_sub, p_batch);
+  if v_lease.pos_sub is null then
+    return true;
+  end if;
+  v_state := pgque._lease_state(p_batch);
   if v_lease.pos_fresh > 0 and v_state.closed then
     v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled - greatest(v_moved, 0);
   end if;

@@ -127,7 +127,7 @@ begin
         message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
         hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
     end if;
-    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered');
+    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered', false);
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;

@@ -7,8 +7,10 @@
 -- retry (again in any case), dead, release (again at once).  The rows
 -- are read again from where they are stored, so nothing a client says but the
 -- ids is believed, and each message gets one outcome.  Raises nothing for a
--- batch that is lost: the answer says so message by message.
-create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text)
+-- batch that is lost: the answer says so message by message.  A message that
+-- somebody else has locked, and may be taking over, is lost; with p_wait it is
+-- waited for, since a caller that raises an error has to be sure.
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
 returns setof pgque.outcome
 language plpgsql as $$
 declare
@@ -98,6 +100,11 @@ begin
       where r.ev_id = any (v_new));
   end if;
   if v_sub.sub_role = 'pool' then
+    if p_wait then
+      perform from pgque.retry_queue r
+      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids)
+      for update;
+    end if;
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
       select e.ctid from pgque.retry_queue e
@@ -117,6 +124,13 @@ begin
     if p_ids is not null and v_gone is not null then
       -- So that the batch is known to be whole but for them; see _still_whole().
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
+    end if;
+    if p_ids is not null and pg_catalog.cardinality(p_ids) > coalesce(pg_catalog.cardinality(v_new), 0) and exists (
+      select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids))
+    then
+      -- Who has one of them locked may let go of it again; but the caller is told
+      -- that it is lost, so an ack of all that is left must not finish it.
+      perform pgque._note(p_batch, v_sub.sub_id, array[9223372036854775807]);
     end if;
   end if;
 
@@ -164,7 +178,7 @@ begin
           when i.id = any (v_new) then null
           when exists (
             select from pgque.retry_queue r
-            where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch <> p_batch) then 'lost to another worker'
+            where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
           when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
           when exists (
             select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)
@@ -271,7 +285,7 @@ $$;
 create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -279,7 +293,7 @@ $$;
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
 end
 $$;
@@ -289,7 +303,7 @@ create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_a
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
 $$;
 
@@ -303,7 +317,7 @@ begin
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
 end
 $$;
 
@@ -311,7 +325,7 @@ $$;
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3) f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
 end
 $$;
 
@@ -322,7 +336,7 @@ language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived') f;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
 $$;
 
@@ -346,7 +360,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
-  return (select count(*) from pgque._settle($1, $2, 'release', null, null) f where f.ok);
+  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
 end
 $$;
 
@@ -435,7 +449,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   return (
     select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null) f);
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null, true) f);
 end
 $$;
 
@@ -464,7 +478,7 @@ begin
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null));
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null, false));
 end
 $$;
 

@@ -192,6 +192,10 @@ begin
   execute format(
     'insert into pgque.tally_%s select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count) from pgque.tally_%s t'
     ' where exists (select from pgque.queue q where q.queue_id = t.tal_queue) group by 1, 2, 3', v_cur, 1 - v_cur);
+  -- A batch whose worker was told that a message of it is lost may be held still.
+  execute format(
+    'insert into pgque.settled_%s select s.* from pgque.settled_%s s where s.set_ev_id = 9223372036854775807'
+    ' and exists (select from pgque.retry_queue r where r.ev_owner = s.set_sub and r.ev_batch = s.set_batch) on conflict do nothing', v_cur, 1 - v_cur);
   execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
@@ -299,7 +303,7 @@ begin
           v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
           perform pgque._append_position(pgque._at_tick(v_position, v_to));
         else
-          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed') where v_position.pos_batch is not null;
+          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed', false) where v_position.pos_batch is not null;
           perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
         end if;
       end if;

@@ -38,3 +38,6 @@ language sql as $$ select pgque._window_sql($1, $2, $3, $4, $5, $6, $7, current_
 
 create or replace function pgque._exhume(p_dl_id bigint) returns pgque.dead_letter
 language sql as $$ select pgque._exhume($1, current_user) $$;
+
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text) returns setof pgque.outcome
+language sql as $$ select * from pgque._settle($1, $2, $3, $4, $5, false) $$;

@@ -86,12 +86,13 @@ comment on function pgque.finish_batch(bigint) is
 comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
   'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
   'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
+  'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
   'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
   'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason (not in this batch, settled already). '
-  'PQ005 retry_after is negative, PQ012 the batch is not open.';
+  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
+  'PQ005 retry_after is negative.';
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
@@ -420,7 +421,8 @@ comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], inter
   'The same for bytes.';
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
   'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
-  'lost to another worker, batch not open. With archive_on_ack they are kept in the archive.';
+  'lost to another worker, batch not open. After an answer "lost to another worker" an ack of the whole batch returns 0: it would finish that message too, if the '
+  'other one let go of it. With archive_on_ack they are kept in the archive.';
 comment on function pgque.dead(bigint, bigint[], text) is
   'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is

@@ -9,8 +9,10 @@ from typing import Any
 import psycopg
 import pytest
 
+from model.bench import turn_journal
 from sql.helpers import (
     Connection,
+    Message,
     ack,
     configure,
     dead_letters,
@@ -181,6 +183,60 @@ def test_open_transactions_of_workers_do_not_stop_each_other(
         session.commit()
     move_clock(pool, "1 day")
     assert sorted(ids(work_off(pool, "q", "w9"))) == more
+
+
+def held_again(pool: Connection, count: int) -> list[Message]:
+    """A batch whose messages came from where they wait, and whose lease is over."""
+    sent = offer(pool, "q", count)
+    nack_ids(pool, take(pool, "q", "w1")[0].batch_id, sent, "0")
+    held = take(pool, "q", "w1")
+    assert ids(held) == sent
+    move_clock(pool, "1 minute")
+    return held
+
+
+@pytest.mark.parametrize(
+    ("how", "turns"), [("nack", 0), ("ack", 0), ("dead", 0), ("archive", 0), ("release", 0), ("nack", 3)]
+)
+def test_what_a_holder_was_told_is_lost_is_not_acked_with_the_rest(
+    pool: Connection, pair: Pair, how: str, turns: int
+) -> None:
+    """It was, and so nobody's, if the other transaction then let go of it: the nack had not counted."""
+    held = held_again(pool, 3)
+    (lost,) = ids(take(pair.one, "q", "w2", 1))
+    if how == "release":
+        assert release(pool, held[0].batch_id, [lost]) == 0
+    else:
+        assert outcome(pool, how, held[0].batch_id, [lost]) == {lost: LOST}
+    pair.one.rollback()
+    for _ in range(turns):
+        assert turn_journal(pool)
+        assert value(pool, "select pgque.maint_tables()") == 1
+    assert ack(pool, held[0].batch_id) == 0
+    rest = [i for i in ids(held) if i != lost]
+    assert outcome(pool, "ack", held[0].batch_id, rest) == dict.fromkeys(rest)
+    assert ids(work_off(pool, "q", "w3")) == [lost]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_nack_that_would_raise_an_error_waits_until_it_is_sure(
+    pool: Connection, pair: Pair, end: str
+) -> None:
+    held = held_again(pool, 3)
+    (lost,) = ids(take(pair.one, "q", "w2", 1))
+    message = next(m for m in held if m.msg_id == lost)
+    job = pair.other(lambda c: nack(c, message, "10 hours"))
+    assert not job.done
+    pair.one.execute(end.encode())
+    if end == "commit":
+        refused("PQ012", job.result)
+        assert ack(pool, message.batch_id) == 0
+    else:
+        assert job.result() == 1
+        assert ack(pool, message.batch_id) == 1
+        assert work_off(pool, "q", "w3") == []
+        move_clock(pool, "11 hours")
+        assert ids(work_off(pool, "q", "w3")) == [lost]
 
 
 def test_two_acks_of_one_batch_succeed_once(pool: Connection, pair: Pair) -> None:
