@@ -1,7 +1,8 @@
 """Random work against one server, with everything that can go wrong; the recorded history is judged afterwards.
 
 PGQUE_SEED repeats a run's choices (the interleaving is the server's), PGQUE_HISTORY_SECONDS sets its length,
-PGQUE_HISTORY_FAULTS what goes wrong ("kill,proxy"), PGQUE_HISTORY_SQL names another engine to judge.
+PGQUE_HISTORY_FAULTS what goes wrong ("kill,proxy"), PGQUE_HISTORY_SQL names another engine to judge. What failed is
+in build/history-SEED.txt; with PGQUE_HISTORY_AUDIT=1 also what became of a lost message in the tables.
 """
 
 from __future__ import annotations

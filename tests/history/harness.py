@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from history import actors, faults
+from history import actors, audit, faults
 from history.actors import KEYED, LOG, MAX_RECEIVES, MAX_RETRIES, OTHER
 from history.faults import Actor, OwnServer, Proxy
 from history.judge import Judge, rows
@@ -60,6 +60,7 @@ def set_up(h: History, script: str, narrow: bool) -> None:
     with psycopg.connect(h.dsn, autocommit=True) as conn:
         conn.execute(script.encode())
         conn.execute("create table results (consumer text, msg_id bigint, payload text)")
+        audit.follow(conn)
         for queue in (LOG, KEYED, OTHER):
             rows(conn, "select pgque.create_queue(%s)", queue)
             for name, setting in (

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from history import audit
 from history.actors import KEYED, LOG, MAX_RECEIVES, MAX_RETRIES
 from history.record import Call, Connection, Delivery, History, Outcome, Row, Sent
 
@@ -170,6 +171,7 @@ class Judge:
             seen = [d for d in self.h.deliveries[name] if lost[0] == self.h.ident(d.payload, d.id)]
             ids = {d.id for d in seen}
             said = [o for i in ids for o in self.said[name][i]]
+            self.h.trail += [line for i in ids | {sent.id or 0} for line in audit.trail(self.conn, i)]
             yield f"{name}: {len(lost)} messages never arrived, such as {sent} (id {sent.id or ids}); seen: {told(seen, said)}"
 
     def results(self, name: str) -> Iterator[str]:

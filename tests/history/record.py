@@ -173,6 +173,7 @@ class History:
     crashes: list[tuple[float, float]] = field(default_factory=list)
     deadlocks: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    trail: list[str] = field(default_factory=list)  # see history.audit
     stats: Counter[str] = field(default_factory=Counter)
     sessions: list[Session] = field(default_factory=list)
 
@@ -217,7 +218,7 @@ class History:
             for begin, end, offset in self.clock.steps[1:]
         ]
         file.parent.mkdir(exist_ok=True)
-        file.write_text("\n".join(line for _, line in sorted(lines)))
+        file.write_text("\n".join([*(line for _, line in sorted(lines)), *self.trail]))
 
     def finished(self, consumer: str, batch: Sequence[Delivery]) -> None:
         with self.lock:
