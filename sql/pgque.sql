@@ -6264,13 +6264,16 @@ $$;
 create or replace function pgque.maint_retry_events() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set enable_seqscan = off set jit = off as $$
 declare
+  v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
   v_queue_id  int;
   v_count     int := 0;
 begin
   for v_queue_id in
-    select distinct r.ev_queue
+    select distinct d.ev_queue
     from pgque._pumped() o (id)
-    join pgque.retry_queue r on r.ev_owner = o.id and r.ev_retry_after <= pgque.clock()
+    cross join lateral (
+      select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
+    ) d
   loop
     begin
       v_count := v_count + pgque._retry_queue(v_queue_id);
@@ -6287,10 +6290,11 @@ create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
   v_txid   xid8 := pg_catalog.pg_current_xact_id();
-  v_now    timestamptz := pgque.clock();
+  v_now    timestamptz;
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
+  v_now := pgque.clock();   -- what was put there just now is due
   with found as materialized (
     select e.ctid
     from (

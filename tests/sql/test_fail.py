@@ -271,6 +271,19 @@ def test_due_retries_come_back_whatever_the_planner_last_saw_waiting(own: Connec
     assert pump(own) == 8000 + before
 
 
+def test_the_first_pump_after_a_dump_was_loaded_brings_all_that_was_not_finished(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send_many(own, "q", 5)
+    tick(own, "q")
+    nack(own, receive(own, "q", count=1)[0])
+    # What loading a dump does to the row.
+    own.execute("update pgque.queue set queue_xid = '7'")
+    assert pump(own) == 5
+    tick(own, "q")
+    assert drain(own, "q") == sent
+
+
 def test_two_pumps_at_once_move_each_retry_once(
     conn: Connection, subscribed: str, transaction: Callable[..., Connection]
 ) -> None:
