@@ -118,7 +118,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.3.0'::text $$;
+language sql immutable as $$ select '0.4.0'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -150,6 +150,25 @@ begin
       hint = 'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.';
   end if;
 end
+$$;
+
+-- Ends a block that only looked, which catches PQ099: the locks it took go,
+-- what it put into variables or returned stays.  Whoever looks at all queues
+-- would have more of them than a server has room for.  (Not PQ000: a handler
+-- for a code that ends in 000 catches the whole class.)
+create or replace function pgque._let_go() returns void
+language plpgsql as $$
+begin
+  raise exception sqlstate 'PQ099';
+end
+$$;
+
+-- How many locks one transaction may have that serves all queues; the rest of
+-- what the server has room for is for others.
+create or replace function pgque._lock_room() returns bigint
+language sql stable as $$
+  select pg_catalog.current_setting('max_locks_per_transaction')::bigint * 3 / 4
+    * (pg_catalog.current_setting('max_connections')::bigint + pg_catalog.current_setting('max_prepared_transactions')::bigint)
 $$;
 
 -- Whether a retry_backoff setting makes sense: seconds, a factor, at most so
@@ -733,6 +752,9 @@ $$;
 -- there, and an upgrade must not.
 do $$
 begin
+  if to_regclass('pgque.queue_uid_key') is null then
+    create unique index queue_uid_key on pgque.queue (queue_uid);
+  end if;
   if to_regclass('pgque.subscriber_low_bits') is null then
     create unique index subscriber_low_bits on pgque.subscriber ((sub_id & 1048575));
   end if;
@@ -1409,27 +1431,42 @@ $$;
 
 -- Drops the tables of dropped queues if the locks on the two parents can be
 -- had at once: waiting for them would stop every sender, and so does waiting with
--- them for a sequence that the loop is looking at.
+-- them for a sequence that the loop is looking at.  Each queue takes two dozen
+-- locks; those the server has no room for are for the next call, and so are
+-- those somebody uses.
 create or replace function pgque._drop_leaves() returns int
 language plpgsql set lock_timeout = '50ms' as $$
 declare
+  v_room    bigint := greatest(pgque._lock_room() / 24, 1);
   v_id      int;
   v_leaves  text;
+  v_detail  text;
   v_count   int := 0;
 begin
   if not exists (select from pgque.dropped_queue) then
     return 0;
   end if;
-  lock table pgque.event, pgque.tick in access exclusive mode nowait;
-  for v_id in delete from pgque.dropped_queue d returning d.queue_id loop
-    select pg_catalog.string_agg(l.leaf, ', ') into v_leaves
-    from pgque._leaves(v_id) l
-    where pg_catalog.to_regclass(l.leaf) is not null;
-    if v_leaves is not null then
-      execute 'drop table ' || v_leaves;
-    end if;
-    execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
-    v_count := v_count + 1;
+  -- Not the tables of all other queues with them.
+  lock table only pgque.event, only pgque.tick in access exclusive mode nowait;
+  for v_id in select d.queue_id from pgque.dropped_queue d order by d.queue_id limit v_room loop
+    begin
+      select pg_catalog.string_agg(l.leaf, ', ') into v_leaves
+      from pgque._leaves(v_id) l
+      where pg_catalog.to_regclass(l.leaf) is not null;
+      if v_leaves is not null then
+        execute 'drop table ' || v_leaves;
+      end if;
+      execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
+      delete from pgque.dropped_queue d where d.queue_id = v_id;
+      v_count := v_count + 1;
+    exception
+      when dependent_objects_still_exist then
+        get stacked diagnostics v_detail = pg_exception_detail;
+        raise warning 'pgque: tables of a dropped queue stay: %', v_detail
+          using hint = 'Drop what depends on them; maint() does the rest.';
+      when lock_not_available then
+        null;
+    end;
   end loop;
   return v_count;
 exception
@@ -2716,17 +2753,24 @@ begin
 end
 $$;
 
--- Ticks every queue that has a reason; returns the number of ticks.
+-- Ticks every queue that has a reason; returns the number of ticks.  Each queue
+-- keeps two locks until the transaction ends, with a tick eight: of more than the
+-- server has room for it serves some, whichever, and the next calls the others.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_room   bigint := greatest(pgque._lock_room(), 8);
+  v_all    boolean := (select count(*) from pgque.queue) <= v_room / 8;
   v_count  bigint := 0;
   v_id     int;
 begin
-  for v_id in select q.queue_id from pgque.queue q order by q.queue_id loop
+  for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
+    exit when v_room < 8;
     if (pgque._look_at(row(v_id, 0, 0, null, false, false))).ticked then
       v_count := v_count + 1;
+      v_room := v_room - 6;
     end if;
+    v_room := v_room - 2;
   end loop;
   return v_count;
 end
@@ -2780,7 +2824,8 @@ $$;
 
 -- Ticks one queue for a ticker that serves all of them, and tells what it knows
 -- then: never waits for another ticker, hardly for a locked table, and a queue
--- that is broken is reported and left alone.
+-- that is broken is reported and left alone.  A look in vain keeps no locks but
+-- those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -2797,8 +2842,11 @@ begin
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
+  perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
+  when sqlstate 'PQ099' then
+    return p_look;
   when invalid_transaction_state then
     raise;
   when others then
@@ -6800,14 +6848,14 @@ begin
     and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
     and pg_relation_size(format(v_current, 'tick')) < 131072
   then
-    return 0;
+    perform pgque._let_go();
   end if;
   -- All that was asked without a lock, so that asking in vain writes nothing.
   perform from pgque.queue q
   where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
   for no key update skip locked;
   if not found then
-    return 0;
+    perform pgque._let_go();
   end if;
   if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
     execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
@@ -6819,7 +6867,7 @@ begin
     into v_needed
     using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
     if v_needed is distinct from false then
-      return 0;
+      perform pgque._let_go();
     end if;
     perform pgque._refresh_waiting(v_id);
     execute format('truncate %s, %s', v_event, v_tick);
@@ -6829,7 +6877,8 @@ begin
   where q.queue_id = v_id;
   return 1;
 exception
-  when lock_not_available then
+  -- What can not be emptied yet is not to stay locked.
+  when lock_not_available or sqlstate 'PQ099' then
     return 0;
 end
 $$;
@@ -7022,8 +7071,15 @@ declare
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
-  execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
-  into v_to using v_cutoff;
+  -- It is asked of every queue, so its locks go at once.
+  begin
+    execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
+    into v_to using v_cutoff;
+    perform pgque._let_go();
+  exception
+    when sqlstate 'PQ099' then
+      null;
+  end;
   if v_to.tick_id is not null then
     for v_sub in
       select s.*
@@ -7546,12 +7602,25 @@ end
 $$;
 
 -- All maintenance, for any scheduler; the loop does the same.  Returns how
--- much there was to do.  Two at once do no harm.
+-- much there was to do.  Two at once do no harm.  A rotation keeps a dozen locks
+-- until the transaction ends; those the server has no room for are for the next
+-- call.
 create or replace function pgque.maint() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_room   bigint := greatest(pgque._lock_room() / 16, 1);
+  v_count  int := 0;
+  v_op     record;
+  v_done   int;
 begin
   perform pgque._need_read_committed('maintenance');
-  return (select sum(pgque._maint_operation(o.func_name, o.func_arg)) from pgque.maint_operations() o);
+  for v_op in select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates from pgque.maint_operations() o loop
+    continue when v_op.rotates and v_room = 0;
+    v_done := pgque._maint_operation(v_op.func_name, v_op.func_arg);
+    v_count := v_count + v_done;
+    v_room := v_room - case when v_op.rotates then v_done else 0 end;
+  end loop;
+  return v_count;
 end
 $$;
 -- ---------------------------------------------------------------------------
@@ -7971,7 +8040,10 @@ begin
       queue_max_retries := v_queue.queue_max_retries;
       queue_uid := v_queue.queue_uid;
       return next;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -8030,7 +8102,10 @@ begin
       role := v_sub.sub_role;
       skipped_events := v_pos.pos_skipped;
       return next;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
@@ -8341,7 +8416,10 @@ begin
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
       return query select f.* from pgque._queue_metrics(v_queue) f;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -8460,7 +8538,10 @@ begin
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     begin
       return query select h.* from pgque._queue_health(v_queue) h;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -8619,12 +8700,12 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
--- earlier: what calls of the last version ask that an upgrade overtakes
+-- earlier: what calls of an earlier version ask that an upgrade overtakes
 -- ---------------------------------------------------------------------------
 
 -- A call that runs while this file is installed goes on with its old body, the
--- loop until it ends.  What 0.2.0 had and this version does not stays here for
--- one version.
+-- loop until it ends.  What 0.2.0 had and this version does not stays here as
+-- long as an upgrade may start from it; 0.3.0 had nothing else.
 
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$

@@ -77,7 +77,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.3.0'::text $$;
+language sql immutable as $$ select '0.4.0'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -109,6 +109,25 @@ begin
       hint = 'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.';
   end if;
 end
+$$;
+
+-- Ends a block that only looked, which catches PQ099: the locks it took go,
+-- what it put into variables or returned stays.  Whoever looks at all queues
+-- would have more of them than a server has room for.  (Not PQ000: a handler
+-- for a code that ends in 000 catches the whole class.)
+create or replace function pgque._let_go() returns void
+language plpgsql as $$
+begin
+  raise exception sqlstate 'PQ099';
+end
+$$;
+
+-- How many locks one transaction may have that serves all queues; the rest of
+-- what the server has room for is for others.
+create or replace function pgque._lock_room() returns bigint
+language sql stable as $$
+  select pg_catalog.current_setting('max_locks_per_transaction')::bigint * 3 / 4
+    * (pg_catalog.current_setting('max_connections')::bigint + pg_catalog.current_setting('max_prepared_transactions')::bigint)
 $$;
 
 -- Whether a retry_backoff setting makes sense: seconds, a factor, at most so

@@ -561,6 +561,9 @@ $$;
 -- there, and an upgrade must not.
 do $$
 begin
+  if to_regclass('pgque.queue_uid_key') is null then
+    create unique index queue_uid_key on pgque.queue (queue_uid);
+  end if;
   if to_regclass('pgque.subscriber_low_bits') is null then
     create unique index subscriber_low_bits on pgque.subscriber ((sub_id & 1048575));
   end if;

@@ -170,17 +170,24 @@ begin
 end
 $$;
 
--- Ticks every queue that has a reason; returns the number of ticks.
+-- Ticks every queue that has a reason; returns the number of ticks.  Each queue
+-- keeps two locks until the transaction ends, with a tick eight: of more than the
+-- server has room for it serves some, whichever, and the next calls the others.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_room   bigint := greatest(pgque._lock_room(), 8);
+  v_all    boolean := (select count(*) from pgque.queue) <= v_room / 8;
   v_count  bigint := 0;
   v_id     int;
 begin
-  for v_id in select q.queue_id from pgque.queue q order by q.queue_id loop
+  for v_id in select q.queue_id from pgque.queue q order by case when not v_all then random() end, q.queue_id loop
+    exit when v_room < 8;
     if (pgque._look_at(row(v_id, 0, 0, null, false, false))).ticked then
       v_count := v_count + 1;
+      v_room := v_room - 6;
     end if;
+    v_room := v_room - 2;
   end loop;
   return v_count;
 end
@@ -234,7 +241,8 @@ $$;
 
 -- Ticks one queue for a ticker that serves all of them, and tells what it knows
 -- then: never waits for another ticker, hardly for a locked table, and a queue
--- that is broken is reported and left alone.
+-- that is broken is reported and left alone.  A look in vain keeps no locks but
+-- those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -251,8 +259,11 @@ begin
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
+  perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
+  when sqlstate 'PQ099' then
+    return p_look;
   when invalid_transaction_state then
     raise;
   when others then

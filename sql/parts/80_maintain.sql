@@ -54,14 +54,14 @@ begin
     and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
     and pg_relation_size(format(v_current, 'tick')) < 131072
   then
-    return 0;
+    perform pgque._let_go();
   end if;
   -- All that was asked without a lock, so that asking in vain writes nothing.
   perform from pgque.queue q
   where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
   for no key update skip locked;
   if not found then
-    return 0;
+    perform pgque._let_go();
   end if;
   if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
     execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
@@ -73,7 +73,7 @@ begin
     into v_needed
     using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
     if v_needed is distinct from false then
-      return 0;
+      perform pgque._let_go();
     end if;
     perform pgque._refresh_waiting(v_id);
     execute format('truncate %s, %s', v_event, v_tick);
@@ -83,7 +83,8 @@ begin
   where q.queue_id = v_id;
   return 1;
 exception
-  when lock_not_available then
+  -- What can not be emptied yet is not to stay locked.
+  when lock_not_available or sqlstate 'PQ099' then
     return 0;
 end
 $$;
@@ -276,8 +277,15 @@ declare
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
-  execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
-  into v_to using v_cutoff;
+  -- It is asked of every queue, so its locks go at once.
+  begin
+    execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
+    into v_to using v_cutoff;
+    perform pgque._let_go();
+  exception
+    when sqlstate 'PQ099' then
+      null;
+  end;
   if v_to.tick_id is not null then
     for v_sub in
       select s.*
@@ -800,11 +808,24 @@ end
 $$;
 
 -- All maintenance, for any scheduler; the loop does the same.  Returns how
--- much there was to do.  Two at once do no harm.
+-- much there was to do.  Two at once do no harm.  A rotation keeps a dozen locks
+-- until the transaction ends; those the server has no room for are for the next
+-- call.
 create or replace function pgque.maint() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_room   bigint := greatest(pgque._lock_room() / 16, 1);
+  v_count  int := 0;
+  v_op     record;
+  v_done   int;
 begin
   perform pgque._need_read_committed('maintenance');
-  return (select sum(pgque._maint_operation(o.func_name, o.func_arg)) from pgque.maint_operations() o);
+  for v_op in select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates from pgque.maint_operations() o loop
+    continue when v_op.rotates and v_room = 0;
+    v_done := pgque._maint_operation(v_op.func_name, v_op.func_arg);
+    v_count := v_count + v_done;
+    v_room := v_room - case when v_op.rotates then v_done else 0 end;
+  end loop;
+  return v_count;
 end
 $$;

@@ -80,7 +80,10 @@ begin
       queue_max_retries := v_queue.queue_max_retries;
       queue_uid := v_queue.queue_uid;
       return next;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -139,7 +142,10 @@ begin
       role := v_sub.sub_role;
       skipped_events := v_pos.pos_skipped;
       return next;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
@@ -450,7 +456,10 @@ begin
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
       return query select f.* from pgque._queue_metrics(v_queue) f;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -569,7 +578,10 @@ begin
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     begin
       return query select h.* from pgque._queue_health(v_queue) h;
+      perform pgque._let_go();
     exception
+      when sqlstate 'PQ099' then
+        null;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;

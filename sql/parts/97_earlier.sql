@@ -1,10 +1,10 @@
 -- ---------------------------------------------------------------------------
--- earlier: what calls of the last version ask that an upgrade overtakes
+-- earlier: what calls of an earlier version ask that an upgrade overtakes
 -- ---------------------------------------------------------------------------
 
 -- A call that runs while this file is installed goes on with its old body, the
--- loop until it ends.  What 0.2.0 had and this version does not stays here for
--- one version.
+-- loop until it ends.  What 0.2.0 had and this version does not stays here as
+-- long as an upgrade may start from it; 0.3.0 had nothing else.
 
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$

@@ -1,19 +1,17 @@
 """The package of the version before this one against our SQL, and ours against the SQL of that version.
 
-previous/pgque-0.2.0.tar.xz is the package as it was released, without its SQL, its demo and its Spark connector:
-git archive 932d967^:python/src pgque.
+previous/pgque-0.3.0.zip is the package as it was released, without its SQL, its demo and its Spark connector:
+git archive 7c0d176:python/src pgque.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-import lzma
 import os
 import subprocess
 import sys
-import tarfile
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,16 +25,16 @@ from sql.helpers import Connection, column, value
 from sql.test_install import install_earlier
 from support import servers
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 
 
 @pytest.fixture(scope="session")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the package of the version before this one."""
     folder = tmp_path_factory.mktemp("previous")
-    packed = Path(__file__).parent / "previous" / f"pgque-{VERSION}.tar.xz"
-    with tarfile.open(fileobj=io.BytesIO(lzma.decompress(packed.read_bytes()))) as archive:
-        archive.extractall(folder, filter="data")
+    packed = Path(__file__).parent / "previous" / f"pgque-{VERSION}.zip"
+    with zipfile.ZipFile(packed) as archive:
+        archive.extractall(folder)
     return folder
 
 

@@ -116,6 +116,41 @@ def test_a_drop_lets_readers_of_the_queue_finish_in_whatever_order_they_read(
         dropper.connection.rollback()  # type: ignore[attr-defined]
 
 
+def test_the_tables_of_a_dropped_queue_go_though_other_queues_are_in_use(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    for name in ("gone", "q"):
+        value(own, "select pgque.create_queue(%s)", name)
+    subscribe(own, "q")
+    send(own, "q")
+    tick(own, "q")
+    queue = value(own, "select q.queue_id from pgque.queue q where q.queue_name = 'gone'")
+    consumer = connect(own_dsn, autocommit=False)
+    receive(consumer, "q")
+    assert value(own, "select pgque.drop_queue('gone')") == 1
+    assert value(own, f"select to_regclass('pgque.event_{queue}_0')") is None
+    assert value(own, f"select to_regclass('pgque.tick_{queue}_2')") is None
+    consumer.commit()
+
+
+def test_what_depends_on_a_table_of_a_dropped_queue_keeps_only_that(own: Connection) -> None:
+    for name in ("gone", "other"):
+        value(own, "select pgque.create_queue(%s)", name)
+    gone, other = [r[0] for r in rows(own, "select q.queue_id from pgque.queue q order by q.queue_name")]
+    own.execute(f"create view public.v as select e.ev_id from pgque.event_{gone}_1 e")
+    said: list[str] = []
+    own.add_notice_handler(lambda notice: said.append(notice.message_primary or ""))
+    assert value(own, "select pgque.drop_queue('gone')") == 1
+    assert said == [f"pgque: tables of a dropped queue stay: view public.v depends on table event_{gone}_1"]
+    assert value(own, "select pgque.drop_queue('other')") == 1
+    assert value(own, f"select to_regclass('pgque.event_{other}_1')") is None
+    assert value(own, "select pgque.maint()") == 0
+    assert len(said) == 3
+    own.execute("drop view public.v")
+    assert value(own, "select pgque.maint()") == 1
+    assert value(own, f"select to_regclass('pgque.event_{gone}_1')") is None
+
+
 def test_a_drop_waits_no_longer_than_lock_timeout_and_leaves_it_as_it_was(
     own: Connection, own_dsn: str, connect: Callable[..., Connection]
 ) -> None:
