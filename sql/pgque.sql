@@ -163,6 +163,43 @@ begin
 end
 $$;
 
+-- Executes what takes locks that others take in other orders.  It waits a moment
+-- for one, lets go of all, and begins anew, with more patience each time: in the
+-- end the server sees what is a deadlock.  The caller's lock_timeout is the limit
+-- of it all.
+create or replace function pgque._insist(p_statement text) returns void
+language plpgsql as $$
+declare
+  v_wait      text := pg_catalog.current_setting('lock_timeout');
+  v_limit     interval := nullif(v_wait::interval, '0');
+  v_deadline  timestamptz := pg_catalog.clock_timestamp() + v_limit;
+  v_patience  interval := least('50 milliseconds', v_limit);
+  v_gone      int := 0;
+begin
+  loop
+    begin
+      perform pg_catalog.set_config('lock_timeout', pg_catalog.ceil(extract(epoch from v_patience) * 1000) || 'ms', true);
+      execute p_statement;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      return;
+    exception
+      when lock_not_available then
+        if pg_catalog.clock_timestamp() > v_deadline then
+          raise;
+        end if;
+      when undefined_table then
+        -- Somebody else dropped one since it was found.
+        v_gone := v_gone + 1;
+        if v_gone > 6 then
+          raise;
+        end if;
+    end;
+    perform pg_catalog.pg_sleep(0.01 + 0.03 * pg_catalog.random());
+    v_patience := least(2 * v_patience, '1 minute');
+  end loop;
+end
+$$;
+
 -- How many locks one transaction may have that serves all queues; the rest of
 -- what the server has room for is for others.
 create or replace function pgque._lock_room() returns bigint
@@ -1376,49 +1413,22 @@ $$;
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
 -- Its leaves are emptied at once; they are detached and dropped when that can
 -- be done without making any other queue wait, here or by maint().
---
--- It takes locks that others of the queue take in other orders.  So it waits a
--- moment for one, lets go of all, and begins anew, with more patience each time:
--- in the end the server sees what is a deadlock.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue     pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
-  v_wait      text := current_setting('lock_timeout');
-  v_limit     interval := nullif(v_wait::interval, '0');
-  v_deadline  timestamptz := clock_timestamp() + v_limit;
-  v_patience  interval := least('50 milliseconds', v_limit);
-  v_gone      int := 0;
+  v_queue  pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
 begin
   if drop_queue.force is not true then
     perform pgque._need_unused(v_queue);
   end if;
-  loop
-    begin
-      perform set_config('lock_timeout', ceil(extract(epoch from v_patience) * 1000) || 'ms', true);
-      perform pgque._drop_queue(v_queue.queue_id, v_queue.queue_name, drop_queue.force);
-      perform set_config('lock_timeout', v_wait, true);
-      return 1;
-    exception
-      when lock_not_available then
-        if clock_timestamp() > v_deadline then
-          raise;
-        end if;
-      when undefined_table then
-        -- Somebody else dropped one since it was found.
-        v_gone := v_gone + 1;
-        if v_gone > 6 then
-          raise;
-        end if;
-      when foreign_key_violation then
-        raise exception using
-          errcode = 'serialization_failure',
-          message = format('queue %I changed since this transaction began', v_queue.queue_name),
-          hint = 'Retry the transaction.';
-    end;
-    perform pg_sleep(0.01 + 0.03 * random());
-    v_patience := least(2 * v_patience, '1 minute');
-  end loop;
+  perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
+  return 1;
+exception
+  when foreign_key_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = format('queue %I changed since this transaction began', v_queue.queue_name),
+      hint = 'Retry the transaction.';
 end
 $$;
 
@@ -7952,10 +7962,9 @@ begin
       hint = 'Log in as the role that installed it.';
   end if;
   perform pgque.stop();
-  if exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then
-    drop extension pgque cascade;
-  end if;
-  drop schema if exists pgque cascade;
+  perform pgque._insist(
+    case when exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then 'drop extension pgque cascade; ' else '' end
+    || 'drop schema if exists pgque cascade');
 end
 $$;
 -- ---------------------------------------------------------------------------

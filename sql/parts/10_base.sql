@@ -122,6 +122,43 @@ begin
 end
 $$;
 
+-- Executes what takes locks that others take in other orders.  It waits a moment
+-- for one, lets go of all, and begins anew, with more patience each time: in the
+-- end the server sees what is a deadlock.  The caller's lock_timeout is the limit
+-- of it all.
+create or replace function pgque._insist(p_statement text) returns void
+language plpgsql as $$
+declare
+  v_wait      text := pg_catalog.current_setting('lock_timeout');
+  v_limit     interval := nullif(v_wait::interval, '0');
+  v_deadline  timestamptz := pg_catalog.clock_timestamp() + v_limit;
+  v_patience  interval := least('50 milliseconds', v_limit);
+  v_gone      int := 0;
+begin
+  loop
+    begin
+      perform pg_catalog.set_config('lock_timeout', pg_catalog.ceil(extract(epoch from v_patience) * 1000) || 'ms', true);
+      execute p_statement;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      return;
+    exception
+      when lock_not_available then
+        if pg_catalog.clock_timestamp() > v_deadline then
+          raise;
+        end if;
+      when undefined_table then
+        -- Somebody else dropped one since it was found.
+        v_gone := v_gone + 1;
+        if v_gone > 6 then
+          raise;
+        end if;
+    end;
+    perform pg_catalog.pg_sleep(0.01 + 0.03 * pg_catalog.random());
+    v_patience := least(2 * v_patience, '1 minute');
+  end loop;
+end
+$$;
+
 -- How many locks one transaction may have that serves all queues; the rest of
 -- what the server has room for is for others.
 create or replace function pgque._lock_room() returns bigint

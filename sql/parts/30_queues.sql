@@ -517,49 +517,22 @@ $$;
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
 -- Its leaves are emptied at once; they are detached and dropped when that can
 -- be done without making any other queue wait, here or by maint().
---
--- It takes locks that others of the queue take in other orders.  So it waits a
--- moment for one, lets go of all, and begins anew, with more patience each time:
--- in the end the server sees what is a deadlock.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue     pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
-  v_wait      text := current_setting('lock_timeout');
-  v_limit     interval := nullif(v_wait::interval, '0');
-  v_deadline  timestamptz := clock_timestamp() + v_limit;
-  v_patience  interval := least('50 milliseconds', v_limit);
-  v_gone      int := 0;
+  v_queue  pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
 begin
   if drop_queue.force is not true then
     perform pgque._need_unused(v_queue);
   end if;
-  loop
-    begin
-      perform set_config('lock_timeout', ceil(extract(epoch from v_patience) * 1000) || 'ms', true);
-      perform pgque._drop_queue(v_queue.queue_id, v_queue.queue_name, drop_queue.force);
-      perform set_config('lock_timeout', v_wait, true);
-      return 1;
-    exception
-      when lock_not_available then
-        if clock_timestamp() > v_deadline then
-          raise;
-        end if;
-      when undefined_table then
-        -- Somebody else dropped one since it was found.
-        v_gone := v_gone + 1;
-        if v_gone > 6 then
-          raise;
-        end if;
-      when foreign_key_violation then
-        raise exception using
-          errcode = 'serialization_failure',
-          message = format('queue %I changed since this transaction began', v_queue.queue_name),
-          hint = 'Retry the transaction.';
-    end;
-    perform pg_sleep(0.01 + 0.03 * random());
-    v_patience := least(2 * v_patience, '1 minute');
-  end loop;
+  perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
+  return 1;
+exception
+  when foreign_key_violation then
+    raise exception using
+      errcode = 'serialization_failure',
+      message = format('queue %I changed since this transaction began', v_queue.queue_name),
+      hint = 'Retry the transaction.';
 end
 $$;
 

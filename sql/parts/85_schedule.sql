@@ -327,9 +327,8 @@ begin
       hint = 'Log in as the role that installed it.';
   end if;
   perform pgque.stop();
-  if exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then
-    drop extension pgque cascade;
-  end if;
-  drop schema if exists pgque cascade;
+  perform pgque._insist(
+    case when exists (select from pg_catalog.pg_extension e where e.extname = 'pgque') then 'drop extension pgque cascade; ' else '' end
+    || 'drop schema if exists pgque cascade');
 end
 $$;

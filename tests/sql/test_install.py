@@ -303,6 +303,30 @@ def test_uninstalling_leaves_nothing_but_the_roles(own: Connection, own_dsn: str
     assert value(own, "select pgque.create_queue('q')") == 1
 
 
+@pytest.mark.parametrize(("first", "then"), [("queue", "event"), ("event", "queue"), ("tick", "config")])
+def test_uninstalling_lets_a_transaction_that_uses_pgque_end_first(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    first: str,
+    then: str,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    user = connect(own_dsn, autocommit=False)
+    user.execute("set local deadlock_timeout = '1min'")
+    rows(user, f"select from pgque.{first}")
+    uninstall = background(lambda c: value(c, "select pgque.uninstall()"), connect(own_dsn, autocommit=False))
+    wait_for_lock(uninstall.pid)
+    rows(user, f"select from pgque.{then}")
+    user.commit()
+    uninstall.result()
+    assert value(uninstall.connection, "show lock_timeout") == "0"
+    uninstall.connection.commit()
+    assert value(own, "select to_regnamespace('pgque')") is None
+
+
 def test_only_the_owner_uninstalls(own: Connection, roles: Any, own_dsn: str) -> None:
     admin = roles("admin", dbname=psycopg.conninfo.conninfo_to_dict(own_dsn)["dbname"])
     with psycopg.connect(admin.dsn, autocommit=True) as connection:
