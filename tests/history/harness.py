@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -141,6 +142,10 @@ def run(
     finally:
         h.producing.clear()
         h.running.clear()
+        if not h.over.is_set():  # this run failed: nobody of it may disturb the next one
+            with suppress(psycopg.OperationalError):
+                end_all(h, threads)
+            h.close()
         if proxy is not None:
             proxy.stop()
     return h
@@ -164,17 +169,23 @@ def await_end(h: History, threads: dict[str, threading.Thread]) -> None:
     hang = [name for name, thread in threads.items() if thread.is_alive()]
     if hang:
         try:
-            conn = psycopg.connect(h.dsn, autocommit=True, application_name="judge")
+            h.faults.append(f"hangs: {hang}{end_all(h, threads)}")
         except psycopg.OperationalError as error:
             raise AssertionError(
                 "\n".join([f"hang: {hang}, and there is no server: {error}", *h.faults])
             ) from error
-        with conn:
-            h.faults.append(f"hangs: {hang}{activity(conn)}")
-            everybody = "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
-            rows(conn, f"select pg_terminate_backend(pid) {everybody}")
-        for thread in threads.values():
-            thread.join(5)
+
+
+def end_all(h: History, threads: dict[str, threading.Thread]) -> str:
+    """End everybody in the server, wait for the threads, and tell what everybody did."""
+    with psycopg.connect(h.dsn, autocommit=True, application_name="judge") as conn:
+        doing = activity(conn)
+        everybody = "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+        rows(conn, f"select pg_terminate_backend(pid) {everybody}")
+    deadline = time.monotonic() + 10
+    for thread in threads.values():
+        thread.join(max(0, deadline - time.monotonic()))
+    return doing
 
 
 def conclude(h: History, conn: psycopg.Connection[Any], threads: dict[str, threading.Thread]) -> None:
@@ -197,8 +208,7 @@ def conclude(h: History, conn: psycopg.Connection[Any], threads: dict[str, threa
     h.stats["seconds to drain"] = round(time.monotonic() - began)
     h.running.clear()
     await_end(h, threads)
-    for session in h.sessions:
-        session.crash()
+    h.close()
     began = time.monotonic()
     h.faults += judge.verdicts()
     # Producers lock what they like in one transaction, and VACUUM FULL locks tables; nobody else may meet a deadlock.

@@ -176,6 +176,13 @@ class History:
     trail: list[str] = field(default_factory=list)  # see history.audit
     stats: Counter[str] = field(default_factory=Counter)
     sessions: list[Session] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        """End all sessions; no other one comes up."""
+        self.over.set()
+        for session in self.sessions:
+            session.crash()
 
     def fault(self, text: str) -> None:
         with self.lock:
@@ -271,6 +278,9 @@ class Session:
             except psycopg.OperationalError:
                 time.sleep(0.05)
                 raise
+            if h.over.is_set():
+                self._conn.close()
+                raise psycopg.OperationalError("the run is over")
         elif self._conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             self._conn.execute("rollback")
         self.relax(False)
