@@ -3002,7 +3002,7 @@ declare
 begin
   for n in 0..2 loop
     v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
-    if pg_catalog.pg_relation_size(v_leaf::regclass) > 0 and (p_tids is null or p_tids[n + 1] is not null) then
+    if p_tids[n + 1] is not null or p_tids is null and pg_catalog.pg_relation_size(v_leaf::regclass) > 0 then
       v_sql := pg_catalog.concat_ws(' union all ', v_sql,
         pg_catalog.concat('select * from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition));
     end if;
@@ -3021,7 +3021,7 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 100 events
+-- Reads a window once, in the order of ids, and notes for every 25 events
 -- (not counting retries, which belong to one subscriber each) between which ids
 -- they are and, for each table, between which row addresses.
 -- A slice is then a TID range scan.  A window's rows are fixed and do not
@@ -3040,7 +3040,7 @@ begin
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
       pgque._filenodes($1), pg_catalog.pg_current_xact_id()
     from (
-      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 100 as chunk
+      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 25 as chunk
       from (
         select e.ev_id, e.ev_owner, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
         union all
@@ -3271,18 +3271,29 @@ begin
 end
 $$;
 
--- Locks a subscriber against its own other calls and returns its position; an
--- old snapshot that does not know of a change since fails with 40001.
-create or replace function pgque._lock_position(p_sub int) returns pgque.position_0
+-- Locks a subscriber against its own other calls and returns its role; an old
+-- snapshot that does not know of a change since fails with 40001.
+create or replace function pgque._lock_subscriber(p_sub int) returns text
 language plpgsql as $$
+declare
+  v_role  text;
 begin
-  perform from pgque.subscriber s where s.sub_id = p_sub for no key update;
+  select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
   if not found then
     raise exception using
       errcode = 'PQ011',
       message = 'not subscriber to queue any more',
       hint = 'It was unsubscribed while this call waited.';
   end if;
+  return v_role;
+end
+$$;
+
+-- The same, and returns its position.
+create or replace function pgque._lock_position(p_sub int) returns pgque.position_0
+language plpgsql as $$
+begin
+  perform pgque._lock_subscriber(p_sub);
   return pgque._position(p_sub);
 end
 $$;
@@ -3657,7 +3668,7 @@ begin
       hint = 'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.';
   elsif receive.worker is not null then
     v_member := pgque._worker(v_sub, receive.worker);
-  else
+  elsif v_sub.sub_role <> 'normal' then
     perform pgque._need_alone(v_sub, receive.queue_name, receive.consumer_name);
   end if;
   -- An idle poll takes no lock, writes nothing and needs no transaction id.
@@ -3669,18 +3680,22 @@ begin
     return;
   end if;
 
-  v_cursor := pgque._lock_position(v_sub.sub_id);
-  if v_sub.sub_role <> (select s.sub_role from pgque.subscriber s where s.sub_id = v_sub.sub_id) then
+  if pgque._lock_subscriber(v_sub.sub_id) <> v_sub.sub_role then
     -- Workers share it since this call began.
     return query select * from pgque.receive($1, $2, $3, $4, $5);
     return;
+  elsif v_member is not null then
+    perform pgque._lock_subscriber(v_member);
   end if;
+  -- The leaf for both, as long as they are locked and nothing is carried over.
+  v_leaf := pgque._journal_leaf();
+  v_cursor := pgque._position(v_sub.sub_id, v_leaf);
   if v_cursor.pos_seq <> v_ahead.pos_seq then
     v_ahead := v_cursor;
   end if;
   v_batch := v_ahead;
   if v_member is not null then
-    v_batch := pgque._lock_position(v_member);
+    v_batch := pgque._position(v_member, v_leaf);
   end if;
   v_open := v_batch.pos_batch is not null;
   if v_open then
@@ -3781,13 +3796,12 @@ begin
   end if;
   v_batch.pos_last_id := v_next_id - 1;
   v_batch.pos_done_count := v_batch.pos_done_count + v_count;
-  v_leaf := pgque._journal_leaf();
   if cardinality(v_skip) > 0 then
     perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, v_skip, null, v_leaf);
   end if;
   perform pgque._append_position(v_batch, v_leaf);
   if v_member is not null then
-    perform pgque._append_position(pgque._behind(v_cursor, v_batch));
+    perform pgque._append_position(pgque._behind(v_cursor, v_batch), v_leaf);
   end if;
 end
 $$;
@@ -3842,27 +3856,42 @@ begin
 end
 $$;
 
--- Whether a usable map of the window exists.
-create or replace function pgque._mapped(p_queue_id int, p_from bigint, p_to bigint, p_filenodes oid[]) returns boolean
+-- One condition on row addresses for each table, null where there is nothing to
+-- read, by the map of a position's window; null if it has no usable map.  p_max
+-- as in _batch_sql().
+--
+-- Every chunk but the last holds at least 25 events for everybody, so as many
+-- chunks as p_max needs and one more hold the batch and what comes after it.
+create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position_0, p_max bigint) returns text[]
 language plpgsql as $$
-begin
-  return exists (
-    select from pgque.window_map m
-    where m.map_queue = p_queue_id and m.map_from = p_from and m.map_to = p_to
-      and m.map_valid and m.map_filenodes = p_filenodes);
-end
-$$;
-
--- A chunk's row addresses as one condition a table; null where it has no row.
-create or replace function pgque._tid_conditions(p_chunk pgque.window_map) returns text[]
-language plpgsql immutable as $$
 declare
-  v_tids  text[];
+  v_filenodes  oid[] := pgque._filenodes(p_queue_id);
+  v_tids       text[] := array_fill(null::text, array[3]);
+  v_chunk      pgque.window_map;
 begin
+  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])], max(m.map_chunk)
+  into v_chunk.map_lo, v_chunk.map_hi, v_chunk.map_chunk
+  from (
+    -- Two consumers may have made the same map.
+    select distinct on (m.map_id_hi) m.map_lo, m.map_hi, m.map_chunk
+    from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+      and m.map_valid and m.map_filenodes = v_filenodes
+      and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
+      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+    order by m.map_id_hi
+    limit (p_max + 49) / 25
+  ) m;
+  if v_chunk.map_chunk is null and not exists (
+    select from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+      and m.map_valid and m.map_filenodes = v_filenodes)
+  then
+    return null;
+  end if;
   for n in 1..3 loop
-    v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', p_chunk.map_lo[n], p_chunk.map_hi[n]);
-    if p_chunk.map_lo[n] is null then
-      v_tids[n] := null;
+    if v_chunk.map_lo[n] is not null then
+      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_chunk.map_lo[n], v_chunk.map_hi[n]);
     end if;
   end loop;
   return v_tids;
@@ -3893,6 +3922,7 @@ declare
   v_role     text;
   v_archive  boolean;
   v_count    bigint;
+  v_leaf     int;
   v_batch    pgque.position_0;
 begin
   select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
@@ -3914,11 +3944,16 @@ begin
   elsif v_role = 'pool' then
     return pgque._close_lease(v_sub, p_batch);
   end if;
-  v_batch := case when v_sub is not null then pgque._lock_batch(p_batch) end;
-  if v_batch.pos_sub is null then
+  perform from pgque.subscriber s where s.sub_id = v_sub for no key update;
+  if not found then
     return 0;
   end if;
-  perform pgque._append_position(pgque._behind(v_batch, v_batch));
+  v_leaf := pgque._journal_leaf();
+  v_batch := pgque._position(v_sub, v_leaf);
+  if v_batch.pos_batch is distinct from p_batch then
+    return 0;
+  end if;
+  perform pgque._append_position(pgque._behind(v_batch, v_batch), v_leaf);
   return 1;
 end
 $$;
@@ -4022,16 +4057,11 @@ create or replace function pgque._batch_sql(
 ) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_xids       text := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
-  v_by_map     boolean;
-  v_mapped     boolean;
-  v_filenodes  oid[];
-  v_tids       text[];
-  v_chunk      pgque.window_map;
-  v_rows       text;
+  v_xids    text;
+  v_by_map  boolean;
+  v_tids    text[];
+  v_rows    text;
 begin
-  -- Every chunk but the last holds 100 events for everybody, so as many chunks
-  -- as p_max needs and one more hold the batch and what comes after it.
   if p_max is null then
     v_by_map := exists (
       select from pgque.window_map m
@@ -4043,29 +4073,17 @@ begin
   if v_by_map then
     -- From here on no table can be rewritten under its row addresses.
     execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
-    v_filenodes := pgque._filenodes(p_sub.sub_queue);
-    v_mapped := pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_filenodes);
-    if p_max is not null and not v_mapped then
+    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+  end if;
+  if v_tids is null then
+    v_xids := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
+    if v_by_map and p_max is not null then
       perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
-      v_mapped := pgque._mapped(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_filenodes);
+      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
     end if;
-    if v_mapped then
-      select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])]
-      into v_chunk.map_lo, v_chunk.map_hi
-      from (
-        -- Two consumers may have made the same map.
-        select distinct on (m.map_id_hi) m.map_lo, m.map_hi
-        from pgque.window_map m
-        where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-          and m.map_valid and m.map_filenodes = v_filenodes
-          and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
-          and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
-        order by m.map_id_hi
-        limit p_max / 100 + 2
-      ) m;
-      v_tids := pgque._tid_conditions(v_chunk);
-      v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
-    end if;
+  end if;
+  if v_tids is not null then
+    v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
   end if;
   v_rows := pgque._rows_sql(p_sub.sub_queue,
     pgque._slice_condition(v_xids || p_and, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id),

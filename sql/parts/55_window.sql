@@ -74,7 +74,7 @@ declare
 begin
   for n in 0..2 loop
     v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
-    if pg_catalog.pg_relation_size(v_leaf::regclass) > 0 and (p_tids is null or p_tids[n + 1] is not null) then
+    if p_tids[n + 1] is not null or p_tids is null and pg_catalog.pg_relation_size(v_leaf::regclass) > 0 then
       v_sql := pg_catalog.concat_ws(' union all ', v_sql,
         pg_catalog.concat('select * from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition));
     end if;
@@ -93,7 +93,7 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 100 events
+-- Reads a window once, in the order of ids, and notes for every 25 events
 -- (not counting retries, which belong to one subscriber each) between which ids
 -- they are and, for each table, between which row addresses.
 -- A slice is then a TID range scan.  A window's rows are fixed and do not
@@ -112,7 +112,7 @@ begin
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
       pgque._filenodes($1), pg_catalog.pg_current_xact_id()
     from (
-      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 100 as chunk
+      select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 25 as chunk
       from (
         select e.ev_id, e.ev_owner, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
         union all
