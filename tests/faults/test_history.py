@@ -105,7 +105,9 @@ def test_a_run_that_fails_leaves_nobody_behind(fresh_dsn: str, monkeypatch: pyte
         harness.run(fresh_dsn, _script(), 1, 1)
     assert set(threading.enumerate()) <= before
     with psycopg.connect(fresh_dsn) as conn:
-        others = "datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'"
+        others = (
+            "datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'"
+        )
         row = conn.execute(f"select count(*) from pg_stat_activity where {others}".encode()).fetchone()
     assert row == (0,)
 

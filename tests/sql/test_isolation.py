@@ -244,3 +244,68 @@ def test_an_old_snapshot_meets_a_position_that_was_written_while_the_journal_tur
     refused("40001", receive, old, "q")
     assert ack(own, batch[0].batch_id) == 1
     assert receive(own, "q") == []
+
+
+def _consumer(conn: Connection, worker: str | None) -> Callable[[Connection], Any]:
+    """Make a queue with three messages and a consumer of it, alone or with a worker; how it takes them."""
+    value(conn, "select pgque.create_queue('q')")
+    if worker is None:
+        subscribe(conn, "q")
+    else:
+        value(conn, "select pgque.register_subconsumer('q', 'c', %s)", worker)
+    send_many(conn, "q", 3)
+    tick(conn, "q")
+    return lambda c: receive(c, "q") if worker is None else receive_coop(c, "q", worker)
+
+
+@pytest.mark.parametrize("worker", [None, "w"])
+def test_a_batch_is_written_down_though_the_journal_turned_while_its_rows_were_waited_for(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    transaction: Callable[..., Connection],
+    worker: str | None,
+) -> None:
+    take = _consumer(own, worker)
+    blocker = transaction("read committed", own_dsn)
+    blocker.execute("lock table pgque.event_1_0 in access exclusive mode")
+    # It knows which leaf is written, and holds its locks ...
+    writer = background(take, connect(own_dsn))
+    wait_for_lock(writer.pid)
+    # ... while the journal turns, and what others have in the old leaf is brought over.
+    own.execute("update pgque.journal set journal_cur = 1 - journal_cur")
+    value(own, "select pgque.maint_tables()")
+    blocker.execute("rollback")
+    batch = writer.result()
+    assert [m.payload for m in batch] == [m.payload for m in take(own)]
+    for _ in range(3):
+        value(own, "select pgque.maint_tables()")
+    assert value(own, "select pgque._journal_size(1 - journal_cur) from pgque.journal") == 0
+    assert take(own) == batch
+    assert ack(own, batch[0].batch_id) == 1
+    assert take(own) == []
+
+
+@pytest.mark.parametrize("worker", [None, "w"])
+def test_a_batch_that_was_finished_while_the_journal_turned_does_not_come_again(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    transaction: Callable[..., Connection],
+    worker: str | None,
+) -> None:
+    take = _consumer(own, worker)
+    batch = take(own)
+    holder = transaction("read committed", own_dsn)
+    holder.execute("select from pgque.subscriber where sub_role <> 'coop_main' for no key update")
+    asking = background(take, connect(own_dsn))
+    wait_for_lock(asking.pid)
+    own.execute("update pgque.journal set journal_cur = 1 - journal_cur")
+    assert ack(holder, batch[0].batch_id) == 1
+    holder.execute("commit")
+    assert asking.result() == []
+    assert take(own) == []
