@@ -388,6 +388,7 @@ declare
   v_member   int;
   v_token    bigint;
   v_open     boolean;            -- an open batch comes again
+  v_acks     boolean := false;   -- ack_batch is its open batch
   v_max      bigint := receive.max_return;
   v_and      text := '';
   v_rows     text;
@@ -416,7 +417,12 @@ begin
     return;
   end if;
   if receive.ack_batch is not null then
-    perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
+    -- Its own batch is finished with the row that says what comes next.
+    v_acks := v_sub.sub_role = 'normal' and receive.ack_batch & 1048575 = v_sub.sub_id & 1048575
+      and not (select q.queue_archive_on_ack from pgque.queue q where q.queue_id = v_sub.sub_queue);
+    if v_acks is not true then
+      perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
+    end if;
   end if;
   if receive.visibility_timeout is not null then
     raise exception using
@@ -428,18 +434,20 @@ begin
   elsif v_sub.sub_role <> 'normal' then
     perform pgque._need_alone(v_sub, receive.queue_name, receive.consumer_name);
   end if;
-  -- An idle poll takes no lock, writes nothing and needs no transaction id.
-  v_ahead := pgque._position(v_sub.sub_id);
-  if v_ahead.pos_next_tick is null then
-    v_ahead := pgque._open_window(v_ahead, v_sub.sub_queue, v_max);
-  end if;
-  if v_ahead.pos_next_tick is null and (v_member is null or (pgque._position(v_member)).pos_batch is null) then
-    return;
+  if v_acks is not true then
+    -- An idle poll takes no lock, writes nothing and needs no transaction id.
+    v_ahead := pgque._position(v_sub.sub_id);
+    if v_ahead.pos_next_tick is null then
+      v_ahead := pgque._open_window(v_ahead, v_sub.sub_queue, v_max);
+    end if;
+    if v_ahead.pos_next_tick is null and (v_member is null or (pgque._position(v_member)).pos_batch is null) then
+      return;
+    end if;
   end if;
 
   if pgque._lock_subscriber(v_sub.sub_id) <> v_sub.sub_role then
     -- Workers share it since this call began.
-    return query select * from pgque.receive($1, $2, $3, $4, $5);
+    return query select * from pgque.receive($1, $2, $3, $4, $5, $6);
     return;
   elsif v_member is not null then
     perform pgque._lock_subscriber(v_member);
@@ -447,7 +455,11 @@ begin
   -- The leaf for both, as long as they are locked and nothing is carried over.
   v_leaf := pgque._journal_leaf();
   v_cursor := pgque._position(v_sub.sub_id, v_leaf);
-  if v_cursor.pos_seq <> v_ahead.pos_seq then
+  v_acks := v_acks and v_cursor.pos_batch is not distinct from receive.ack_batch;
+  if v_acks then
+    v_cursor := pgque._behind(v_cursor, v_cursor);
+  end if;
+  if v_cursor.pos_seq is distinct from v_ahead.pos_seq then
     v_ahead := v_cursor;
   end if;
   v_batch := v_ahead;
@@ -545,7 +557,7 @@ begin
     return;
   elsif v_count = 0 then
     -- Nothing but empty windows: remember that, so that they can be reclaimed.
-    if v_batch.pos_tick > v_cursor.pos_tick or v_batch.pos_done_id is distinct from v_cursor.pos_done_id then
+    if v_acks or v_batch.pos_tick > v_cursor.pos_tick or v_batch.pos_done_id is distinct from v_cursor.pos_done_id then
       v_batch.pos_batch := null;
       perform pgque._append_position(pgque._as_batch_of(v_cursor, v_batch));
     end if;
@@ -624,31 +636,35 @@ language plpgsql as $$
 declare
   v_filenodes  oid[] := pgque._filenodes(p_queue_id);
   v_tids       text[] := array_fill(null::text, array[3]);
-  v_chunk      pgque.window_map;
+  v_lo         tid[];
+  v_hi         tid[];
+  v_mapped     boolean;
 begin
-  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])], max(m.map_chunk)
-  into v_chunk.map_lo, v_chunk.map_hi, v_chunk.map_chunk
+  -- One statement: a map that another consumer makes meanwhile is there for
+  -- both questions or for none.
+  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
+    count(*) > 0 or exists (
+      select from pgque.window_map m
+      where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+        and m.map_valid and m.map_filenodes = v_filenodes)
+  into v_lo, v_hi, v_mapped
   from (
     -- Two consumers may have made the same map.
-    select distinct on (m.map_id_hi) m.map_lo, m.map_hi, m.map_chunk
+    select distinct on (m.map_id_hi) m.map_lo, m.map_hi
     from pgque.window_map m
     where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
       and m.map_valid and m.map_filenodes = v_filenodes
       and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
       and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
     order by m.map_id_hi
-    limit (p_max + 49) / 25
+    limit p_max / 25 + 2
   ) m;
-  if v_chunk.map_chunk is null and not exists (
-    select from pgque.window_map m
-    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-      and m.map_valid and m.map_filenodes = v_filenodes)
-  then
+  if not v_mapped then
     return null;
   end if;
   for n in 1..3 loop
-    if v_chunk.map_lo[n] is not null then
-      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_chunk.map_lo[n], v_chunk.map_hi[n]);
+    if v_lo[n] is not null then
+      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_lo[n], v_hi[n]);
     end if;
   end loop;
   return v_tids;

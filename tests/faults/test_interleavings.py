@@ -334,6 +334,33 @@ def an_ack_and_a_receive_of_a_consumer_agree_on_what_is_next(
     once(done + drain(arena.conn, state.queue), state.sent)
 
 
+def next_batch(c: Connection, state: State) -> list[Message]:
+    return receive(c, state.queue, count=2, ack_batch=state.token)
+
+
+@pair(opened, next_batch, lambda c, s: receive(c, s.queue, count=2), old="ab")
+def a_receive_with_an_ack_and_one_without_agree_on_what_is_next(
+    arena: Arena, state: State, a: Side, b: Side
+) -> None:
+    if a.committed:
+        assert ids(a.result) == state.sent[2:]
+        assert receive(arena.conn, state.queue, count=2) == a.result
+    if kept(b) and b.result[0].batch_id != state.token:
+        assert b.result == a.result
+    assert ack(arena.conn, state.token) == int(not a.committed)
+    once(state.sent[:2] + drain(arena.conn, state.queue), state.sent)
+
+
+@pair(opened, next_batch, old="ab")
+def two_receives_with_an_ack_of_one_batch_get_the_same_next_one(
+    arena: Arena, state: State, a: Side, b: Side
+) -> None:
+    if a.committed and b.committed:
+        assert a.result == b.result
+    assert ack(arena.conn, state.token) == int(not a.committed and not b.committed)
+    once(state.sent[:2] + drain(arena.conn, state.queue), state.sent)
+
+
 def take_2(worker: str, count: int = 2) -> Act:
     return lambda c, s: take(c, s.queue, worker, count, "1 hour")
 
@@ -622,6 +649,20 @@ def a_nack_and_an_ack_of_a_consumer_lose_nothing(arena: Arena, state: State, a: 
         assert ids(receive(arena.conn, state.queue)) == state.sent[1:2]
     done = state.sent[:2] if b.says else []
     back = first if a.says and b.says else []
+    once(done + arena.rest_alone(state.queue), state.sent + back)
+
+
+@pair(opened, nack_first, next_batch, old="ab")
+def a_nack_and_a_receive_with_an_ack_of_a_consumer_lose_nothing(
+    arena: Arena, state: State, a: Side, b: Side
+) -> None:
+    first = state.sent[:1]
+    if a.committed and not a.result:
+        assert b.committed
+    if not b.committed and a.says:
+        assert ids(receive(arena.conn, state.queue)) == state.sent[1:2]
+    done = state.sent[:2] if b.committed else []
+    back = first if a.says and b.committed else []
     once(done + arena.rest_alone(state.queue), state.sent + back)
 
 
@@ -1188,6 +1229,16 @@ def _journal_pairs() -> None:
             turned(arena)
             assert a.says in (None, 1)
             assert ack(arena.conn, state.token) == int(not a.committed)
+            once(drain(arena.conn, state.queue), state.sent[2:])
+
+        @pair(when(opened), next_batch, turn, old="a", brief=True)
+        def a_receive_with_an_ack_while_the_journal_turns(
+            arena: Arena, state: State, a: Side, b: Side
+        ) -> None:
+            turned(arena)
+            assert ack(arena.conn, state.token) == int(not a.committed)
+            if a.committed:
+                assert receive(arena.conn, state.queue, count=2) == a.result
             once(drain(arena.conn, state.queue), state.sent[2:])
 
         @pair(when(ready_pool), take_2("w"), turn, brief=True)

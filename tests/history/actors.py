@@ -140,13 +140,15 @@ def produce(h: History, rng: random.Random, name: str, queue: str) -> None:
 # --- those who receive whole batches --------------------------------------------------------------
 
 RECEIVE = f"{COLUMNS} from pgque.receive(%s, %s, %s)"
+RECEIVE_AND_ACK = f"{COLUMNS} from pgque.receive(%s, %s, %s, ack_batch => %s)"
 RECEIVE_COOP = f"{COLUMNS} from pgque.receive_coop(%s, %s, %s, %s, '300 ms')"
 
 
 def consume_plain(h: History, rng: random.Random, name: str, queue: str, pace: float) -> None:
-    """Autocommit: receive, sometimes crash, ack."""
+    """Autocommit: receive, sometimes crash, ack, alone or with the next receive."""
     session = Session(h, name, rng)
     known: set[int] = set()
+    last: list[Delivery] = []  # to be acked with the next receive
     unsure = False  # whether a receive whose answer is lost may have opened the batch
     while h.running.is_set():
         with h.survive(name):
@@ -155,8 +157,9 @@ def consume_plain(h: History, rng: random.Random, name: str, queue: str, pace: f
                 session.run("select pgque.subscribe(%s, %s, 'latest')", queue, name)
                 h.since[name] = time.monotonic()
             sure, unsure = not unsure, True
-            batch = session.receive(name, f"receive({name})", RECEIVE, queue, name, amount(h, rng))
-            unsure = False
+            args = (queue, name, amount(h, rng), last[0].batch if last else None)
+            batch = session.receive(name, f"receive({name})", RECEIVE_AND_ACK, *args, finish=last)
+            unsure, last = False, []
             if not batch:
                 time.sleep(0.02)
                 continue
@@ -168,6 +171,9 @@ def consume_plain(h: History, rng: random.Random, name: str, queue: str, pace: f
                     session.crash()
                     continue
                 time.sleep(rng.random() * pace)
+            if rng.random() < 0.5:
+                last = batch
+                continue
             try:
                 session.say_all(name, "ack", batch)
                 h.finished(name, batch)
@@ -249,27 +255,17 @@ class Worker:
         rng, session = self.rng, self.session
         lease = rng.choice([0.3, 0.5, 1.0])
         count = rng.choice([1, 3, 10, 50] if self.h.producing.is_set() else [10, 100])
-        token, asked = None, []
+        token = self.last[0].batch if self.last else None
         what = f"receive({self.consumer}, {count}, {lease} s)"
-        if self.last:
-            # What becomes of it is known only if all goes well; then it is certain while the lease lives.
-            token = self.last[0].batch
-            asked = session.said(self.consumer, "ack", self.last, True)
-            what += f" with ack of {token}"
         relaxed = rng.random() < 0.5 and session.tx is None
         session.relax(relaxed)
         args = (self.queue, self.consumer, count, session.name, lease, token)
+        named = {"owner": session.name, "finish": self.last, "lease": lease, "relaxed": relaxed}
         try:
-            batch = session.receive(
-                self.consumer, what, TAKE, *args, owner=session.name, lease=lease, relaxed=relaxed
-            )
+            batch = session.receive(self.consumer, what, TAKE, *args, **named)
         finally:
             session.relax(False)
-        if asked:
-            asked[0].call.tx.close("unknown" if relaxed else "committed")
-            asked[0].call.end = time.monotonic()
-            self.h.finished(self.consumer, self.last)
-            self.last = []
+        self.last = []
         return batch
 
     def loop(self) -> None:

@@ -398,12 +398,32 @@ class Session:
             self._conn.close()
 
     def receive(
-        self, consumer: str, what: str, query: str, *values: Any, owner: str | None = None, **extra: Any
+        self,
+        consumer: str,
+        what: str,
+        query: str,
+        *values: Any,
+        owner: str | None = None,
+        finish: Sequence[Delivery] = (),
+        relaxed: bool = False,
+        **extra: Any,
     ) -> list[Delivery]:
-        """Make a receive and record what it handed out."""
+        """Make a receive, which finishes a batch too, and record what it handed out.
+
+        What becomes of the finished batch is known only if all goes well; then it is certain while the lease lives.
+        """
+        asked = None
+        if finish:
+            asked = self.said(consumer, "ack", finish, True)[0].call
+            what += f" with ack of {finish[0].batch}"
         call = self.note(what)
         found = self.make(call, query, *values)
-        batch = [Delivery(call, consumer, owner or consumer, *_columns(row), **extra) for row in found]
+        if asked:
+            asked.tx.close("unknown" if relaxed else "committed")
+            asked.end = call.end
+            self.history.finished(consumer, finish)
+        of = owner or consumer
+        batch = [Delivery(call, consumer, of, *_columns(row), relaxed=relaxed, **extra) for row in found]
         with self.history.lock:
             self.history.deliveries[consumer] += batch
             self.history.stats["batches"] += bool(batch)

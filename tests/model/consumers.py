@@ -497,13 +497,20 @@ class Consumers(RuleBasedStateMachine):
             self.m.drop(consumer)
             position.move(tick)
 
-    def _receive(self, conn: Connection, consumer: str, count: int) -> int | None:
-        """Receive, compare with the model, and return the id of the batch."""
+    def _receive(
+        self, conn: Connection, consumer: str, count: int, finish: int | None = None
+    ) -> int | None:
+        """Receive, finishing a batch in the same call, compare with the model, and return the id of the batch."""
+        holder = None if finish is None else self._holder(finish)
+        if holder is not None:
+            self.bench.seen["acks with a receive"] += 1
+            self.m.close(holder)
         before = self.m.positions[consumer].token
         expected = self.m.receive(consumer, count)
         position = self.m.positions[consumer]
         self.bench.seen["batches again"] += before is not None and before == position.token
-        got = messages(rows(conn, "select * from pgque.receive(%s, %s, %s)", self.queue, consumer, count))
+        call = "select * from pgque.receive(%s, %s, %s, ack_batch => %s)"
+        got = messages(rows(conn, call, self.queue, consumer, count, finish))
         tokens = {m.batch_id for m in got}
         assert len(tokens) == (1 if expected else 0), (
             f"{len(tokens)} batches, {len(expected)} messages expected"
@@ -611,6 +618,13 @@ class Consumers(RuleBasedStateMachine):
         self._ack(self.conn, token)
         if next_one and holder is not None:
             self._receive(self.conn, holder, count)
+
+    @rule(consumer=consumers, pick=picks, count=counts)
+    def ack_and_receive(self, consumer: str, pick: int, count: int) -> None:
+        """In one call: mostly the consumer's own batch, else one of another, or one that is not open any more."""
+        if consumer in self.m.positions:
+            own = self.m.positions[consumer].token
+            self._receive(self.conn, consumer, count, own if own is not None and pick % 3 else self._token(pick))
 
     @rule(
         pick=picks,

@@ -87,9 +87,12 @@ def forced_tick(conn: Connection, queue: str) -> int:
     return result
 
 
-def receive(conn: Connection, queue: str, consumer: str = "c", count: int = 100) -> list[Message]:
-    """Receive up to count messages."""
-    found = rows(conn, "select * from pgque.receive(%s, %s, %s)", queue, consumer, count)
+def receive(
+    conn: Connection, queue: str, consumer: str = "c", count: int = 100, ack_batch: int | None = None
+) -> list[Message]:
+    """Receive up to count messages, and finish a batch in the same call."""
+    call = "select * from pgque.receive(%s, %s, %s, ack_batch => %s)"
+    found = rows(conn, call, queue, consumer, count, ack_batch)
     return [Message(*row[: len(Message._fields)]) for row in found]
 
 

@@ -12,6 +12,7 @@ import pytest
 from sql.helpers import (
     Connection,
     ack,
+    configure,
     drain,
     forced_tick,
     leaf,
@@ -19,6 +20,7 @@ from sql.helpers import (
     payloads,
     receive,
     refused,
+    rotate,
     send,
     send_many,
     slices,
@@ -369,6 +371,27 @@ def test_receive_stops_at_a_dropped_connection_without_losing_its_batch(
     assert drain(conn, subscribed) == sent
 
 
+def test_a_receive_finishes_a_batch_also_if_nothing_comes_next(conn: Connection, subscribed: str) -> None:
+    sent = send_many(conn, subscribed, 3)
+    tick(conn, subscribed)
+    first = receive(conn, subscribed, count=2)
+    last = receive(conn, subscribed, count=2, ack_batch=first[0].batch_id)
+    assert [m.msg_id for m in [*first, *last]] == sent
+    assert receive(conn, subscribed, ack_batch=first[0].batch_id) == last
+    assert receive(conn, subscribed, ack_batch=last[0].batch_id) == []
+    assert ack(conn, last[0].batch_id) == 0
+    assert receive(conn, subscribed) == []
+
+
+def test_a_receive_that_finishes_a_batch_archives_it_where_acks_do(conn: Connection, subscribed: str) -> None:
+    configure(conn, subscribed, archive_on_ack="true")
+    sent = send_many(conn, subscribed, 3)
+    tick(conn, subscribed)
+    first = receive(conn, subscribed, count=2)
+    assert [m.msg_id for m in receive(conn, subscribed, ack_batch=first[0].batch_id)] == sent[2:]
+    assert value(conn, "select array_agg(msg_id order by msg_id) from pgque.archive_list(%s)", subscribed) == sent[:2]
+
+
 def test_two_consumers_that_map_one_window_at_once_both_get_all_of_it(
     conn: Connection, subscribed: str, transaction: Callable[..., Connection]
 ) -> None:
@@ -415,3 +438,27 @@ def test_retries_of_another_consumer_in_a_big_window_hide_nothing(conn: Connecti
     tick(conn, subscribed)
     assert drain(conn, subscribed, "c", 100) == sent
     assert len(drain(conn, subscribed, "d", 100)) == 9000
+
+
+@pytest.mark.parametrize("size", [1, 24, 25, 26, 50, 100])
+def test_retries_of_another_consumer_between_the_messages_of_a_window_hide_nothing(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], size: int
+) -> None:
+    subscribe(conn, subscribed, "d")
+    late = transaction()
+    sent: list[int] = []
+    for _ in range(30):
+        sent += send_many(late, subscribed, 25)
+        send_many(conn, subscribed, 5)
+    tick(conn, subscribed)
+    for name in ("c", "d"):
+        batch = receive(conn, subscribed, name, 10000)
+        if name == "d":
+            value(conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id)
+        ack(conn, batch[0].batch_id)
+    rotate(conn, subscribed)  # elsewhere than the messages, whose addresses would lead to all of them
+    value(conn, "select pgque.maint_retry_events()")
+    late.execute("commit")
+    tick(conn, subscribed)
+    assert drain(conn, subscribed, "c", size) == sent
+    assert len(drain(conn, subscribed, "d", size)) == len(sent) + 150
