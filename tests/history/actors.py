@@ -260,9 +260,17 @@ class Worker:
         relaxed = rng.random() < 0.5 and session.tx is None
         session.relax(relaxed)
         args = (self.queue, self.consumer, count, session.name, lease, token)
-        named = {"owner": session.name, "finish": self.last, "lease": lease, "relaxed": relaxed}
         try:
-            batch = session.receive(self.consumer, what, TAKE, *args, **named)
+            batch = session.receive(
+                self.consumer,
+                what,
+                TAKE,
+                *args,
+                owner=session.name,
+                finish=self.last,
+                lease=lease,
+                relaxed=relaxed,
+            )
         finally:
             session.relax(False)
         self.last = []

@@ -497,9 +497,7 @@ class Consumers(RuleBasedStateMachine):
             self.m.drop(consumer)
             position.move(tick)
 
-    def _receive(
-        self, conn: Connection, consumer: str, count: int, finish: int | None = None
-    ) -> int | None:
+    def _receive(self, conn: Connection, consumer: str, count: int, finish: int | None = None) -> int | None:
         """Receive, finishing a batch in the same call, compare with the model, and return the id of the batch."""
         holder = None if finish is None else self._holder(finish)
         if holder is not None:
@@ -624,7 +622,9 @@ class Consumers(RuleBasedStateMachine):
         """In one call: mostly the consumer's own batch, else one of another, or one that is not open any more."""
         if consumer in self.m.positions:
             own = self.m.positions[consumer].token
-            self._receive(self.conn, consumer, count, own if own is not None and pick % 3 else self._token(pick))
+            self._receive(
+                self.conn, consumer, count, own if own is not None and pick % 3 else self._token(pick)
+            )
 
     @rule(
         pick=picks,

@@ -389,7 +389,10 @@ def test_a_receive_that_finishes_a_batch_archives_it_where_acks_do(conn: Connect
     tick(conn, subscribed)
     first = receive(conn, subscribed, count=2)
     assert [m.msg_id for m in receive(conn, subscribed, ack_batch=first[0].batch_id)] == sent[2:]
-    assert value(conn, "select array_agg(msg_id order by msg_id) from pgque.archive_list(%s)", subscribed) == sent[:2]
+    assert (
+        value(conn, "select array_agg(msg_id order by msg_id) from pgque.archive_list(%s)", subscribed)
+        == sent[:2]
+    )
 
 
 def test_two_consumers_that_map_one_window_at_once_both_get_all_of_it(
