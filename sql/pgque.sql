@@ -3690,7 +3690,7 @@ begin
 
   if pgque._lock_subscriber(v_sub.sub_id) <> v_sub.sub_role then
     -- Workers share it since this call began.
-    return query select * from pgque.receive($1, $2, $3, $4, $5, $6);
+    return query select * from pgque.receive($1, $2, $3, $4, $5, case when v_acks then $6 end);
     return;
   elsif v_member is not null then
     perform pgque._lock_subscriber(v_member);
@@ -8748,7 +8748,8 @@ $$;
 
 -- A call that runs while this file is installed goes on with its old body, the
 -- loop until it ends.  What 0.2.0 had and this version does not stays here as
--- long as an upgrade may start from it; 0.3.0 had nothing else.
+-- long as an upgrade may start from it; what else 0.3.0 had is asked by calls that
+-- hold tables already, and for those an upgrade waits.
 
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$

@@ -447,7 +447,7 @@ begin
 
   if pgque._lock_subscriber(v_sub.sub_id) <> v_sub.sub_role then
     -- Workers share it since this call began.
-    return query select * from pgque.receive($1, $2, $3, $4, $5, $6);
+    return query select * from pgque.receive($1, $2, $3, $4, $5, case when v_acks then $6 end);
     return;
   elsif v_member is not null then
     perform pgque._lock_subscriber(v_member);

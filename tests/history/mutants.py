@@ -42,7 +42,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "never arrived",
         [
             ("select distinct on (m.map_id_hi) m.map_lo, m.map_hi", "select m.map_lo, m.map_hi"),
-            ("and m.map_valid and m.map_filenodes = v_filenodes", "and m.map_valid"),
+            ("and m.map_valid and m.map_filenodes = v_filenodes)", "and m.map_valid)"),
+            ("and m.map_valid and m.map_filenodes = v_filenodes\n", "and m.map_valid\n"),
         ],
     ),
     "the journal turns under an old snapshot": (

@@ -26,8 +26,8 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Consumers,
         [
             (
-                "  v_batch.pos_last_id := v_next_id - 1;\n  v_batch.pos_done_count := v_batch.pos_done_count + v_count;\n  v_leaf",
-                "  v_batch.pos_last_id := v_next_id;\n  v_batch.pos_done_count := v_batch.pos_done_count + v_count;\n  v_leaf",
+                "  v_batch.pos_last_id := v_next_id - 1;\n  v_batch.pos_done_count := v_batch.pos_done_count + v_count;\n  if cardinality",
+                "  v_batch.pos_last_id := v_next_id;\n  v_batch.pos_done_count := v_batch.pos_done_count + v_count;\n  if cardinality",
             )
         ],
     ),

@@ -91,8 +91,9 @@ def receive(
     conn: Connection, queue: str, consumer: str = "c", count: int = 100, ack_batch: int | None = None
 ) -> list[Message]:
     """Receive up to count messages, and finish a batch in the same call."""
-    call = "select * from pgque.receive(%s, %s, %s, ack_batch => %s)"
-    found = rows(conn, call, queue, consumer, count, ack_batch)
+    and_ack = "" if ack_batch is None else ", ack_batch => %s"  # 0.1.0 has no such argument
+    finish = [] if ack_batch is None else [ack_batch]
+    found = rows(conn, f"select * from pgque.receive(%s, %s, %s{and_ack})", queue, consumer, count, *finish)
     return [Message(*row[: len(Message._fields)]) for row in found]
 
 
