@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -55,6 +57,29 @@ def test_a_few_records_go_through_with_a_kill_on_the_way(tmp_path: Path) -> None
     drawing = ElementTree.parse(plot).getroot()  # noqa: S314
     bars = [rect for rect in drawing.iter("{http://www.w3.org/2000/svg}rect") if list(rect)]
     assert len(bars) >= 2
+
+
+@pytest.mark.timeout(420)
+def test_a_job_that_ends_by_itself_is_started_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pgque.demo.pipeline", "--server", "embedded", "--records", "300"]
+    with subprocess.Popen(
+        [*command, "--plot", str(tmp_path / "plot.svg")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        jobs: list[str] = []
+        while run.poll() is None and not jobs:
+            time.sleep(0.2)
+            find = ["pgrep", "-P", str(run.pid), "-f", "pgque.demo.pipeline.job"]
+            jobs = subprocess.run(find, capture_output=True, text=True, check=False).stdout.split()
+        for job in jobs:
+            os.killpg(int(job), signal.SIGKILL)  # and its JVM
+        output, _ = run.communicate(timeout=300)
+    assert jobs, output
+    assert run.returncode == 0, output
+    assert "the streaming job ended with -9; starting it again" in output
+    assert _answers(output) == ["yes"] * 3, output
 
 
 @pytest.mark.long

@@ -1,8 +1,8 @@
 """The data pipeline: real records through Spark and two queues, exactly once.
 
-load.py writes records with Spark's JDBC into queue `packages`; job.py, which may be killed, reads them as a
-stream, adds them up, and sends on what tally.py, a plain consumer, receives. At the end what came out is
-compared with what went in.
+load.py writes records with Spark's JDBC into queue `packages`; job.py, which may be killed or end and is
+then started again, as a supervisor would, reads them as a stream, adds them up, and sends on what tally.py, a plain
+consumer, receives. At the end what came out is compared with what went in.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .report import Run, report
 
 ROLE = "pgque_pipeline"
 STALLED = 180.0  # seconds without any progress until the pipeline gives up
+RESTARTS = 2  # how often a streaming job that ended by itself is started again
 
 TABLES = """
 create table pipeline.total (
@@ -171,6 +172,10 @@ class _Pipeline:
     def _job(self) -> Program:
         return self._start("job", str(self._folder / "checkpoints"), str(max(self._total // 13, 100)))
 
+    def _again(self, job: Program) -> Program:
+        self._programs.remove(job)
+        return self._job()
+
     def run(self, run: Run, kills: int) -> None:
         """Run everything until all records came through, or nothing moves any more."""
         try:
@@ -189,7 +194,7 @@ class _Pipeline:
     ) -> None:
         checkpoints = self._folder / "checkpoints"
         plan = [(n + random.uniform(-0.3, 0.3)) / (kills + 1) for n in range(1, kills + 1)]  # noqa: S311
-        counts, moved, next_line = _Counts(), time.monotonic(), 0.0
+        counts, moved, next_line, restarts = _Counts(), time.monotonic(), 0.0, 0
         while True:
             time.sleep(0.1)
             before, counts = counts, _counts(client)
@@ -200,8 +205,16 @@ class _Pipeline:
                     next_line = now + 2
                     self._show(counts)
             for program in (job, tally, load):
-                if program.code is not None and (program is not load or program.code != 0):
-                    raise PgqueError(f"{program.name} ended with {program.code}:\n{program.output()[-3000:]}")
+                if program.code is None or (program is load and program.code == 0):
+                    continue
+                if program is not job or restarts == RESTARTS:
+                    raise PgqueError(f"{program.name} ended with {program.code}:\n{program.told()}")
+                restarts += 1
+                self._console.print(
+                    f"the streaming job ended with {program.code}; starting it again. It wrote:", style="red"
+                )
+                self._console.print(program.told(), markup=False)
+                job, moved = self._again(job), now
             if plan and (done + counts.received) / 2 >= plan[0] * self._total:
                 plan.pop(0)
                 time.sleep(random.uniform(0, 0.5))  # noqa: S311
@@ -209,14 +222,12 @@ class _Pipeline:
                 run.kills.append(time.time())
                 run.in_flight.append(unfinished(checkpoints))
                 self._console.print("kill -9 of the streaming job; starting it again")
-                self._programs.remove(job)
-                job = self._job()
-                moved = time.monotonic()
+                job, moved = self._again(job), time.monotonic()
             elif done >= self._total and counts.received >= counts.added and not unfinished(checkpoints):
                 break
             elif now - moved > STALLED:
                 self._console.print(f"nothing moved for {STALLED:.0f} seconds; the job wrote:", style="red")
-                self._console.print(job.output()[-3000:], markup=False)
+                self._console.print(job.told(), markup=False)
                 break
         self._show(counts)
         job.kill()

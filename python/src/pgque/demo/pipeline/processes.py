@@ -107,6 +107,11 @@ class Program:
         """Return what it wrote so far, and those of its name before it."""
         return self._log.read_text(errors="replace")
 
+    def told(self) -> str:
+        """Return the end of what it wrote, without the frames of Java's stacks."""
+        lines = (line for line in self.output().splitlines() if not line.startswith(("\tat ", "\t... ")))
+        return "\n".join(list(lines)[-60:])
+
     def kill(self) -> None:
         """SIGKILL Python and the JVM at once; Spark's Python workers notice, and end."""
         with suppress(ProcessLookupError):
