@@ -1,8 +1,8 @@
 """The data pipeline: real records through Spark and two queues, exactly once.
 
-load.py writes records with Spark's JDBC into queue `packages`; job.py, which may be killed or end and is
-then started again, as a supervisor would, reads them as a stream, adds them up, and sends on what tally.py, a plain
-consumer, receives. At the end what came out is compared with what went in.
+load.py writes records with Spark's JDBC into queue `packages`; job.py reads them as a stream, adds them up,
+and sends on what tally.py, a plain consumer, receives. The job may be killed, or end: then it is started
+again, as a supervisor would. At the end what came out is compared with what went in.
 """
 
 from __future__ import annotations
