@@ -3662,8 +3662,8 @@ begin
   if receive.ack_batch is not null then
     -- Its own batch is finished with the row that says what comes next.
     v_acks := v_sub.sub_role = 'normal' and receive.ack_batch & 1048575 = v_sub.sub_id & 1048575
-      and not (select q.queue_archive_on_ack from pgque.queue q where q.queue_id = v_sub.sub_queue);
-    if v_acks is not true then
+      and not exists (select from pgque.queue q where q.queue_id = v_sub.sub_queue and q.queue_archive_on_ack);
+    if not v_acks then
       perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
     end if;
   end if;
@@ -3677,7 +3677,7 @@ begin
   elsif v_sub.sub_role <> 'normal' then
     perform pgque._need_alone(v_sub, receive.queue_name, receive.consumer_name);
   end if;
-  if v_acks is not true then
+  if not v_acks then
     -- An idle poll takes no lock, writes nothing and needs no transaction id.
     v_ahead := pgque._position(v_sub.sub_id);
     if v_ahead.pos_next_tick is null then
@@ -3938,7 +3938,6 @@ declare
   v_role     text;
   v_archive  boolean;
   v_count    bigint;
-  v_leaf     int;
   v_batch    pgque.position_0;
 begin
   select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
@@ -3960,16 +3959,11 @@ begin
   elsif v_role = 'pool' then
     return pgque._close_lease(v_sub, p_batch);
   end if;
-  perform from pgque.subscriber s where s.sub_id = v_sub for no key update;
-  if not found then
+  v_batch := case when v_sub is not null then pgque._lock_batch(p_batch) end;
+  if v_batch.pos_sub is null then
     return 0;
   end if;
-  v_leaf := pgque._journal_leaf();
-  v_batch := pgque._position(v_sub, v_leaf);
-  if v_batch.pos_batch is distinct from p_batch then
-    return 0;
-  end if;
-  perform pgque._append_position(pgque._behind(v_batch, v_batch), v_leaf);
+  perform pgque._append_position(pgque._behind(v_batch, v_batch));
   return 1;
 end
 $$;

@@ -427,15 +427,20 @@ def test_another_table_of_the_queue_may_be_emptied_in_the_middle_of_a_big_window
     assert got == sent
 
 
-def test_retries_of_another_consumer_in_a_big_window_hide_nothing(conn: Connection, subscribed: str) -> None:
-    subscribe(conn, subscribed, "d")
-    send_many(conn, subscribed, 3000)
-    tick(conn, subscribed)
+def done_by_c_and_failed_by_d(conn: Connection, queue: str) -> None:
+    """Tick, and have two consumers take what came."""
+    tick(conn, queue)
     for name in ("c", "d"):
-        batch = receive(conn, subscribed, name, 10000)
+        batch = receive(conn, queue, name, 10000)
         if name == "d":
             value(conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id)
         ack(conn, batch[0].batch_id)
+
+
+def test_retries_of_another_consumer_in_a_big_window_hide_nothing(conn: Connection, subscribed: str) -> None:
+    subscribe(conn, subscribed, "d")
+    send_many(conn, subscribed, 3000)
+    done_by_c_and_failed_by_d(conn, subscribed)
     value(conn, "select pgque.maint_retry_events()")
     sent = send_many(conn, subscribed, 6000)
     tick(conn, subscribed)
@@ -453,12 +458,7 @@ def test_retries_of_another_consumer_between_the_messages_of_a_window_hide_nothi
     for _ in range(30):
         sent += send_many(late, subscribed, 25)
         send_many(conn, subscribed, 5)
-    tick(conn, subscribed)
-    for name in ("c", "d"):
-        batch = receive(conn, subscribed, name, 10000)
-        if name == "d":
-            value(conn, "select pgque.batch_retry(%s, 0)", batch[0].batch_id)
-        ack(conn, batch[0].batch_id)
+    done_by_c_and_failed_by_d(conn, subscribed)
     rotate(conn, subscribed)  # elsewhere than the messages, whose addresses would lead to all of them
     value(conn, "select pgque.maint_retry_events()")
     late.execute("commit")
