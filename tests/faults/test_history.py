@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psycopg
@@ -22,7 +23,7 @@ import pytest
 from conftest import create_database, drop_database
 from history import faults, harness
 from history.mutants import MUTANTS, NARROW, broken
-from history.record import History
+from history.record import History, Session
 from pgque import embedded
 from support.servers import SQL_FILE, TestServer
 
@@ -110,6 +111,24 @@ def test_a_run_that_fails_leaves_nobody_behind(fresh_dsn: str, monkeypatch: pyte
         )
         row = conn.execute(f"select count(*) from pg_stat_activity where {others}".encode()).fetchone()
     assert row == (0,)
+
+
+def test_who_ends_behind_a_savepoint_keeps_nobody_waiting(
+    fresh_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rude(h: History, rng: random.Random, name: str) -> None:
+        session = Session(h, name, rng)
+        session.ready()
+        session.begin()
+        session.run("select from pgque.queue for share")
+        session.run("savepoint s")
+        with suppress(psycopg.errors.DivisionByZero):
+            session.run("select 1 / 0")
+
+    everybody = harness.crew
+    monkeypatch.setattr(harness, "crew", lambda narrow: [*everybody(narrow), (rude, "rude", ())])
+    h = harness.run(fresh_dsn, _script(), 1, 1)
+    assert not h.faults
 
 
 @pytest.mark.slow

@@ -123,6 +123,8 @@ def run(
                 call(h, rng, name, *args)
             except Exception as error:  # a bug of this test
                 h.fault(f"{name}: {type(error).__name__} {error}")
+            finally:
+                h.leave(name)
 
         threads[name] = threading.Thread(target=guarded, daemon=True)
         threads[name].start()
@@ -138,13 +140,15 @@ def run(
         # Producers and disturbers end; everything must arrive now, as long as there is progress.
         await_end(h, {name: threads[name] for call, name, _ in everybody if call not in LASTING})
         with psycopg.connect(dsn, autocommit=True, application_name="judge") as conn:
+            rows(conn, "select set_config('lock_timeout', '30s', false)")
             conclude(h, conn, threads)
     finally:
         h.producing.clear()
         h.running.clear()
-        if not h.over.is_set():  # this run failed: nobody of it may disturb the next one
+        if not h.over.is_set():  # this run failed: tell why, and nobody of it may disturb the next one
+            print("\n".join([f"PGQUE_SEED={seed} failed, before that:", *h.faults]))
             with suppress(psycopg.OperationalError):
-                end_all(h, threads)
+                print(f"who did what then:{end_all(h, threads)}")
             h.close()
         if proxy is not None:
             proxy.stop()

@@ -184,6 +184,12 @@ class History:
         for session in self.sessions:
             session.crash()
 
+    def leave(self, who: str) -> None:
+        """End the sessions of one; an error behind a savepoint leaves its transaction open, with its locks."""
+        for session in self.sessions:
+            if session.name == who:
+                session.crash()
+
     def fault(self, text: str) -> None:
         with self.lock:
             self.faults.append(text)
