@@ -118,7 +118,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.4.0'::text $$;
+language sql immutable as $$ select '0.4.1'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -6023,8 +6023,8 @@ begin
     end loop;
   end if;
 
-  if p_ids is null then
-    return query select n, true, null::text from pg_catalog.unnest(v_new) n;
+  if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
+    return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
   else
     return query
       select i.id, i.id = any (v_new) is true,

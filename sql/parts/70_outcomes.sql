@@ -169,8 +169,8 @@ begin
     end loop;
   end if;
 
-  if p_ids is null then
-    return query select n, true, null::text from pg_catalog.unnest(v_new) n;
+  if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
+    return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
   else
     return query
       select i.id, i.id = any (v_new) is true,

@@ -1,4 +1,4 @@
-"""The package of the version before this one against our SQL, and ours against the SQL of that version.
+"""The package of the minor version before this one against our SQL, and ours against the SQL of that version.
 
 previous/pgque-0.3.0.zip is the package as it was released, without its SQL, its demo and its Spark connector:
 git archive 7c0d176:python/src pgque.
@@ -30,7 +30,7 @@ VERSION = "0.3.0"
 
 @pytest.fixture(scope="session")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the package of the version before this one."""
+    """The folder with the package of the minor version before this one."""
     folder = tmp_path_factory.mktemp("previous")
     packed = Path(__file__).parent / "previous" / f"pgque-{VERSION}.zip"
     with zipfile.ZipFile(packed) as archive:
