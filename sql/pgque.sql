@@ -131,10 +131,12 @@ language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
 
--- The name of this session, which no other one has or had.
+-- The name of this session, which no other one has or had.  An owner that is no
+-- superuser is not told when sessions of others began: there the server's start
+-- has to do, and a process id may come again.
 create or replace function pgque._session() returns text
 language sql stable as $$
-  select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from a.backend_start)::text
+  select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from coalesce(a.backend_start, pg_catalog.pg_postmaster_start_time()))::text
   from pg_catalog.pg_stat_get_activity(pg_catalog.pg_backend_pid()) a
 $$;
 
@@ -1377,6 +1379,15 @@ begin
 end
 $$;
 
+-- The answer to a send that found the queue and then waited while it was dropped.
+create or replace function pgque._takes_nothing(p_queue text) returns boolean
+language plpgsql as $$
+begin
+  perform pgque._no_queue(p_queue);
+  return false;
+end
+$$;
+
 -- Drops a queue, its tables' locks first: whoever reads or writes them may come
 -- to want its rows too.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
@@ -1384,6 +1395,7 @@ language plpgsql as $$
 declare
   v_queue   pgque.queue;
   v_leaves  text := (select pg_catalog.string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null);
+  v_leaf    text;
 begin
   if v_leaves is not null then
     execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);
@@ -1404,15 +1416,19 @@ begin
   delete from pgque.queue q where q.queue_id = p_queue_id;
   if v_leaves is not null then
     execute 'truncate ' || v_leaves;
+    for v_leaf in select l.leaf from pgque._leaves(p_queue_id) l where l.kind = 'event' and pg_catalog.to_regclass(l.leaf) is not null loop
+      execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%L)) not valid', v_leaf, p_queue);
+    end loop;
   end if;
+  -- maint() does the rest: that takes locks on what every sender uses, and this
+  -- transaction may stay open.
   insert into pgque.dropped_queue (queue_id) values (p_queue_id);
-  perform pgque._drop_leaves();
 end
 $$;
 
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
--- Its leaves are emptied at once; they are detached and dropped when that can
--- be done without making any other queue wait, here or by maint().
+-- Its leaves are emptied at once; maint() drops them when that can be done
+-- without making any other queue wait.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -1440,14 +1456,16 @@ language sql stable as $$
 $$;
 
 -- Drops the tables of dropped queues if the locks on the two parents can be
--- had at once: waiting for them would stop every sender, and so does waiting with
--- them for a sequence that the loop is looking at.  Each queue takes two dozen
--- locks; those the server has no room for are for the next call, and so are
--- those somebody uses.
+-- had at once: waiting for them would stop every sender.  So does what is done
+-- while they are held, such as waiting for a sequence somebody looks at: it ends
+-- after a tenth of a second.  What is left is for the next call, as is what the
+-- server has no room for, since each queue takes two dozen locks.  The order is
+-- random, so that what somebody uses keeps no other.
 create or replace function pgque._drop_leaves() returns int
 language plpgsql set lock_timeout = '50ms' as $$
 declare
   v_room    bigint := greatest(pgque._lock_room() / 24, 1);
+  v_end     timestamptz;
   v_id      int;
   v_leaves  text;
   v_detail  text;
@@ -1458,7 +1476,9 @@ begin
   end if;
   -- Not the tables of all other queues with them.
   lock table only pgque.event, only pgque.tick in access exclusive mode nowait;
-  for v_id in select d.queue_id from pgque.dropped_queue d order by d.queue_id limit v_room loop
+  v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
+  for v_id in select d.queue_id from pgque.dropped_queue d order by pg_catalog.random() limit v_room loop
+    exit when pg_catalog.clock_timestamp() > v_end;
     begin
       select pg_catalog.string_agg(l.leaf, ', ') into v_leaves
       from pgque._leaves(v_id) l
@@ -3664,6 +3684,10 @@ begin
     v_acks := v_sub.sub_role = 'normal' and receive.ack_batch & 1048575 = v_sub.sub_id & 1048575
       and not exists (select from pgque.queue q where q.queue_id = v_sub.sub_queue and q.queue_archive_on_ack);
     if not v_acks then
+      if v_sub.sub_role = 'coop_main' then
+        -- Before the worker whose batch it may be, as everybody does.
+        perform pgque._lock_subscriber(v_sub.sub_id);
+      end if;
       perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
     end if;
   end if;
@@ -4727,7 +4751,7 @@ begin
   end if;
   if p_ack is null then
     null;
-  elsif v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
+  elsif v_queue.queue_archive_on_ack or p_sub.sub_role = 'normal' or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
     perform pgque.ack(p_ack);
   else
     perform pgque._close_lease(p_sub.sub_id, p_ack);
@@ -4746,9 +4770,10 @@ begin
     end if;
   end if;
 
-  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
-  if not found then
-    perform pgque._lock_position(p_sub.sub_id);   -- says that it was unsubscribed
+  if pgque._lock_subscriber(p_sub.sub_id) = 'coop_main' then
+    -- It was given subconsumers since this call began.
+    return query select r.* from pgque.consumer c, pgque.receive(v_queue.queue_name, c.co_name, p_max::int, p_worker, p_timeout) r where c.co_id = p_sub.sub_consumer;
+    return;
   end if;
   v_now := pgque.clock();
   select j.journal_cur, exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
@@ -4891,7 +4916,8 @@ begin
 end
 $$;
 
--- Makes a consumer on its own a pool of workers.
+-- Makes a consumer on its own a pool of workers, unless it has become
+-- something else meanwhile.
 create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
 language plpgsql as $$
 begin
@@ -7541,7 +7567,7 @@ begin
     v_count := v_count + pgque._empty('pgque.dead_letter', 'true');
   end if;
   -- The map is a cache: what an open window still needs is made again.
-  if pg_relation_size('pgque.window_map') > 67108864 or exists (select from pgque.window_map) and not exists (
+  if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
     where p.pos_done_id is not null)
@@ -8587,13 +8613,17 @@ begin
   end loop;
 
   check_name := 'open transactions'; queue := null;
-  select a.pid, pgque.clock() - a.xact_start as age into v_found
+  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () as hidden into v_found
   from pg_stat_activity a
   where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
   order by a.xact_start limit 1;
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
-  detail := coalesce('oldest writing transaction: pid ' || v_found.pid || ', ' || date_trunc('seconds', v_found.age), 'none');
-  advice := case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end;
+  detail := coalesce(nullif(concat_ws('; ',
+    'oldest writing transaction: pid ' || v_found.pid || ', ' || date_trunc('seconds', v_found.age),
+    case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
+  advice := nullif(concat_ws(' ',
+    case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
+    case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
 end
 $$;

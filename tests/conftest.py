@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 _server: TestServer | None = None
+# An ordinary role, which may create roles, to own pgque instead of the superuser.
+OWNER = os.environ.get("PGQUE_TEST_OWNER", "")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +81,9 @@ def _start_server() -> TestServer:
     if _server is None:
         try:
             _server = servers.choose()
+            if OWNER:
+                with _admin(_server) as admin:
+                    admin.execute(sql.SQL("create role {} createrole").format(sql.Identifier(OWNER)))
         except Exception as error:
             raise pytest.UsageError(str(error)) from error
     return _server
@@ -109,9 +115,20 @@ def drop_database(server: TestServer, name: str) -> None:
         admin.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
 
 
+@contextmanager
+def as_owner(dsn: str) -> Iterator[Connection]:
+    """Connect as whoever installs, the superuser or OWNER; what is done is committed at the end."""
+    with psycopg.connect(dsn) as connection:
+        if OWNER and connection.info.parameter_status("is_superuser") == "on":
+            owner, database = sql.Identifier(OWNER), sql.Identifier(connection.info.dbname)
+            connection.execute(sql.SQL("grant create on database {} to {}").format(database, owner))
+            connection.execute(sql.SQL("set session authorization {}").format(owner))
+        yield connection
+
+
 def install(dsn: str) -> None:
     """Install pgque from the repository's file, in one transaction."""
-    with psycopg.connect(dsn) as connection:
+    with as_owner(dsn) as connection:
         connection.execute(servers.SQL_FILE.read_bytes())
 
 

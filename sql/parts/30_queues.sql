@@ -481,6 +481,15 @@ begin
 end
 $$;
 
+-- The answer to a send that found the queue and then waited while it was dropped.
+create or replace function pgque._takes_nothing(p_queue text) returns boolean
+language plpgsql as $$
+begin
+  perform pgque._no_queue(p_queue);
+  return false;
+end
+$$;
+
 -- Drops a queue, its tables' locks first: whoever reads or writes them may come
 -- to want its rows too.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
@@ -488,6 +497,7 @@ language plpgsql as $$
 declare
   v_queue   pgque.queue;
   v_leaves  text := (select pg_catalog.string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is not null);
+  v_leaf    text;
 begin
   if v_leaves is not null then
     execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);
@@ -508,15 +518,19 @@ begin
   delete from pgque.queue q where q.queue_id = p_queue_id;
   if v_leaves is not null then
     execute 'truncate ' || v_leaves;
+    for v_leaf in select l.leaf from pgque._leaves(p_queue_id) l where l.kind = 'event' and pg_catalog.to_regclass(l.leaf) is not null loop
+      execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%L)) not valid', v_leaf, p_queue);
+    end loop;
   end if;
+  -- maint() does the rest: that takes locks on what every sender uses, and this
+  -- transaction may stay open.
   insert into pgque.dropped_queue (queue_id) values (p_queue_id);
-  perform pgque._drop_leaves();
 end
 $$;
 
 -- Drops a queue and all it holds.  With consumers it needs force (PQ006).
--- Its leaves are emptied at once; they are detached and dropped when that can
--- be done without making any other queue wait, here or by maint().
+-- Its leaves are emptied at once; maint() drops them when that can be done
+-- without making any other queue wait.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -544,14 +558,16 @@ language sql stable as $$
 $$;
 
 -- Drops the tables of dropped queues if the locks on the two parents can be
--- had at once: waiting for them would stop every sender, and so does waiting with
--- them for a sequence that the loop is looking at.  Each queue takes two dozen
--- locks; those the server has no room for are for the next call, and so are
--- those somebody uses.
+-- had at once: waiting for them would stop every sender.  So does what is done
+-- while they are held, such as waiting for a sequence somebody looks at: it ends
+-- after a tenth of a second.  What is left is for the next call, as is what the
+-- server has no room for, since each queue takes two dozen locks.  The order is
+-- random, so that what somebody uses keeps no other.
 create or replace function pgque._drop_leaves() returns int
 language plpgsql set lock_timeout = '50ms' as $$
 declare
   v_room    bigint := greatest(pgque._lock_room() / 24, 1);
+  v_end     timestamptz;
   v_id      int;
   v_leaves  text;
   v_detail  text;
@@ -562,7 +578,9 @@ begin
   end if;
   -- Not the tables of all other queues with them.
   lock table only pgque.event, only pgque.tick in access exclusive mode nowait;
-  for v_id in select d.queue_id from pgque.dropped_queue d order by d.queue_id limit v_room loop
+  v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
+  for v_id in select d.queue_id from pgque.dropped_queue d order by pg_catalog.random() limit v_room loop
+    exit when pg_catalog.clock_timestamp() > v_end;
     begin
       select pg_catalog.string_agg(l.leaf, ', ') into v_leaves
       from pgque._leaves(v_id) l

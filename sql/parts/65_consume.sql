@@ -421,6 +421,10 @@ begin
     v_acks := v_sub.sub_role = 'normal' and receive.ack_batch & 1048575 = v_sub.sub_id & 1048575
       and not exists (select from pgque.queue q where q.queue_id = v_sub.sub_queue and q.queue_archive_on_ack);
     if not v_acks then
+      if v_sub.sub_role = 'coop_main' then
+        -- Before the worker whose batch it may be, as everybody does.
+        perform pgque._lock_subscriber(v_sub.sub_id);
+      end if;
       perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
     end if;
   end if;

@@ -230,7 +230,7 @@ begin
   end if;
   if p_ack is null then
     null;
-  elsif v_queue.queue_archive_on_ack or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
+  elsif v_queue.queue_archive_on_ack or p_sub.sub_role = 'normal' or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
     perform pgque.ack(p_ack);
   else
     perform pgque._close_lease(p_sub.sub_id, p_ack);
@@ -249,9 +249,10 @@ begin
     end if;
   end if;
 
-  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
-  if not found then
-    perform pgque._lock_position(p_sub.sub_id);   -- says that it was unsubscribed
+  if pgque._lock_subscriber(p_sub.sub_id) = 'coop_main' then
+    -- It was given subconsumers since this call began.
+    return query select r.* from pgque.consumer c, pgque.receive(v_queue.queue_name, c.co_name, p_max::int, p_worker, p_timeout) r where c.co_id = p_sub.sub_consumer;
+    return;
   end if;
   v_now := pgque.clock();
   select j.journal_cur, exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
@@ -394,7 +395,8 @@ begin
 end
 $$;
 
--- Makes a consumer on its own a pool of workers.
+-- Makes a consumer on its own a pool of workers, unless it has become
+-- something else meanwhile.
 create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
 language plpgsql as $$
 begin

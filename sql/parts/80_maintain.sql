@@ -709,7 +709,7 @@ begin
     v_count := v_count + pgque._empty('pgque.dead_letter', 'true');
   end if;
   -- The map is a cache: what an open window still needs is made again.
-  if pg_relation_size('pgque.window_map') > 67108864 or exists (select from pgque.window_map) and not exists (
+  if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
     where p.pos_done_id is not null)

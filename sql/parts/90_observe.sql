@@ -590,13 +590,17 @@ begin
   end loop;
 
   check_name := 'open transactions'; queue := null;
-  select a.pid, pgque.clock() - a.xact_start as age into v_found
+  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () as hidden into v_found
   from pg_stat_activity a
   where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
   order by a.xact_start limit 1;
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
-  detail := coalesce('oldest writing transaction: pid ' || v_found.pid || ', ' || date_trunc('seconds', v_found.age), 'none');
-  advice := case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end;
+  detail := coalesce(nullif(concat_ws('; ',
+    'oldest writing transaction: pid ' || v_found.pid || ', ' || date_trunc('seconds', v_found.age),
+    case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
+  advice := nullif(concat_ws(' ',
+    case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
+    case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
 end
 $$;

@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from conftest import OWNER, as_owner
 from sql.helpers import (
     Connection,
     ack,
@@ -37,7 +38,7 @@ EARLIER = ["0.1.0", "0.2.0", "0.3.0", "0.4.0"]
 def install(dsn: str) -> list[str]:
     """Install in one transaction; return what the server said."""
     notices: list[str] = []
-    with psycopg.connect(dsn) as connection:
+    with as_owner(dsn) as connection:
         connection.add_notice_handler(lambda d: notices.append(f"{d.severity}: {d.message_primary}"))
         connection.execute(SOURCE)
     return notices
@@ -91,10 +92,11 @@ def test_an_upgrade_removes_what_an_earlier_version_had_with_other_arguments(
         "create function pgque.receive(text, text, int) returns int language sql as 'select 1'",
         "create function pgque._ticks_sql(text) returns int language sql as 'select 1'",
     )
-    with psycopg.connect(fresh_dsn, autocommit=True) as connection:
+    with as_owner(fresh_dsn) as connection:
         for function in old:
             connection.execute(function.encode())
-    done = run_psql(psql, fresh_dsn, *options)
+    owner = psycopg.conninfo.make_conninfo(fresh_dsn, options=f"-c role={OWNER}" if OWNER else "")
+    done = run_psql(psql, owner, *options)
     assert (done.returncode, done.stdout) == (0, "")
     assert all("already exists, skipping" in line for line in done.stderr.splitlines())
     assert schema(fresh_dsn) == first
@@ -132,7 +134,7 @@ def test_an_ordinary_role_that_may_create_in_the_database_installs_it(
 def install_earlier(dsn: str, version: str) -> None:
     """Install a released version, kept beside the tests."""
     file = Path(__file__).parent / "previous" / f"pgque-{version}.sql.xz"
-    with psycopg.connect(dsn) as connection:
+    with as_owner(dsn) as connection:
         connection.execute(lzma.decompress(file.read_bytes()))
         assert value(connection, "select pgque.version()") == version
 
@@ -149,6 +151,7 @@ def test_an_upgraded_schema_is_the_one_of_a_fresh_install(
     own.execute("insert into pgque.sink_bulk (queue, payload) values ('q', 'x')")
     own.execute("reset role")
     value(own, "select pgque.drop_queue('q')")
+    value(own, "select pgque.maint_tables()")
     upgraded = schema(fresh_dsn)
     value(own, "select pgque.uninstall()")
     install(fresh_dsn)
@@ -272,7 +275,7 @@ def test_an_install_waits_for_no_reader_and_no_open_batch(
     tick(own, "q")
     consumer = connect(own_dsn, autocommit=False)
     receive(consumer, "q")
-    with psycopg.connect(own_dsn) as connection:
+    with as_owner(own_dsn) as connection:
         connection.execute("set lock_timeout = '5s'")
         connection.execute(SOURCE)
     consumer.commit()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
+from conftest import install
 from sql.helpers import (
     Connection,
     ack,
@@ -439,15 +440,12 @@ def test_a_pool_that_was_given_and_has_done_all_keeps_no_table_without_asking_ag
     wait_until(lambda: rotate(pool, "q") == 1, "the first table is emptied")
 
 
-def test_installing_again_keeps_leases_and_what_waits(pool: Connection) -> None:
-    from support import servers
-
+def test_installing_again_keeps_leases_and_what_waits(pool: Connection, own_dsn: str) -> None:
     sent = offer(pool, "q", 6)
     kept = take(pool, "q", "w1", 2, "1 day")
     other = take(pool, "q", "w2", 2, "1 day")
     nack(pool, other[0], "10 minutes", "later")
-    with pool.transaction():
-        pool.execute(servers.SQL_FILE.read_bytes())
+    install(own_dsn)
     assert extend(pool, kept[0].batch_id, "0") == 2
     assert ids(take(pool, "q", "w3", timeout="1 day")) == sent[4:]
     assert ack(pool, kept[0].batch_id) == 1

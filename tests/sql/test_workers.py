@@ -22,6 +22,7 @@ from sql.helpers import (
     send,
     send_many,
     subscribe,
+    take,
     tick,
     value,
 )
@@ -292,3 +293,66 @@ def test_a_worker_whose_every_message_was_nacked_goes_on(conn: Connection, queue
     later = send(conn, queue)
     tick(conn, queue)
     assert [m.msg_id for m in receive_coop(conn, queue, "a")] == [later]
+
+
+def test_a_worker_asks_while_the_consumer_is_given_subconsumers_and_no_message_is_lost(
+    conn: Connection,
+    queue: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    subscribe(conn, queue)
+    sent = send_many(conn, queue, 100)
+    tick(conn, queue)
+    giver = connect(autocommit=False)
+    for worker in ("w", "s"):
+        value(giver, "select pgque.register_subconsumer(%s, 'c', %s, true)", queue, worker)
+    job = background(lambda c: take(c, queue, "w", 10))
+    wait_for_lock(job.pid)
+    giver.commit()
+    got = []
+    batch = job.result()
+    while batch:
+        got += [m.msg_id for m in batch]
+        assert ack(conn, batch[0].batch_id) == 1
+        batch = receive_coop(conn, queue, "s", 50)
+    assert sorted(got) == sent
+
+
+def test_a_worker_that_acks_with_its_receive_and_one_who_removes_it_do_not_deadlock(
+    conn: Connection,
+    queue: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    value(conn, REGISTER, queue, "w")
+    sent = send_many(conn, queue, 20)
+    tick(conn, queue)
+    batch = receive_coop(conn, queue, "w", 10)
+    remover = connect(autocommit=False)
+    value(remover, REGISTER, queue, "other")  # locks the consumer
+    job = background(lambda c: take(c, queue, "w", 10, ack_batch=batch[0].batch_id))
+    wait_for_lock(job.pid)
+    assert value(remover, UNREGISTER, queue, "w", 1) == 1
+    remover.commit()
+    refused("PQ011", job.result)
+    pump(conn)
+    tick(conn, queue)
+    got = []
+    while batch := receive_coop(conn, queue, "other", 10):
+        got += [m.msg_id for m in batch]
+        assert ack(conn, batch[0].batch_id) == 1
+    assert sorted(got) == sent
+
+
+def test_the_first_worker_finishes_the_batch_that_the_consumer_took_on_its_own(
+    conn: Connection, queue: str
+) -> None:
+    subscribe(conn, queue)
+    sent = send_many(conn, queue, 5)
+    tick(conn, queue)
+    batch = receive(conn, queue, count=3)
+    assert [m.msg_id for m in batch] == sent[:3]
+    assert [m.msg_id for m in take(conn, queue, "w", ack_batch=batch[0].batch_id)] == sent[3:]
