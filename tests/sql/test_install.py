@@ -131,6 +131,33 @@ def test_an_ordinary_role_that_may_create_in_the_database_installs_it(
         assert value(connection, "select to_regnamespace('pgque')") is None
 
 
+def test_an_owner_that_is_no_superuser_commits_sinks_of_others_and_is_told_what_it_can_not_see(
+    fresh_dsn: str, roles: Any, connect: Callable[..., Connection]
+) -> None:
+    dbname = psycopg.conninfo.conninfo_to_dict(fresh_dsn)["dbname"]
+    owner, user = roles(dbname=dbname), roles("writer", "admin", dbname=dbname)
+    admin = connect(fresh_dsn)
+    admin.execute(f"grant create on database {dbname} to {owner.name}".encode())
+    install(owner.dsn)
+    other = connect(user.dsn, autocommit=False)
+    attempt, _ = rows(other, "select * from pgque.sink_begin('s', 0)")[0]
+    assert value(other, "select pgque.sink_commit('s', 0, array[%s]::uuid[], 0)", attempt) == "applied"
+    looker = connect(user.dsn)
+    health = "select h.detail, h.advice from pgque.health() h where h.check_name = 'open transactions'"
+    (hidden,) = rows(looker, health)
+    assert hidden == (
+        f"others write, since when is hidden from {owner.name}",
+        f"To be told of old ones: grant pg_read_all_stats to {owner.name}.",
+    )
+    admin.execute(f"grant pg_read_all_stats to {owner.name}".encode())
+    (seen,) = rows(looker, health)
+    assert seen[0].startswith(f"oldest writing transaction: pid {other.info.backend_pid}, ")
+    assert seen[1] is None
+    other.rollback()
+    assert rows(looker, health) == [("none", None)]
+    value(connect(owner.dsn), "select pgque.uninstall()")
+
+
 def install_earlier(dsn: str, version: str) -> None:
     """Install a released version, kept beside the tests."""
     file = Path(__file__).parent / "previous" / f"pgque-{version}.sql.xz"
