@@ -131,9 +131,9 @@ language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
 
--- The name of this session, which no other one has or had.  An owner that is no
--- superuser is not told when sessions of others began: there the server's start
--- has to do, and a process id may come again.
+-- The name of this session.  No other one has or had it, but where the owner is no
+-- superuser and not told when the sessions of others began: there the server's
+-- start has to do, and a process id may come again.
 create or replace function pgque._session() returns text
 language sql stable as $$
   select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from coalesce(a.backend_start, pg_catalog.pg_postmaster_start_time()))::text
@@ -1380,8 +1380,9 @@ end
 $$;
 
 -- The answer to a send that found the queue and then waited while it was dropped.
+-- A check is made with the rights of whoever inserts.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
-language plpgsql as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._no_queue(p_queue);
   return false;
@@ -1458,7 +1459,7 @@ $$;
 -- Drops the tables of dropped queues if the locks on the two parents can be
 -- had at once: waiting for them would stop every sender.  So does what is done
 -- while they are held, such as waiting for a sequence somebody looks at: it ends
--- after a tenth of a second.  What is left is for the next call, as is what the
+-- after about a tenth of a second.  What is left is for the next call, as is what the
 -- server has no room for, since each queue takes two dozen locks.  The order is
 -- random, so that what somebody uses keeps no other.
 create or replace function pgque._drop_leaves() returns int
@@ -3714,7 +3715,9 @@ begin
 
   if pgque._lock_subscriber(v_sub.sub_id) <> v_sub.sub_role then
     -- Workers share it since this call began.
-    return query select * from pgque.receive($1, $2, $3, $4, $5, case when v_acks then $6 end);
+    return query select r.*
+    from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, $3, $4, $5, case when v_acks then $6 end) r
+    where q.queue_id = v_sub.sub_queue and c.co_id = v_sub.sub_consumer;
     return;
   elsif v_member is not null then
     perform pgque._lock_subscriber(v_member);
@@ -4772,7 +4775,9 @@ begin
 
   if pgque._lock_subscriber(p_sub.sub_id) = 'coop_main' then
     -- It was given subconsumers since this call began.
-    return query select r.* from pgque.consumer c, pgque.receive(v_queue.queue_name, c.co_name, p_max::int, p_worker, p_timeout) r where c.co_id = p_sub.sub_consumer;
+    return query select r.*
+    from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, p_max::int, p_worker, p_timeout) r
+    where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer;
     return;
   end if;
   v_now := pgque.clock();
@@ -7637,7 +7642,8 @@ begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
+  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._trim_cron_history()
+    + pgque._drop_leaves();   -- last: what it locks, every sender uses
 end
 $$;
 
@@ -8102,6 +8108,9 @@ begin
       queue_paused := v_queue.queue_paused;
       queue_max_retries := v_queue.queue_max_retries;
       queue_uid := v_queue.queue_uid;
+      if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
+        perform pgque._no_queue(queue_name);
+      end if;
       return next;
       perform pgque._let_go();
     exception
@@ -8156,6 +8165,9 @@ begin
       select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
       into queue_name, pending_events
       from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      if not found then
+        perform pgque._no_queue($1);
+      end if;
       consumer_name := pgque._subscriber_name(v_sub);
       lag := pgque.clock() - v_tick.tick_time;
       last_seen := pgque.clock() - v_pos.pos_time;
@@ -8613,7 +8625,7 @@ begin
   end loop;
 
   check_name := 'open transactions'; queue := null;
-  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () as hidden into v_found
+  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
   from pg_stat_activity a
   where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
   order by a.xact_start limit 1;
@@ -8992,7 +9004,7 @@ comment on function pgque.pause(text, pgque.caller) is
 comment on function pgque.resume(text, pgque.caller) is
   'Opens a paused queue again. PQ001 no such queue.';
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. PQ001 no such queue, PQ006 it has consumers.';
+  'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it has consumers.';
 
 -- run
 comment on function pgque.ticker() is
@@ -9336,6 +9348,7 @@ language sql immutable as $$
     ('_headers', 'pgque_writer'),
     ('_bad_headers', 'pgque_writer'),
     ('_open_slot', 'pgque_writer'),
+    ('_takes_nothing', 'pgque_writer'),
     ('_row_event', 'pgque_writer'),
     ('_url_encode', 'pgque_writer'),
     ('_send_as', 'pgque_writer'),

@@ -90,9 +90,9 @@ language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
 
--- The name of this session, which no other one has or had.  An owner that is no
--- superuser is not told when sessions of others began: there the server's start
--- has to do, and a process id may come again.
+-- The name of this session.  No other one has or had it, but where the owner is no
+-- superuser and not told when the sessions of others began: there the server's
+-- start has to do, and a process id may come again.
 create or replace function pgque._session() returns text
 language sql stable as $$
   select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from coalesce(a.backend_start, pg_catalog.pg_postmaster_start_time()))::text

@@ -482,8 +482,9 @@ end
 $$;
 
 -- The answer to a send that found the queue and then waited while it was dropped.
+-- A check is made with the rights of whoever inserts.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
-language plpgsql as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._no_queue(p_queue);
   return false;
@@ -560,7 +561,7 @@ $$;
 -- Drops the tables of dropped queues if the locks on the two parents can be
 -- had at once: waiting for them would stop every sender.  So does what is done
 -- while they are held, such as waiting for a sequence somebody looks at: it ends
--- after a tenth of a second.  What is left is for the next call, as is what the
+-- after about a tenth of a second.  What is left is for the next call, as is what the
 -- server has no room for, since each queue takes two dozen locks.  The order is
 -- random, so that what somebody uses keeps no other.
 create or replace function pgque._drop_leaves() returns int

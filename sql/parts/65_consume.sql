@@ -451,7 +451,9 @@ begin
 
   if pgque._lock_subscriber(v_sub.sub_id) <> v_sub.sub_role then
     -- Workers share it since this call began.
-    return query select * from pgque.receive($1, $2, $3, $4, $5, case when v_acks then $6 end);
+    return query select r.*
+    from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, $3, $4, $5, case when v_acks then $6 end) r
+    where q.queue_id = v_sub.sub_queue and c.co_id = v_sub.sub_consumer;
     return;
   elsif v_member is not null then
     perform pgque._lock_subscriber(v_member);

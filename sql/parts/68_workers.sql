@@ -251,7 +251,9 @@ begin
 
   if pgque._lock_subscriber(p_sub.sub_id) = 'coop_main' then
     -- It was given subconsumers since this call began.
-    return query select r.* from pgque.consumer c, pgque.receive(v_queue.queue_name, c.co_name, p_max::int, p_worker, p_timeout) r where c.co_id = p_sub.sub_consumer;
+    return query select r.*
+    from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, p_max::int, p_worker, p_timeout) r
+    where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer;
     return;
   end if;
   v_now := pgque.clock();

@@ -779,7 +779,8 @@ begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._drop_leaves() + pgque._trim_cron_history();
+  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._trim_cron_history()
+    + pgque._drop_leaves();   -- last: what it locks, every sender uses
 end
 $$;
 

@@ -79,6 +79,9 @@ begin
       queue_paused := v_queue.queue_paused;
       queue_max_retries := v_queue.queue_max_retries;
       queue_uid := v_queue.queue_uid;
+      if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
+        perform pgque._no_queue(queue_name);
+      end if;
       return next;
       perform pgque._let_go();
     exception
@@ -133,6 +136,9 @@ begin
       select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
       into queue_name, pending_events
       from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      if not found then
+        perform pgque._no_queue($1);
+      end if;
       consumer_name := pgque._subscriber_name(v_sub);
       lag := pgque.clock() - v_tick.tick_time;
       last_seen := pgque.clock() - v_pos.pos_time;
@@ -590,7 +596,7 @@ begin
   end loop;
 
   check_name := 'open transactions'; queue := null;
-  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () as hidden into v_found
+  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
   from pg_stat_activity a
   where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
   order by a.xact_start limit 1;

@@ -180,7 +180,7 @@ comment on function pgque.pause(text, pgque.caller) is
 comment on function pgque.resume(text, pgque.caller) is
   'Opens a paused queue again. PQ001 no such queue.';
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. PQ001 no such queue, PQ006 it has consumers.';
+  'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it has consumers.';
 
 -- run
 comment on function pgque.ticker() is

@@ -54,6 +54,7 @@ language sql immutable as $$
     ('_headers', 'pgque_writer'),
     ('_bad_headers', 'pgque_writer'),
     ('_open_slot', 'pgque_writer'),
+    ('_takes_nothing', 'pgque_writer'),
     ('_row_event', 'pgque_writer'),
     ('_url_encode', 'pgque_writer'),
     ('_send_as', 'pgque_writer'),

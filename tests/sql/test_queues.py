@@ -53,17 +53,28 @@ def test_queues_come_and_go_while_others_have_long_transactions(
     assert tables(own) == before
 
 
+@pytest.mark.parametrize(
+    "sends",
+    [
+        "select pgque.send('q', 'x')",
+        "insert into pgque.sink (queue, payload) values ('q', 'x')",
+        "insert into pgque.sink_bulk (queue, payload) values ('q', 'x')",
+    ],
+)
 def test_a_send_that_waits_for_a_drop_says_that_the_queue_is_gone(
     own: Connection,
     own_dsn: str,
     connect: Callable[..., Connection],
     background: Callable[..., object],
     wait_until: Callable[..., None],
+    sends: str,
 ) -> None:
     value(own, "select pgque.create_queue('q')")
     dropper = connect(own_dsn, autocommit=False)
     value(dropper, "select pgque.drop_queue('q')")
-    sender = background(lambda c: send(c, "q"), connect(own_dsn))
+    writer = connect(own_dsn)
+    writer.execute("set role pgque_writer")
+    sender = background(lambda c: c.execute(sends.encode()), writer)
     waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
     wait_until(lambda: value(own, waiting, sender.pid), "the sender waits")  # type: ignore[attr-defined]
     dropper.commit()
