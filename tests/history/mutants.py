@@ -64,8 +64,9 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "handed out while its lease lived",
         [
             (
-                "perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;",
-                "perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for key share;",
+                "if pgque._lock_subscriber(p_sub.sub_id) = 'coop_main' then",
+                "if (select s.sub_role from pgque.subscriber s where s.sub_id = p_sub.sub_id for key share)"
+                " = 'coop_main' then",
             )
         ],
     ),
