@@ -101,6 +101,7 @@ def prepare(dsn: str, server: embedded.Server | None = None, script: str | None 
     if script is not None:
         bench.conn.execute(script.encode())
     bench.conn.execute("create sequence public.model_clock")
+    bench.conn.execute("grant select on sequence public.model_clock to public")  # whoever owns pgque
     bench.conn.execute(
         "create or replace function pgque.clock() returns timestamptz language sql volatile as"
         " $$ select timestamptz '2040-01-01 00:00:00+00' + (select c.last_value from public.model_clock c)"
