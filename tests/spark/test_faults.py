@@ -685,9 +685,11 @@ def test_a_commit_that_went_through_and_lost_its_driver_is_not_made_twice(
     # The first and only micro-batch: Spark asks where it begins again.
     put(own, "source", numbers(0, 100))
     driver = start()
-    commit_without_answer(no_standby, own, lambda: driver.running, wait_until)
+    pid = commit_without_answer(no_standby, own, lambda: driver.running, wait_until)
     driver.kill()
     no_standby.end(own)
+    # Let go is not done yet: others see the commit once its session has run on, and finds nobody to tell.
+    wait_until(lambda: not rows(own, "select pid from pg_stat_activity where pid = %s", pid), "its session ends")
     got = take(own, "target")
     assert expected(numbers(0, 100)) <= got
     start().finish()
