@@ -2968,6 +2968,7 @@ declare
   v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
   v_end    bigint := pg_catalog.pg_snapshot_xmax(p_to)::text::bigint;
   v_late   xid8[];
+  v_running  bigint[] := '{}';
   v_parts  text[] := '{}';
   v_hi     bigint;
 begin
@@ -2980,14 +2981,11 @@ begin
     end if;
   end if;
   if v_lo < v_end then
-    for v_hi in
-      select x.xid::text::bigint as hi
-      from pg_catalog.pg_snapshot_xip(p_to) x (xid)
-      where x.xid::text::bigint >= v_lo
-      union all
-      select v_end
-      order by 1
-    loop
+    if pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
+      v_running := array(
+        select x.xid::text::bigint from pg_catalog.pg_snapshot_xip(p_to) x (xid) where x.xid::text::bigint >= v_lo order by 1);
+    end if;
+    foreach v_hi in array v_running || v_end loop
       if v_lo < v_hi then
         v_parts := v_parts || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8)', v_lo, v_hi);
       end if;
@@ -5907,6 +5905,7 @@ declare
   v_open   boolean;            -- messages of it are still in the log
   v_leaf   int;
   v_and    text := '';
+  v_row    pgque.event;
   v_rows   pgque.event[];
   v_new    bigint[];
   v_gone   bigint[];
@@ -5944,12 +5943,17 @@ begin
     end if;
   elsif v_open then
     if pg_catalog.cardinality(p_ids) = 1 then
-      v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
-    elsif p_ids is not null then
-      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove(p_ids, null));
+      execute pgque._batch_sql(v_sub, v_lease, ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null')) || ' limit 1' into v_row;
+      if v_row.ev_id is not null then
+        v_rows := array[v_row];
+      end if;
+    else
+      if p_ids is not null then
+        v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove(p_ids, null));
+      end if;
+      execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
+        pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
     end if;
-    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
-      pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
     v_leaf := pgque._carry_over(v_lease);
     if v_leaf = 0 then
       with new as (

@@ -19,6 +19,7 @@ declare
   v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
   v_end    bigint := pg_catalog.pg_snapshot_xmax(p_to)::text::bigint;
   v_late   xid8[];
+  v_running  bigint[] := '{}';
   v_parts  text[] := '{}';
   v_hi     bigint;
 begin
@@ -31,14 +32,11 @@ begin
     end if;
   end if;
   if v_lo < v_end then
-    for v_hi in
-      select x.xid::text::bigint as hi
-      from pg_catalog.pg_snapshot_xip(p_to) x (xid)
-      where x.xid::text::bigint >= v_lo
-      union all
-      select v_end
-      order by 1
-    loop
+    if pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
+      v_running := array(
+        select x.xid::text::bigint from pg_catalog.pg_snapshot_xip(p_to) x (xid) where x.xid::text::bigint >= v_lo order by 1);
+    end if;
+    foreach v_hi in array v_running || v_end loop
       if v_lo < v_hi then
         v_parts := v_parts || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8)', v_lo, v_hi);
       end if;

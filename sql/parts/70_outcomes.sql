@@ -22,6 +22,7 @@ declare
   v_open   boolean;            -- messages of it are still in the log
   v_leaf   int;
   v_and    text := '';
+  v_row    pgque.event;
   v_rows   pgque.event[];
   v_new    bigint[];
   v_gone   bigint[];
@@ -59,12 +60,17 @@ begin
     end if;
   elsif v_open then
     if pg_catalog.cardinality(p_ids) = 1 then
-      v_and := ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null');
-    elsif p_ids is not null then
-      v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove(p_ids, null));
+      execute pgque._batch_sql(v_sub, v_lease, ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null')) || ' limit 1' into v_row;
+      if v_row.ev_id is not null then
+        v_rows := array[v_row];
+      end if;
+    else
+      if p_ids is not null then
+        v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove(p_ids, null));
+      end if;
+      execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
+        pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
     end if;
-    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
-      pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
     v_leaf := pgque._carry_over(v_lease);
     if v_leaf = 0 then
       with new as (

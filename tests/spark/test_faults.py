@@ -689,7 +689,9 @@ def test_a_commit_that_went_through_and_lost_its_driver_is_not_made_twice(
     driver.kill()
     no_standby.end(own)
     # Let go is not done yet: others see the commit once its session has run on, and finds nobody to tell.
-    wait_until(lambda: not rows(own, "select pid from pg_stat_activity where pid = %s", pid), "its session ends")
+    wait_until(
+        lambda: not rows(own, "select pid from pg_stat_activity where pid = %s", pid), "its session ends"
+    )
     got = take(own, "target")
     assert expected(numbers(0, 100)) <= got
     start().finish()
