@@ -41,7 +41,9 @@ RULES = [
     (r"\bAsyncCursor\b", "Cursor"),
     (r"\bAsyncWork(er|Queue|Message|Handler)\b", r"Work\1"),
     (r"\bAsyncHands\b", "Hands"),
-    (r"\bserve_async\b", "serve"),
+    (r"\bAsyncLock\b", "Lock"),
+    (r"\b(serve|call)_async\b", r"\1"),
+    (r"\bcheck_async_handler\b", "check_handler"),
     # What only one of the twins has.
     (r'Literal\["tasks"\] = "tasks"', 'Literal["threads", "processes"] = "threads"'),
     (

@@ -220,16 +220,14 @@ def _arrives(dsn: str, wait_until: Wait, payload: str) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_the_ticker_makes_messages_receivable_and_stops_within_a_second(
+def test_the_ticker_makes_messages_receivable_and_stops_when_told(
     installed: str, wait_until: Wait, signum: int
 ) -> None:
     with _ticker(installed) as process:
         try:
             _arrives(installed, wait_until, "one")
-            began = time.monotonic()
             process.send_signal(signum)
-            assert process.wait(10) == 0
-            assert time.monotonic() - began < 1
+            assert process.wait(10) == 0  # its loop would last for a minute
         finally:
             process.kill()
 

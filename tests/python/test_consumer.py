@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -10,8 +11,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -256,6 +257,62 @@ def test_a_type_without_a_handler_follows_the_policy(
     assert len(client.dlq_inspect(subscribed)) == dead
 
 
+class _AsyncCallable:
+    async def __call__(self, message: pgque.Message) -> None: ...
+
+
+async def _coroutine(message: pgque.Message) -> None: ...
+
+
+def _generator(message: pgque.Message) -> Iterator[None]:
+    yield
+
+
+async def _async_generator(message: pgque.Message) -> AsyncIterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("handler", [_generator, _async_generator, "no function"])
+def test_what_a_call_does_not_run_is_no_handler(handler: Any) -> None:
+    for register in (
+        pgque.Consumer(queue="q", name="c").on,
+        pgque.Worker(queue="q", consumer="c").handler,
+        pgque.AsyncConsumer(queue="q", name="c").on,
+        pgque.AsyncWorker(queue="q", consumer="c").handler,
+    ):
+        with pytest.raises(TypeError, match="has to be a function"):
+            register("*")(handler)
+
+
+@pytest.mark.parametrize("handler", [_coroutine, functools.partial(_coroutine), _AsyncCallable()])
+def test_what_cannot_be_a_handler_is_refused_with_the_class_that_takes_it(handler: Any) -> None:
+    consumer = pgque.Consumer(queue="q", name="c")
+    worker = pgque.Worker(queue="q", consumer="c")
+    with pytest.raises(TypeError, match="AsyncConsumer"):
+        consumer.on("*")(handler)
+    with pytest.raises(TypeError, match="AsyncWorker"):
+        worker.handler("*")(handler)
+    pgque.AsyncConsumer(queue="q", name="c").on("*")(handler)
+    pgque.AsyncWorker(queue="q", consumer="c").handler("*")(handler)
+
+
+def test_a_handler_that_returns_an_awaitable_has_failed(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c")
+
+    @consumer.on("*")
+    def hand_on(message: pgque.Message) -> object:
+        return _coroutine(message)
+
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: client.dlq_inspect(subscribed))
+    assert "returned an awaitable" in str(client.dlq_inspect(subscribed)[0].dl_reason)
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown_handler_policy"):
         pgque.Consumer(queue="q", name="c", unknown_handler_policy="ignore")  # type: ignore[arg-type]
@@ -329,6 +386,37 @@ def test_a_failed_transactional_handler_takes_only_its_own_work_back(
         wait_until(lambda: len(_ledger(conn)) == 2)
     assert _ledger(conn) == ["a", "d"]
     assert {letter.ev_data for letter in client.dlq_inspect(subscribed)} == {"sql", "python"}
+
+
+def test_a_transactional_handler_that_catches_an_error_without_a_savepoint_has_failed(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    client.send_batch(subscribed, "t", ["a", "caught", "savepoint", "d"])
+    tick(subscribed)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        _record(message, own)
+        with suppress(psycopg.errors.DivisionByZero):
+            if message.payload == "caught":
+                own.execute("select 1 / 0")
+            if message.payload == "savepoint":
+                with own.transaction():
+                    own.execute("select 1 / 0")
+
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) == 3)
+    assert _ledger(conn) == ["a", "savepoint", "d"]
+    [letter] = client.dlq_inspect(subscribed)
+    assert (letter.ev_data, "savepoint" in str(letter.dl_reason)) == ("caught", True)
 
 
 def test_work_is_done_exactly_once_although_backends_are_killed_all_the_time(
@@ -713,6 +801,107 @@ def test_the_async_consumer_connects_again(
 
     asyncio.run(main())
     assert seen == ["0", "1"]
+
+
+def test_a_plain_function_as_an_async_handler_is_told_as_such(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    client.send(subscribed, "x")
+    tick(subscribed)
+
+    async def main() -> None:
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
+        consumer.on("*")(lambda message: None)  # type: ignore[type-var]
+        task = asyncio.create_task(consumer.start())
+        await asyncio.to_thread(wait_until, lambda: client.dlq_inspect(subscribed))
+        consumer.stop()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(main())
+    reason = str(client.dlq_inspect(subscribed)[0].dl_reason)
+    assert "has to be a coroutine function" in reason
+    assert "NoneType" in reason
+
+
+def test_stopping_an_async_consumer_in_a_batch_leaves_its_loop_running(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick
+) -> None:
+    ids = client.send_batch(subscribed, "t", [str(n) for n in range(100)])
+    tick(subscribed)
+    seen: list[int] = []
+
+    async def main() -> str:
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
+        stopped = asyncio.Event()
+
+        async def live() -> str:
+            await stopped.wait()
+            return "alive"
+
+        @consumer.on("*")
+        async def handle(message: pgque.Message) -> None:
+            seen.append(message.msg_id)
+            consumer.stop()
+            await asyncio.sleep(0.05)
+
+        other = asyncio.create_task(live())
+        await consumer.start()
+        stopped.set()
+        return await other
+
+    try:
+        assert asyncio.run(main()) == "alive"
+    except KeyboardInterrupt:
+        pytest.fail("it ended the loop")
+    assert 0 < len(seen) < 100
+    assert [message.msg_id for message in client.receive(subscribed, "c")] == ids
+
+
+def test_a_signal_stops_all_that_run_in_a_loop_and_the_handlers_are_put_back_behind_the_last(
+    dsn: str, client: pgque.PgqueClient, subscribed: str
+) -> None:
+    client.subscribe(subscribed, "w")
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def main() -> None:
+        first = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
+        second = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
+        worker = pgque.AsyncWorker(dsn, queue=subscribed, consumer="w")
+        tasks = [asyncio.create_task(work) for work in (first.start(), second.start(), worker.run())]
+        await asyncio.sleep(0)
+        first.stop()
+        await asyncio.wait_for(tasks[0], 5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+
+    assert before not in (signal.SIG_DFL, signal.SIG_IGN)
+    asyncio.run(main())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_handler_that_the_program_gave_to_the_loop_is_called_as_well(dsn: str, subscribed: str) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        told = asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, told.set)
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
+        for _ in range(2):
+            task = asyncio.create_task(consumer.start())
+            await asyncio.sleep(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(asyncio.gather(task, told.wait()), 5)
+            told.clear()
+        # The consumer has ended, and the handler is still there.
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(told.wait(), 5)
+        assert loop.remove_signal_handler(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 _ASYNC_PROGRAM = """

@@ -99,6 +99,26 @@ def test_a_worker_receives_and_gives_each_message_an_outcome(run: Run, pool: str
     assert "no good" in run("dlq", "list", pool)
 
 
+def test_an_outcome_that_is_refused_leaves_the_others_standing(run: Run, pool: str, tick: Tick) -> None:
+    run("send", pool, "--lines", stdin="".join(f"{n}\n" for n in range(4)))
+    tick(pool)
+    messages = _received(run, pool, "--visibility-timeout", "1m")
+    batch = str(messages[0]["batch_id"])
+    ids = [str(message["msg_id"]) for message in messages]
+    for number, verb in enumerate(["ack", "nack", "dead"]):
+        assert "999999999: " in run(verb, batch, ids[number], "999999999", code=3)
+    assert run("release", batch) == "1 released\n"
+    assert run("ack", batch, code=3) == "batch not open\n"
+
+
+def test_bytes_are_printed_as_postgresql_shows_them(
+    run: Run, client: pgque.PgqueClient, pool: str, tick: Tick
+) -> None:
+    client.send_batch(pool, "t", [b"\x00\xff", b""])
+    tick(pool)
+    assert run("receive", pool, "c") == "\\x00ff\n\\x\n"
+
+
 def test_batches_are_reclaimed_and_queues_purged(run: Run, pool: str, tick: Tick) -> None:
     run("send", pool, "x", "--key", "k")
     run("send", pool, "y")

@@ -232,3 +232,50 @@ def test_the_async_queue_does_the_same(dsn: str, client: pgque.PgqueClient, queu
     assert asyncio.run(call()) == ["a", "b", "c", "d"]
     assert _left(client, queue) == ["y"]
     assert [d.ev_data for d in client.dlq_inspect(queue)] == ["b"]
+
+
+@pytest.mark.parametrize("then", ["close at once", "settle", "send", "do something else"])
+def test_closing_the_async_queue_hands_back_what_a_loop_left_by_break_was_not_given(
+    dsn: str,
+    client: pgque.PgqueClient,
+    queue: str,
+    tick: Tick,
+    caplog: pytest.LogCaptureFixture,
+    then: str,
+) -> None:
+    client.subscribe(queue, "c")
+    client.send_batch(queue, "t", ["a", "b", "c", "d"])
+    tick(queue)
+
+    async def call() -> None:
+        async with pgque.AsyncWorkQueue(dsn, queue, consumer="c") as work:
+            async for message in work.messages():
+                if message.payload == "b":
+                    break
+            if then == "settle":
+                assert await message.dead("no good")
+            if then == "send":
+                await work.send("e")
+            if then == "do something else":
+                await asyncio.sleep(0)  # in which asyncio begins to close the loop
+
+    asyncio.run(call())
+    assert _left(client, queue) == ["c", "d"]
+    assert caplog.messages == []
+    client.reclaim(queue, "c")
+    assert sorted(map(str, _left(client, queue))) == (["c", "d"] if then == "settle" else ["b", "c", "d"])
+
+
+def test_closing_the_queue_in_a_loop_hands_back_what_was_not_given(
+    client: pgque.PgqueClient, work: pgque.WorkQueue, tick: Tick, caplog: pytest.LogCaptureFixture
+) -> None:
+    work.send_batch(["a", "b", "c"])
+    tick(work.queue)
+    loop = work.messages()
+    assert [next(loop).payload, next(loop).payload] == ["a", "b"]
+    work.close()
+    assert _left(client, work.queue) == ["c"]
+    loop.close()
+    assert caplog.messages == []
+    client.reclaim(work.queue, "c")
+    assert sorted(map(str, _left(client, work.queue))) == ["b", "c"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +20,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgque
 
@@ -195,6 +198,23 @@ def test_the_text_of_an_error_is_made_storable_and_cut(
     reason = letter.dl_reason or ""
     assert reason.startswith("ValueError: nul , surrogate ?, long xxx")
     assert len(reason) <= 2000
+
+
+def test_a_handler_that_returns_an_awaitable_has_failed(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    async def handle(message: pgque.Message) -> None: ...
+
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", retry_after=3600)
+
+    @worker.handler("*")
+    def hand_on(message: pgque.Message) -> object:
+        return handle(message)
+
+    _send(client, pool, tick, "a")
+    with running(worker):
+        wait_until(lambda: client.list_messages(pool, "retry"))
+    assert "returned an awaitable" in str(client.list_messages(pool, "retry")[0].last_error)
 
 
 def test_a_handler_may_return_or_raise_an_outcome(
@@ -461,6 +481,142 @@ def test_a_handler_that_does_not_end_after_a_stop_loses_its_message(
     release.set()
 
 
+@contextmanager
+def _away(conn: Connection, role: Any) -> Iterator[None]:
+    """Have the server end the connections of a role, and take none."""
+    conn.execute(f"alter role {role.name} connection limit 0".encode())
+    try:
+        conn.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity where usename = %s", [role.name]
+        )
+        yield
+    finally:
+        conn.execute(f"alter role {role.name} connection limit -1".encode())
+
+
+def _pauses(caplog: pytest.LogCaptureFixture) -> list[tuple[float, float]]:
+    """Return when each vain attempt to connect ended, and how long the pause behind it was to be."""
+    return [
+        (record.created, float(record.args[0]))  # type: ignore[arg-type]
+        for record in caplog.records
+        if "next try in" in str(record.msg) and isinstance(record.args, tuple)
+    ]
+
+
+@pytest.mark.parametrize("stopped", ["before", "meanwhile"])
+def test_what_was_done_while_the_database_was_away_is_told_though_the_worker_was_stopped(
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    reader: Any,
+    caplog: pytest.LogCaptureFixture,
+    stopped: str,
+) -> None:
+    releases = {"a": threading.Event(), "b": threading.Event()}
+    seen: list[str | None] = []
+    worker = pgque.Worker(reader.dsn, queue=pool, consumer="c", concurrency=2, visibility_timeout=60)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        assert releases[str(message.payload)].wait(20)
+
+    _send(client, pool, tick, "a", "b")
+    with running(worker) as thread:
+        wait_until(lambda: len(seen) == 2)
+        if stopped == "before":
+            worker.stop()
+        with _away(conn, reader):
+            releases["a"].set()
+            worker.stop()
+            wait_until(lambda: len(_pauses(caplog)) > 3)
+            assert thread.is_alive()
+        releases["b"].set()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert _held(client, pool) == 0
+    assert _left(client, pool) == []
+
+
+def test_a_stop_while_the_database_is_away_waits_for_handlers_and_for_nothing_else(
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    reader: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    seen: list[str | None] = []
+    idle, busy = (
+        pgque.Worker(reader.dsn, queue=pool, consumer="c", concurrency=1, shutdown_timeout=limit)
+        for limit in (20, 1)
+    )
+
+    @busy.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        release.wait(20)
+
+    _send(client, pool, tick, "a")
+    with running(busy) as waits:
+        wait_until(lambda: bool(seen))
+        with running(idle) as ends, _away(conn, reader):
+            wait_until(lambda: len(_pauses(caplog)) > 5)
+            began = time.monotonic()
+            busy.stop()
+            idle.stop()
+            ends.join(5)
+            assert time.monotonic() - began < 0.5
+            waits.join(5)
+            assert 1 < time.monotonic() - began < 3
+    release.set()
+
+
+@pytest.mark.parametrize("twin", ["sync", "async"])
+def test_a_handler_that_runs_when_a_signal_ends_the_wait_for_a_connection_is_waited_for(
+    client: pgque.PgqueClient, pool: str, tick: Tick, conn: Connection, reader: Any, twin: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        parts = conninfo_to_dict(reader.dsn)
+        # The first host takes connections and says nothing, for the two seconds of the timeout.
+        parts["host"] = f"127.0.0.1,{parts['host']}"
+        parts["port"] = f"{silent.getsockname()[1]},{parts.get('port', 5432)}"
+        dsn = make_conninfo("", **parts, connect_timeout=2)
+        began: list[str | None] = []
+
+        def interrupt(message: pgque.Message) -> None:
+            began.append(message.payload)
+            conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where usename = %s", [reader.name]
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def handle(message: pgque.Message) -> None:
+            interrupt(message)
+            time.sleep(1.5)
+
+        async def handle_async(message: pgque.Message) -> None:
+            interrupt(message)
+            await asyncio.sleep(1.5)
+
+        _send(client, pool, tick, "a")
+        if twin == "sync":
+            worker = pgque.Worker(dsn, queue=pool, consumer="c", visibility_timeout=60)
+            worker.handler("*")(handle)
+            worker.run()
+        else:
+            async_worker = pgque.AsyncWorker(dsn, queue=pool, consumer="c", visibility_timeout=60)
+            async_worker.handler("*")(handle_async)
+            asyncio.run(asyncio.wait_for(async_worker.run(), 20))
+    assert began == ["a"]
+    assert _held(client, pool) == 0
+    assert _left(client, pool) == []
+
+
 # -- processes ------------------------------------------------------------
 
 
@@ -697,6 +853,58 @@ def test_async_handlers_run_as_tasks(
     )
     assert [d.ev_data for d in client.dlq_inspect(pool)] == ["dead"]
     assert _left(client, pool) == []
+
+
+def test_an_async_worker_pauses_between_attempts_to_reach_the_database(
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    reader: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _send(client, pool, tick, "a")
+
+    async def call() -> None:
+        worker = pgque.AsyncWorker(reader.dsn, queue=pool, consumer="c")
+        began, release = asyncio.Event(), asyncio.Event()
+
+        @worker.handler("*")
+        async def handle(message: pgque.Message) -> None:
+            began.set()
+            await release.wait()
+
+        task = asyncio.create_task(worker.run())
+        await began.wait()
+        with _away(conn, reader):
+            await asyncio.to_thread(wait_until, lambda: _pauses(caplog))
+            release.set()  # the worker is woken to tell
+            await asyncio.to_thread(wait_until, lambda: len(_pauses(caplog)) > 6)
+        worker.stop()
+        await asyncio.wait_for(task, 20)
+
+    asyncio.run(call())
+    pauses = _pauses(caplog)
+    assert all(after - at >= 0.99 * pause for (at, pause), (after, _) in itertools.pairwise(pauses))
+    assert _left(client, pool) == []
+
+
+def test_a_plain_function_as_an_async_handler_is_told_as_such(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    _send(client, pool, tick, "a")
+
+    async def call() -> None:
+        worker = pgque.AsyncWorker(dsn, queue=pool, consumer="c", retry_after=3600)
+        worker.handler("*")(lambda message: None)  # type: ignore[type-var]
+        task = asyncio.create_task(worker.run())
+        await asyncio.to_thread(wait_until, lambda: client.list_messages(pool, "retry"))
+        worker.stop()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(call())
+    assert "has to be a coroutine function" in str(client.list_messages(pool, "retry")[0].last_error)
 
 
 def test_an_async_worker_stops_at_sigterm_and_hands_back(

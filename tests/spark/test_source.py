@@ -691,6 +691,26 @@ def test_the_reader_connects_only_when_it_is_asked(source: Source, conn: Connect
     reader.stop()
 
 
+def test_the_server_is_soon_to_notice_that_the_driver_s_host_is_lost(
+    source: Source, jdbc_as: Callable[[Role], Any]
+) -> None:
+    from pgque.spark import options
+    from pgque.spark.source import PgqueStreamReader
+
+    given = {**source.options({"consumer": "c"}), "url": jdbc_as(source.role).dsn}
+    reader = PgqueStreamReader(options.parse(given, options.STREAM_READ))
+    reader.initialOffset()
+    # Only the session itself can tell, and only through TCP.
+    (seconds,) = reader._driver._do(
+        lambda conn: conn.execute(
+            "select current_setting('tcp_keepalives_idle')::int"
+            " + current_setting('tcp_keepalives_interval')::int * current_setting('tcp_keepalives_count')::int"
+        ).fetchone()
+    )
+    assert 0 < seconds <= 30
+    reader.stop()
+
+
 def test_a_position_that_cannot_be_moved_is_logged(
     source: Source, conn: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,8 +1,10 @@
-"""The hands of a worker, that run its handlers: once as threads, once as tasks, with the same names."""
+"""The hands of a worker, that run its handlers, and how handlers are called: once for threads, once for
+tasks, with the same names."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import queue
 import threading
 from collections.abc import Awaitable, Callable
@@ -14,6 +16,52 @@ if TYPE_CHECKING:
     from .workers_async import AsyncWorker
 
 T = TypeVar("T")
+
+# The garbage collector may close a loop over messages while its thread has the lock for another one.
+Lock = threading.RLock
+AsyncLock = asyncio.Lock
+
+
+def check_handler(handler: Callable[..., object], kind: str) -> None:
+    """Raise TypeError for what is no handler of a Worker or a Consumer."""
+    check_async_handler(handler, kind)
+    if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
+        raise TypeError(f"{_name(handler)} is a coroutine function: use Async{kind}")
+
+
+def check_async_handler(handler: Callable[..., object], kind: str) -> None:
+    """Raise TypeError for what is no handler of an AsyncWorker or an AsyncConsumer."""
+    if not callable(handler):
+        raise TypeError(f"a handler has to be a function: {handler!r}")
+    if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+        raise TypeError(
+            f"{_name(handler)} is a generator, which a call does not run: a handler has to be a function"
+        )
+
+
+def call(handler: Callable[..., object], *args: object) -> object:
+    """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet."""
+    outcome = handler(*args)
+    if inspect.isawaitable(outcome):
+        if inspect.iscoroutine(outcome):
+            outcome.close()
+        raise TypeError(f"{_name(handler)} returned an awaitable, which only the async classes await")
+    return outcome
+
+
+async def call_async(handler: Callable[..., object], *args: object) -> object:
+    """Call a handler and return its outcome. Raises TypeError for a plain function."""
+    outcome = handler(*args)
+    if not inspect.isawaitable(outcome):
+        raise TypeError(
+            f"{_name(handler)} has to be a coroutine function (async def): it returned"
+            f" {type(outcome).__name__}, which cannot be awaited"
+        )
+    return await outcome
+
+
+def _name(handler: object) -> str:
+    return f"handler {getattr(handler, '__qualname__', repr(handler))}"
 
 
 class Hands(Generic[T]):

@@ -71,11 +71,19 @@ class Stopper:
 
     def out_of_time(self) -> bool:
         """Say whether the time for finishing the batch in hand is over."""
-        return self._stop.is_set() and time.monotonic() - self._stopped_at > GRACE
+        return self.stopped_for() > GRACE
+
+    def stopped_for(self) -> float:
+        """Return how many seconds ago it was stopped; 0 before that."""
+        return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     def sleep(self, seconds: float) -> None:
         """Sleep, or less when stopped."""
         self._stop.wait(seconds)
+
+    def rest(self, seconds: float) -> None:
+        """Sleep, stopped or not."""
+        time.sleep(seconds)
 
     def wait(self, conn: Connection[object], seconds: float, draining: bool = False) -> None:
         """Wait for a notification on an idle connection, or for `wake`, at most so long; after a stop only
@@ -161,7 +169,7 @@ class AsyncStopper:
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped_at = 0.0
-        self._task: asyncio.Future[object] | None = None
+        self._task: asyncio.Future[HandlerInterrupted | None] | None = None
 
     def set(self) -> None:
         if not self._stop.is_set():
@@ -180,7 +188,11 @@ class AsyncStopper:
 
     def out_of_time(self) -> bool:
         """Say whether the time for finishing the batch in hand is over."""
-        return self._stop.is_set() and time.monotonic() - self._stopped_at > GRACE
+        return self.stopped_for() > GRACE
+
+    def stopped_for(self) -> float:
+        """Return how many seconds ago it was stopped; 0 before that."""
+        return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     async def _wait_for_wake(self, seconds: float, draining: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
@@ -191,7 +203,14 @@ class AsyncStopper:
 
     async def sleep(self, seconds: float) -> None:
         """Sleep, or less when stopped."""
-        await self._wait_for_wake(seconds)
+        end = time.monotonic() + seconds
+        while not self._stop.is_set() and (left := end - time.monotonic()) > 0:
+            self._wake.clear()  # by `wake`, which is for `wait`
+            await self._wait_for_wake(left)
+
+    async def rest(self, seconds: float) -> None:
+        """Sleep, stopped or not."""
+        await asyncio.sleep(seconds)
 
     async def wait(self, conn: AsyncConnection[object], seconds: float, draining: bool = False) -> None:
         """Wait for a notification on an idle connection, or for `wake`, at most so long; after a stop only
@@ -217,9 +236,18 @@ class AsyncStopper:
 
     async def call(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
         """Run `work`; what outlives a stop by signal is interrupted."""
-        task = self._task = asyncio.ensure_future(work())
+
+        async def run() -> HandlerInterrupted | None:
+            try:
+                await work()
+            except HandlerInterrupted as interrupted:
+                # A KeyboardInterrupt that leaves a task ends the whole loop.
+                return interrupted
+            return None
+
+        task = self._task = asyncio.ensure_future(run())
         try:
-            await asyncio.shield(task)
+            interrupted = await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled() and self.out_of_time():
                 raise HandlerInterrupted("interrupted by a signal") from None
@@ -229,6 +257,14 @@ class AsyncStopper:
             raise
         finally:
             self._task = None
+        if interrupted is not None:
+            raise interrupted
+
+    def stop_by_signal(self) -> None:
+        """Stop, and interrupt what is running then half a second later; for signal handlers."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nothing runs
+                self._loop.call_soon_threadsafe(self._on_signal)
 
     def _on_signal(self) -> None:
         if not self._stop.is_set():
@@ -247,12 +283,43 @@ class AsyncStopper:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        with _signals.told_to(self):
+            yield
+
+
+class _Signals:
+    """Tell all that run in the event loop of the main thread of signals.
+
+    By signal.signal and not by the loop, which has one handler for a signal: if the program gave it one, that
+    is called as well.
+    """
+
+    def __init__(self) -> None:
+        self._stoppers: list[AsyncStopper] = []
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def _tell(self, signum: int, frame: FrameType | None) -> None:
+        for stopper in self._stoppers:
+            stopper.stop_by_signal()
+
+    @contextmanager
+    def told_to(self, stopper: AsyncStopper) -> Iterator[None]:
         for number in SIGNALS:
-            self._loop.add_signal_handler(number, self._on_signal)
+            if signal.getsignal(number) != self._tell:
+                self._before[number] = signal.signal(number, self._tell)
+        self._stoppers.append(stopper)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                self._loop.remove_signal_handler(number)
+            self._stoppers.remove(stopper)
+            if not self._stoppers:
+                self._put_back()
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._tell:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+
+
+_signals = _Signals()

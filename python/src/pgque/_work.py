@@ -103,6 +103,12 @@ class Batch(Generic[M]):
         """Say whether outcomes are known that the server was not told."""
         return bool(self._verdicts)
 
+    @property
+    def is_owed(self) -> bool:
+        """Say whether a handler still runs, or something is known that silence would not say: a message that
+        is not settled comes again."""
+        return self.unfinished > 0 or any(verdict.verb != "release" for verdict in self._verdicts.values())
+
     def decide(self, msg_ids: Iterable[int], verdict: Verdict) -> None:
         """Note what is to become of messages."""
         self._verdicts.update((msg_id, verdict) for msg_id in msg_ids if msg_id in self._unsettled)

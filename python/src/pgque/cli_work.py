@@ -11,7 +11,7 @@ import click
 
 from ._cli import EXIT_CODES, NOTHING, age, as_dict, dsn_option, dump, json_option, length_option, print_rows
 from .client import connect
-from .types import Outcome
+from .types import Message, Outcome
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,7 +134,7 @@ def receive(
             queue, consumer, max_messages, worker=worker, visibility_timeout=visibility_timeout
         )
         for message in batch:
-            click.echo(dump(as_dict(message)) if as_json else (message.payload or ""))
+            click.echo(dump(as_dict(message)) if as_json else _text(message))
         sys.stdout.flush()
         if batch and ack:
             client.ack(batch[0].batch_id)
@@ -164,10 +164,11 @@ def _outcome_arguments(command: Callable[P, R]) -> Callable[P, R]:
 def ack(dsn: str, batch: int, ids: Sequence[int]) -> None:
     """Finish a batch, or some of its messages."""
     with connect(dsn) as client:
-        if ids:
-            _report(client.ack(batch, ids))
-        elif client.ack(batch) == 0:
-            _refused("batch not open")
+        settled = client.ack(batch, ids) if ids else client.ack(batch)
+    if settled == 0:
+        click.echo("batch not open", err=True)
+        sys.exit(NOTHING)
+    _report(settled if isinstance(settled, list) else [])
 
 
 @click.command(epilog=EXIT_CODES)
@@ -177,7 +178,8 @@ def ack(dsn: str, batch: int, ids: Sequence[int]) -> None:
 def nack(dsn: str, batch: int, ids: Sequence[int], after: timedelta | None, reason: str | None) -> None:
     """Give messages of a batch back, to come again."""
     with connect(dsn) as client:
-        _report(client.nack(batch, _some(ids), after, reason))
+        outcomes = client.nack(batch, _some(ids), after, reason)
+    _report(outcomes)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -186,7 +188,8 @@ def nack(dsn: str, batch: int, ids: Sequence[int], after: timedelta | None, reas
 def dead(dsn: str, batch: int, ids: Sequence[int], reason: str | None) -> None:
     """Give messages of a batch up, without more retries."""
     with connect(dsn) as client:
-        _report(client.dead(batch, _some(ids), reason))
+        outcomes = client.dead(batch, _some(ids), reason)
+    _report(outcomes)
 
 
 @click.command()
@@ -216,17 +219,20 @@ def _some(ids: Sequence[int]) -> Sequence[int]:
     return ids
 
 
+def _text(message: Message) -> str:
+    """Return the payload as a line; bytes as PostgreSQL shows them."""
+    if message.payload_bytes is not None:
+        return f"\\x{message.payload_bytes.hex()}"
+    return message.payload or ""
+
+
 def _report(outcomes: Sequence[Outcome]) -> None:
+    """Print what was refused, and end with an exit code that says so: after the commit of the rest."""
     for outcome in outcomes:
         if not outcome.ok:
             click.echo(f"{outcome.msg_id}: {outcome.reason}", err=True)
     if not all(outcome.ok for outcome in outcomes):
         sys.exit(NOTHING)
-
-
-def _refused(reason: str) -> None:
-    click.echo(reason, err=True)
-    sys.exit(NOTHING)
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:

@@ -16,9 +16,11 @@ from typing import Literal, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import Connection, sql
+from psycopg.pq import TransactionStatus
 from tenacity import Retrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from ._encode import watchful
+from ._hands import call, check_handler
 from ._stopper import Stopper, HandlerInterrupted
 from .client import PgqueClient
 from .errors import PgqueBatchNotFound, PgqueError, from_psycopg, is_permanent
@@ -31,11 +33,17 @@ H = TypeVar("H", bound=Handler | TransactionalHandler)
 log = logging.getLogger("pgque.consumer")
 
 # Pauses between attempts to reach the database: random between 0 and a bound that doubles up to this many
-# seconds.
+# seconds; after a stop, when time is short, of at most the last.
 FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 15.0
+_LONGEST_AFTER_STOP = 1.0
 
 _LONGEST_REASON = 4000  # characters
+
+_FAILED = (
+    "the handler caught an error of the database, which left its transaction failed: let the error out, or do"
+    " what may fail in a savepoint, which conn.transaction() makes"
+)
 
 
 class _BatchLost(Exception):
@@ -113,9 +121,10 @@ class Consumer:
 
     def on(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one."""
+        one. Raises TypeError for what cannot be a handler."""
 
         def register(handler: H) -> H:
+            check_handler(handler, "Consumer")
             self._handlers[type] = handler
             return handler
 
@@ -124,9 +133,10 @@ class Consumer:
     def start(self) -> None:
         """Consume until `stop()`, SIGTERM or SIGINT.
 
-        The signals are caught in the main thread only, and their handlers put back at the end. A batch in
-        hand is finished if that takes less than half a second, otherwise it is handed back whole; a handler
-        that runs longer is interrupted.
+        The signals are caught in the main thread only, for all that run there, and their handlers put back
+        when the last of them ends; a handler that the program gave to its event loop is called as well. A
+        batch in hand is finished if that takes less than half a second, otherwise it is handed back whole; a
+        handler that runs longer is interrupted.
 
         After a fault of the database the consumer connects again, after a growing random pause, for as long
         as it takes. Raises a PgqueError where trying again cannot help: PgqueVersionError,
@@ -256,9 +266,11 @@ class Consumer:
                 with (
                     client.conn.transaction()
                 ):  # a savepoint: a failed handler takes only its own work back
-                    handler(message, client.conn)  # type: ignore[call-arg]
+                    call(handler, message, client.conn)
+                    if client.conn.info.transaction_status is TransactionStatus.INERROR:
+                        raise RuntimeError(_FAILED)
             else:
-                handler(message)  # type: ignore[call-arg]
+                call(handler, message)
         except Exception as error:
             if client.conn.closed or client.conn.broken:
                 raise
@@ -282,26 +294,43 @@ def _storable(reason: str) -> str:
     return reason.replace("\x00", "")[:_LONGEST_REASON].encode("utf-8", "replace").decode("utf-8")
 
 
-def keep_connected(stopper: Stopper, session: Callable[[], object]) -> None:
-    """Run `session` again and again until a stop; after one that raised, after a growing random pause.
+def keep_connected(
+    stopper: Stopper,
+    session: Callable[[], object],
+    done: Callable[[], bool] | None = None,
+) -> None:
+    """Run `session` again and again until it is `done`, which is by default a stop; after one that raised,
+    after a growing random pause.
 
     Raises a PgqueError where trying again cannot help.
     """
-    while not stopper.is_set():
+    is_done = done or stopper.is_set
+    growing = wait_random_exponential(multiplier=FIRST_PAUSE, max=_LONGEST_PAUSE)
+
+    def pause(seconds: float) -> None:
+        if not stopper.is_set():
+            stopper.sleep(seconds)
+        elif not is_done():
+            stopper.rest(min(seconds, _LONGEST_AFTER_STOP))
+
+    while not is_done():
         retrying = Retrying(
             retry=retry_if_exception(_may_help),
-            wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=_LONGEST_PAUSE),
-            sleep=stopper.sleep,
-            stop=lambda state: stopper.is_set(),
+            wait=lambda state: min(
+                growing(state), _LONGEST_AFTER_STOP if stopper.is_set() else _LONGEST_PAUSE
+            ),
+            sleep=pause,
+            stop=lambda state: is_done(),
             before_sleep=_log_pause,
             reraise=True,
         )
         try:
             for attempt in retrying:
                 with attempt:
-                    session()
+                    if not is_done():  # it may be since the pause
+                        session()
         except PgqueError as error:
-            if not (stopper.is_set() and _may_help(error)):
+            if not (is_done() and _may_help(error)):
                 raise
 
 

@@ -11,6 +11,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Generator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -21,7 +22,7 @@ from psycopg import Cursor, sql
 from psycopg.rows import args_row
 
 from . import _encode, _otel, _work
-from ._hands import Hands, serve
+from ._hands import Hands, Lock, call, check_handler, serve
 from ._stopper import Stopper, HandlerInterrupted
 from ._work import Batch, Call, Refused, Verdict
 from .client import PgqueClient
@@ -51,12 +52,13 @@ _ARCHIVE = Verdict("archive")
 _RELEASE = Verdict("release")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Hold:
     """Lead from a message to the batch that it came in."""
 
     queue: WorkQueue
     batch: Batch[WorkMessage] | None = None
+    waiting: list[int] = field(default_factory=list)  # ids of what was not given yet
 
     def message(self, *row: object) -> WorkMessage:
         return WorkMessage(*row, self)  # type: ignore[arg-type, call-arg]
@@ -133,6 +135,9 @@ class WorkQueue:
         self._listening: PgqueClient | None = None
         self._notified = False
         self._stopper = Stopper()
+        # Of the connection: a loop that was left by `break` is closed by asyncio, in a task of its own.
+        self._lock = Lock()
+        self._holds: set[_Hold] = set()  # of the loops that stand at a message
 
     def __enter__(self) -> WorkQueue:
         return self
@@ -146,8 +151,10 @@ class WorkQueue:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Hand back what `messages` received and did not give, and close the connection."""
         if self._client is not None:
+            for hold in list(self._holds):
+                self._hand_back(self._client, hold)
             self._client.close()
 
     def send(
@@ -163,18 +170,19 @@ class WorkQueue:
         partition_key: str | None = None,
     ) -> int:
         """Send one message and return its id; see `PgqueClient.send`. Calls `pgque.send`."""
-        client = self._connected()
-        return client.send(
-            self.queue,
-            payload,
-            type=type,
-            headers=headers,
-            key=key,
-            delay=delay,
-            deliver_at=deliver_at,
-            ttl=ttl,
-            partition_key=partition_key,
-        )
+        with self._lock:
+            client = self._connected()
+            return client.send(
+                self.queue,
+                payload,
+                type=type,
+                headers=headers,
+                key=key,
+                delay=delay,
+                deliver_at=deliver_at,
+                ttl=ttl,
+                partition_key=partition_key,
+            )
 
     def send_batch(
         self,
@@ -190,18 +198,19 @@ class WorkQueue:
     ) -> list[int]:
         """Send many messages, all or none, and return their ids; see `PgqueClient.send_batch`. Calls
         `pgque.send_batch`."""
-        client = self._connected()
-        return client.send_batch(
-            self.queue,
-            type,
-            payloads,
-            headers=headers,
-            keys=keys,
-            delays=delays,
-            deliver_ats=deliver_ats,
-            ttls=ttls,
-            partition_keys=partition_keys,
-        )
+        with self._lock:
+            client = self._connected()
+            return client.send_batch(
+                self.queue,
+                type,
+                payloads,
+                headers=headers,
+                keys=keys,
+                delays=delays,
+                deliver_ats=deliver_ats,
+                ttls=ttls,
+                partition_keys=partition_keys,
+            )
 
     def messages(
         self,
@@ -235,47 +244,62 @@ class WorkQueue:
         if self.consumer is None:
             raise ValueError("to receive, a work queue needs the name of its consumer")
         name = worker or _work.worker_name()
-        client = self._listen()
-        if visibility_timeout is None:
-            visibility_timeout = _default_timeout(client, self.queue)
+        with self._lock:
+            client = self._listen()
+            if visibility_timeout is None:
+                visibility_timeout = _default_timeout(client, self.queue)
         waiting_since = time.monotonic()
         batch: Batch[WorkMessage] | None = None
         while True:
             hold = _Hold(self)
-            asked_at = time.monotonic()
-            self._notified = False
             taking = _work.take(self.queue, self.consumer, name, max_messages, visibility_timeout)
-            taken = _tell(client, [batch] if batch else [], taking, hold.message)
-            batch = None
-            if not taken:
-                patience = _LONGEST_WAIT
-                if timeout is not None:
-                    patience = min(patience, waiting_since + timeout - time.monotonic())
-                if patience <= 0:
-                    return
-                if not self._notified:
-                    _wait(self._stopper, client, patience)
-                continue
+            with self._lock:
+                asked_at = time.monotonic()
+                self._notified = False
+                taken = _tell(client, [batch] if batch else [], taking, hold.message)
+                batch = None
+                if not taken:
+                    patience = _LONGEST_WAIT
+                    if timeout is not None:
+                        patience = min(patience, waiting_since + timeout - time.monotonic())
+                    if patience <= 0:
+                        return
+                    if not self._notified:
+                        _wait(self._stopper, client, patience)
+                    continue
             batch = hold.batch = Batch(taken, asked_at)
-            given = 0
+            hold.waiting = [message.msg_id for message in reversed(taken)]
+            self._holds.add(hold)
             try:
                 for message in taken:
-                    if not _extended(client, batch, visibility_timeout):
-                        break
-                    given += 1
+                    with self._lock:
+                        if not _extended(client, batch, visibility_timeout):
+                            break
+                    hold.waiting.pop()
                     yield message
                     if batch.holds(message.msg_id):
                         batch.decide([message.msg_id], _ACK)
                     if time.monotonic() - batch.told_at > _LONGEST_SECRET:
-                        _tell(client, [batch], None, hold.message)
+                        with self._lock:
+                            _tell(client, [batch], None, hold.message)
             except BaseException:  # GeneratorExit too
-                batch.decide([message.msg_id for message in taken[given:]], _RELEASE)
-                try:
-                    _tell(client, [batch], None, hold.message)
-                except PgqueError as error:
-                    log.warning("batch %s could not be handed back: %s", batch.batch_id, error)
+                self._hand_back(client, hold)
                 raise
+            self._holds.discard(hold)
             waiting_since = time.monotonic()
+
+    def _hand_back(self, client: PgqueClient, hold: _Hold) -> None:
+        """Tell what is known of a batch, and release what was not given; once."""
+        with self._lock:
+            if hold not in self._holds or hold.batch is None:
+                return
+            hold.batch.decide(hold.waiting, _RELEASE)
+            try:
+                _tell(client, [hold.batch], None, hold.message)
+            except PgqueError as error:
+                log.warning("batch %s could not be handed back: %s", hold.batch.batch_id, error)
+            finally:
+                self._holds.discard(hold)
 
     def _connected(self) -> PgqueClient:
         if self._client is None or self._client.conn.closed:
@@ -296,14 +320,16 @@ class WorkQueue:
     def _settle(self, batch: Batch[WorkMessage], msg_id: int, verdict: Verdict) -> bool:
         if not batch.holds(msg_id):
             return False
-        client = self._connected()
-        refused, _ = _trip(client, [_work.settle(batch.batch_id, verdict, [msg_id])], None, Message)
-        batch.drop(msg_id, verdict)
+        with self._lock:
+            client = self._connected()
+            refused, _ = _trip(client, [_work.settle(batch.batch_id, verdict, [msg_id])], None, Message)
+            batch.drop(msg_id, verdict)
         return not refused
 
     def _extend(self, batch_id: int, seconds: Seconds) -> bool:
-        client = self._connected()
-        return client.extend(batch_id, seconds) > 0
+        with self._lock:
+            client = self._connected()
+            return client.extend(batch_id, seconds) > 0
 
 
 class Worker:
@@ -381,7 +407,6 @@ class Worker:
         self.shutdown_timeout = shutdown_timeout
         self._handlers: dict[str, WorkHandler] = {}
         self._stopper = Stopper()
-        self._stopping_since: float | None = None
         self._notified = False
         self._size = min(concurrency, prefetch)
         self._batches: dict[int, Batch[Message]] = {}
@@ -390,9 +415,10 @@ class Worker:
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one."""
+        one. Raises TypeError for what cannot be a handler."""
 
         def register(handler: H) -> H:
+            check_handler(handler, "Worker")
             self._handlers[type] = handler
             return handler
 
@@ -401,13 +427,15 @@ class Worker:
     def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT.
 
-        The signals are caught in the main thread only, and their handlers put back at the end. Then no more
-        messages are taken, those that were not started are handed back, and handlers that run have
+        The signals are caught in the main thread only, for all that run there, and their handlers put back
+        when the last of them ends; a handler that the program gave to its event loop is called as well. Then
+        no more messages are taken, those that were not started are handed back, and handlers that run have
         `shutdown_timeout` seconds to finish.
 
         After a fault of the database the worker connects again, after a growing random pause, for as long
-        as it takes. Raises a PgqueError where trying again cannot help: PgqueVersionError,
-        PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
+        as it takes; after a stop for as long as handlers run or have done what was not told yet, and no
+        longer than `shutdown_timeout`. Raises a PgqueError where trying again cannot help:
+        PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
         """
         with self._stopper.running():
             serve(self, self._serve)
@@ -419,9 +447,9 @@ class Worker:
     def _serve(self) -> None:
         self._hands = Hands(self.concurrency, self._handle)
         try:
-            keep_connected(self._stopper, self._session)
-        except HandlerInterrupted:
-            pass  # it was waiting for a connection
+            while not self._is_done():
+                with suppress(HandlerInterrupted):  # it waited for a connection
+                    keep_connected(self._stopper, self._session, self._is_done)
         finally:
             self._hands.take_back()
             self._hands.close()
@@ -443,7 +471,7 @@ class Worker:
             if not worked or is_permanent(error):
                 raise error from fault
             log.warning("lost the database, connecting again: %s", error)
-            self._stopper.sleep(random.uniform(0, FIRST_PAUSE))  # noqa: S311
+            self._stopper.rest(random.uniform(0, FIRST_PAUSE))  # noqa: S311
         finally:
             if client is not None:
                 client.close()
@@ -506,6 +534,16 @@ class Worker:
             _wait(self._stopper, client, self._patience(), stopping)
         return True
 
+    def _is_done(self) -> bool:
+        """Say whether, after a stop, the server need not be told any more, or not in time."""
+        if not self._stopper.is_set():
+            return False
+        self._hand_back()
+        self._collect()
+        if self._stopper.stopped_for() > self.shutdown_timeout:
+            return True
+        return not any(batch.is_owed for batch in self._batches.values() if not batch.lost)
+
     def _hand_back(self) -> None:
         for batch, message in self._hands.take_back():
             self._finished.append((batch, message.msg_id, _RELEASE))
@@ -528,10 +566,7 @@ class Worker:
         """Say whether nothing runs any more, or ran for too long after a stop; then it is handed back."""
         if unfinished == 0:
             return not any(batch.has_verdicts for batch in self._batches.values()) and not self._finished
-        now = time.monotonic()
-        if self._stopping_since is None:
-            self._stopping_since = now
-        if now - self._stopping_since < self.shutdown_timeout:
+        if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are handed back", unfinished)
         for batch in self._batches.values():
@@ -565,7 +600,7 @@ class Worker:
             return Verdict("nack", retry_after, f"no handler for type {message.type!r}")
         try:
             with _otel.handling(message, self.consumer):
-                outcome = handler(message)
+                outcome = call(handler, message)
         except HandlerOutcome as raised:
             outcome = raised
         except (Exception, SystemExit) as error:

@@ -10,6 +10,7 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -20,7 +21,7 @@ from psycopg import AsyncCursor, sql
 from psycopg.rows import args_row
 
 from . import _encode, _otel, _work
-from ._hands import AsyncHands, serve_async
+from ._hands import AsyncHands, AsyncLock, call_async, check_async_handler, serve_async
 from ._stopper import AsyncStopper, HandlerInterrupted
 from ._work import Batch, Call, Refused, Verdict
 from .client_async import AsyncPgqueClient
@@ -50,12 +51,13 @@ _ARCHIVE = Verdict("archive")
 _RELEASE = Verdict("release")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Hold:
     """Lead from a message to the batch that it came in."""
 
     queue: AsyncWorkQueue
     batch: Batch[AsyncWorkMessage] | None = None
+    waiting: list[int] = field(default_factory=list)  # ids of what was not given yet
 
     def message(self, *row: object) -> AsyncWorkMessage:
         return AsyncWorkMessage(*row, self)  # type: ignore[arg-type, call-arg]
@@ -132,6 +134,9 @@ class AsyncWorkQueue:
         self._listening: AsyncPgqueClient | None = None
         self._notified = False
         self._stopper = AsyncStopper()
+        # Of the connection: a loop that was left by `break` is closed by asyncio, in a task of its own.
+        self._lock = AsyncLock()
+        self._holds: set[_Hold] = set()  # of the loops that stand at a message
 
     async def __aenter__(self) -> AsyncWorkQueue:
         return self
@@ -145,8 +150,10 @@ class AsyncWorkQueue:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Hand back what `messages` received and did not give, and close the connection."""
         if self._client is not None:
+            for hold in list(self._holds):
+                await self._hand_back(self._client, hold)
             await self._client.close()
 
     async def send(
@@ -162,18 +169,19 @@ class AsyncWorkQueue:
         partition_key: str | None = None,
     ) -> int:
         """Send one message and return its id; see `AsyncPgqueClient.send`. Calls `pgque.send`."""
-        client = await self._connected()
-        return await client.send(
-            self.queue,
-            payload,
-            type=type,
-            headers=headers,
-            key=key,
-            delay=delay,
-            deliver_at=deliver_at,
-            ttl=ttl,
-            partition_key=partition_key,
-        )
+        async with self._lock:
+            client = await self._connected()
+            return await client.send(
+                self.queue,
+                payload,
+                type=type,
+                headers=headers,
+                key=key,
+                delay=delay,
+                deliver_at=deliver_at,
+                ttl=ttl,
+                partition_key=partition_key,
+            )
 
     async def send_batch(
         self,
@@ -189,18 +197,19 @@ class AsyncWorkQueue:
     ) -> list[int]:
         """Send many messages, all or none, and return their ids; see `AsyncPgqueClient.send_batch`. Calls
         `pgque.send_batch`."""
-        client = await self._connected()
-        return await client.send_batch(
-            self.queue,
-            type,
-            payloads,
-            headers=headers,
-            keys=keys,
-            delays=delays,
-            deliver_ats=deliver_ats,
-            ttls=ttls,
-            partition_keys=partition_keys,
-        )
+        async with self._lock:
+            client = await self._connected()
+            return await client.send_batch(
+                self.queue,
+                type,
+                payloads,
+                headers=headers,
+                keys=keys,
+                delays=delays,
+                deliver_ats=deliver_ats,
+                ttls=ttls,
+                partition_keys=partition_keys,
+            )
 
     async def messages(
         self,
@@ -234,47 +243,62 @@ class AsyncWorkQueue:
         if self.consumer is None:
             raise ValueError("to receive, a work queue needs the name of its consumer")
         name = worker or _work.worker_name()
-        client = await self._listen()
-        if visibility_timeout is None:
-            visibility_timeout = await _default_timeout(client, self.queue)
+        async with self._lock:
+            client = await self._listen()
+            if visibility_timeout is None:
+                visibility_timeout = await _default_timeout(client, self.queue)
         waiting_since = time.monotonic()
         batch: Batch[AsyncWorkMessage] | None = None
         while True:
             hold = _Hold(self)
-            asked_at = time.monotonic()
-            self._notified = False
             taking = _work.take(self.queue, self.consumer, name, max_messages, visibility_timeout)
-            taken = await _tell(client, [batch] if batch else [], taking, hold.message)
-            batch = None
-            if not taken:
-                patience = _LONGEST_WAIT
-                if timeout is not None:
-                    patience = min(patience, waiting_since + timeout - time.monotonic())
-                if patience <= 0:
-                    return
-                if not self._notified:
-                    await _wait(self._stopper, client, patience)
-                continue
+            async with self._lock:
+                asked_at = time.monotonic()
+                self._notified = False
+                taken = await _tell(client, [batch] if batch else [], taking, hold.message)
+                batch = None
+                if not taken:
+                    patience = _LONGEST_WAIT
+                    if timeout is not None:
+                        patience = min(patience, waiting_since + timeout - time.monotonic())
+                    if patience <= 0:
+                        return
+                    if not self._notified:
+                        await _wait(self._stopper, client, patience)
+                    continue
             batch = hold.batch = Batch(taken, asked_at)
-            given = 0
+            hold.waiting = [message.msg_id for message in reversed(taken)]
+            self._holds.add(hold)
             try:
                 for message in taken:
-                    if not await _extended(client, batch, visibility_timeout):
-                        break
-                    given += 1
+                    async with self._lock:
+                        if not await _extended(client, batch, visibility_timeout):
+                            break
+                    hold.waiting.pop()
                     yield message
                     if batch.holds(message.msg_id):
                         batch.decide([message.msg_id], _ACK)
                     if time.monotonic() - batch.told_at > _LONGEST_SECRET:
-                        await _tell(client, [batch], None, hold.message)
+                        async with self._lock:
+                            await _tell(client, [batch], None, hold.message)
             except BaseException:  # GeneratorExit too
-                batch.decide([message.msg_id for message in taken[given:]], _RELEASE)
-                try:
-                    await _tell(client, [batch], None, hold.message)
-                except PgqueError as error:
-                    log.warning("batch %s could not be handed back: %s", batch.batch_id, error)
+                await self._hand_back(client, hold)
                 raise
+            self._holds.discard(hold)
             waiting_since = time.monotonic()
+
+    async def _hand_back(self, client: AsyncPgqueClient, hold: _Hold) -> None:
+        """Tell what is known of a batch, and release what was not given; once."""
+        async with self._lock:
+            if hold not in self._holds or hold.batch is None:
+                return
+            hold.batch.decide(hold.waiting, _RELEASE)
+            try:
+                await _tell(client, [hold.batch], None, hold.message)
+            except PgqueError as error:
+                log.warning("batch %s could not be handed back: %s", hold.batch.batch_id, error)
+            finally:
+                self._holds.discard(hold)
 
     async def _connected(self) -> AsyncPgqueClient:
         if self._client is None or self._client.conn.closed:
@@ -295,14 +319,16 @@ class AsyncWorkQueue:
     async def _settle(self, batch: Batch[AsyncWorkMessage], msg_id: int, verdict: Verdict) -> bool:
         if not batch.holds(msg_id):
             return False
-        client = await self._connected()
-        refused, _ = await _trip(client, [_work.settle(batch.batch_id, verdict, [msg_id])], None, Message)
-        batch.drop(msg_id, verdict)
+        async with self._lock:
+            client = await self._connected()
+            refused, _ = await _trip(client, [_work.settle(batch.batch_id, verdict, [msg_id])], None, Message)
+            batch.drop(msg_id, verdict)
         return not refused
 
     async def _extend(self, batch_id: int, seconds: Seconds) -> bool:
-        client = await self._connected()
-        return await client.extend(batch_id, seconds) > 0
+        async with self._lock:
+            client = await self._connected()
+            return await client.extend(batch_id, seconds) > 0
 
 
 class AsyncWorker:
@@ -379,7 +405,6 @@ class AsyncWorker:
         self.shutdown_timeout = shutdown_timeout
         self._handlers: dict[str, AsyncWorkHandler] = {}
         self._stopper = AsyncStopper()
-        self._stopping_since: float | None = None
         self._notified = False
         self._size = min(concurrency, prefetch)
         self._batches: dict[int, Batch[Message]] = {}
@@ -388,9 +413,10 @@ class AsyncWorker:
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one."""
+        one. Raises TypeError for what cannot be a handler."""
 
         def register(handler: H) -> H:
+            check_async_handler(handler, "Worker")
             self._handlers[type] = handler
             return handler
 
@@ -399,13 +425,15 @@ class AsyncWorker:
     async def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT.
 
-        The signals are caught in the main thread only, and their handlers put back at the end. Then no more
-        messages are taken, those that were not started are handed back, and handlers that run have
+        The signals are caught in the main thread only, for all that run there, and their handlers put back
+        when the last of them ends; a handler that the program gave to its event loop is called as well. Then
+        no more messages are taken, those that were not started are handed back, and handlers that run have
         `shutdown_timeout` seconds to finish.
 
         After a fault of the database the worker connects again, after a growing random pause, for as long
-        as it takes. Raises a PgqueError where trying again cannot help: PgqueVersionError,
-        PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
+        as it takes; after a stop for as long as handlers run or have done what was not told yet, and no
+        longer than `shutdown_timeout`. Raises a PgqueError where trying again cannot help:
+        PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
         """
         async with self._stopper.running():
             await serve_async(self, self._serve)
@@ -417,9 +445,9 @@ class AsyncWorker:
     async def _serve(self) -> None:
         self._hands = AsyncHands(self.concurrency, self._handle)
         try:
-            await keep_connected(self._stopper, self._session)
-        except HandlerInterrupted:
-            pass  # it was waiting for a connection
+            while not self._is_done():
+                with suppress(HandlerInterrupted):  # it waited for a connection
+                    await keep_connected(self._stopper, self._session, self._is_done)
         finally:
             self._hands.take_back()
             await self._hands.close()
@@ -441,7 +469,7 @@ class AsyncWorker:
             if not worked or is_permanent(error):
                 raise error from fault
             log.warning("lost the database, connecting again: %s", error)
-            await self._stopper.sleep(random.uniform(0, FIRST_PAUSE))  # noqa: S311
+            await self._stopper.rest(random.uniform(0, FIRST_PAUSE))  # noqa: S311
         finally:
             if client is not None:
                 await client.close()
@@ -504,6 +532,16 @@ class AsyncWorker:
             await _wait(self._stopper, client, self._patience(), stopping)
         return True
 
+    def _is_done(self) -> bool:
+        """Say whether, after a stop, the server need not be told any more, or not in time."""
+        if not self._stopper.is_set():
+            return False
+        self._hand_back()
+        self._collect()
+        if self._stopper.stopped_for() > self.shutdown_timeout:
+            return True
+        return not any(batch.is_owed for batch in self._batches.values() if not batch.lost)
+
     def _hand_back(self) -> None:
         for batch, message in self._hands.take_back():
             self._finished.append((batch, message.msg_id, _RELEASE))
@@ -526,10 +564,7 @@ class AsyncWorker:
         """Say whether nothing runs any more, or ran for too long after a stop; then it is handed back."""
         if unfinished == 0:
             return not any(batch.has_verdicts for batch in self._batches.values()) and not self._finished
-        now = time.monotonic()
-        if self._stopping_since is None:
-            self._stopping_since = now
-        if now - self._stopping_since < self.shutdown_timeout:
+        if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are handed back", unfinished)
         for batch in self._batches.values():
@@ -563,7 +598,7 @@ class AsyncWorker:
             return Verdict("nack", retry_after, f"no handler for type {message.type!r}")
         try:
             with _otel.handling(message, self.consumer):
-                outcome = await handler(message)
+                outcome = await call_async(handler, message)
         except HandlerOutcome as raised:
             outcome = raised
         except (Exception, SystemExit) as error:

@@ -33,6 +33,14 @@ _PATIENCE = 5.0
 # From the epoch of Unix to that of PostgreSQL, in microseconds.
 _EPOCH = 946_684_800_000_000
 _NO_LIMIT = 2**62
+# When the driver's host is lost, nothing closes its connection. The server would keep the session, and with
+# it the consumer's lock, until the system's keepalives notice, mostly after two hours; all that time a
+# restarted query would fail with PQ006.
+_KEEPALIVES = (
+    "select set_config('tcp_keepalives_idle', '15', false),"
+    " set_config('tcp_keepalives_interval', '5', false),"
+    " set_config('tcp_keepalives_count', '3', false)"
+)
 _STANDS = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 
 
@@ -397,6 +405,8 @@ class _Stream:
         conn = _session(parsed, autocommit=True)
         deadline = time.monotonic() + _PATIENCE
         try:
+            with _connect.errors(parsed.queue):
+                conn.execute(_KEEPALIVES)
             while True:
                 try:
                     with _connect.errors(parsed.queue):
