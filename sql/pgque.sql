@@ -1683,8 +1683,11 @@ begin
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
   where q.queue_name = p_queue and q.queue_open
-    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
-    and (q.queue_max_depth = 0 or pgque._room(q, 1))
+    -- In this order: a stranger is not to hear that it is full.
+    and case
+      when caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
+        then q.queue_max_depth = 0 or pgque._room(q, 1)
+    end
   returning event.ev_id into v_id;
   if v_id is null then
     return pgque._send(pgque._need_open(p_queue, caller), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
@@ -1753,6 +1756,12 @@ begin
 end
 $$;
 
+-- The elements of an array in one dimension, counted from 1.
+create or replace function pgque._flat(p_array anyarray) returns anyarray
+language sql immutable as $$
+  select case when pg_catalog.array_ndims($1) > 1 or pg_catalog.array_lower($1, 1) <> 1 then array(select e from pg_catalog.unnest($1) e) else $1 end
+$$;
+
 -- Sends many messages with options, given as arrays of one length or null; all
 -- or none.  Ids in input order; to take them first is faster than to have them
 -- returned.  What is delayed waits in the retry queue, for everybody (owner 0).
@@ -1771,10 +1780,13 @@ declare
   v_due    timestamptz[];
   v_ends   timestamptz[];
   v_txid   xid8 := pg_current_xact_id();
+  v_stored   int;
+  v_delayed  int;
 begin
-  -- Counted from 1, whatever the caller's arrays are.
-  p_data := p_data[:]; p_bytes := p_bytes[:]; p_headers := p_headers[:]; p_keys := p_keys[:]; p_delays := p_delays[:];
-  p_deliver_ats := p_deliver_ats[:]; p_ttls := p_ttls[:]; p_partition_keys := p_partition_keys[:];
+  -- Counted from 1 in one dimension, whatever the caller's arrays are.
+  p_data := pgque._flat(p_data); p_bytes := pgque._flat(p_bytes); p_headers := pgque._flat(p_headers); p_keys := pgque._flat(p_keys);
+  p_delays := pgque._flat(p_delays); p_deliver_ats := pgque._flat(p_deliver_ats); p_ttls := pgque._flat(p_ttls);
+  p_partition_keys := pgque._flat(p_partition_keys);
   v_queue := pgque._queue(p_queue, caller, 'produce');
   select string_agg(a.name, ', ') into v_wrong
   from (values ('headers', cardinality(p_headers)), ('keys', cardinality(p_keys)), ('delays', cardinality(p_delays)),
@@ -1837,10 +1849,15 @@ begin
     offset 0
   ) q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
   where m.id is not null and m.due is null;
+  get diagnostics v_stored = row_count;
   insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select m.due, v_queue.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
-  where m.id is not null and m.due is not null;
+  select m.due, q.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from pgque.queue q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
+  get diagnostics v_delayed = row_count;
+  if v_stored + v_delayed < cardinality(array_positions(v_plain, true)) then
+    perform pgque._no_queue(p_queue);   -- it was dropped meanwhile
+  end if;
   if false = any (v_plain) then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
     for v_n in 1..v_count loop
@@ -1867,6 +1884,17 @@ begin
   end if;
   perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue_id);
   perform pg_catalog.pg_advisory_xact_lock(v_class, h.hash) from (select h.hash from pg_catalog.unnest(v_hashes) h (hash) order by 1) h;
+end
+$$;
+
+-- Waits for all who have said something about a key and not committed: what they
+-- replaced must not be passed by meanwhile, or nobody would get what they sent.
+create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
+language plpgsql as $$
+begin
+  if p_queue.queue_keyed then
+    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id);
+  end if;
 end
 $$;
 
@@ -1913,6 +1941,9 @@ begin
       p_key, p_expires, p_partition_key
     from pgque.queue q
     where q.queue_id = p_queue.queue_id;
+    if not found then
+      perform pgque._no_queue(p_queue.queue_name);
+    end if;
     -- Workers may have put it aside without handing it out.
     update pgque.retry_queue r
     set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
@@ -1926,12 +1957,17 @@ begin
   if p_due is not null then
     insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers,
       ev_key, ev_expires, ev_extra1)
-    values (p_due, p_queue.queue_id, 0, v_id, pgque.clock(), v_txid, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key);
+    select p_due, q.queue_id, 0, v_id, pgque.clock(), v_txid, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
   else
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
     select q.queue_id * 3 + q.queue_cur_table, v_id, pgque.clock(), v_txid, 0, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
     from pgque.queue q
     where q.queue_id = p_queue.queue_id;
+  end if;
+  if not found then
+    perform pgque._no_queue(p_queue.queue_name);   -- it was dropped meanwhile
   end if;
   return v_id;
 exception
@@ -2054,8 +2090,10 @@ begin
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
   where q.queue_name = $1 and q.queue_open
-    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
-    and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
+    and case
+      when caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
+        then q.queue_max_depth = 0 or pgque._room(q, cardinality($3))
+    end;
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)
@@ -2544,7 +2582,7 @@ begin
   if pg_relation_size('pgque.sink_stage_' || (1 - v_cur)) + pg_relation_size('pgque.sink_attempt_' || (1 - v_cur)) > 0 then
     execute format('lock table pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s in access exclusive mode nowait', 1 - v_cur);
     execute format('insert into pgque.sink_attempt_%s select a.* from pgque._live_attempts() a on conflict do nothing', v_cur);
-    execute format('insert into pgque.sink_stage_%s select s.* from pgque.sink_stage_%s s join pgque._live_attempts() a on a.attempt = s.attempt', v_cur, 1 - v_cur);
+    execute format('insert into pgque.sink_stage_%s select s.* from pgque.sink_stage_%s s join pgque._live_attempts() a on a.attempt = s.attempt on conflict do nothing', v_cur, 1 - v_cur);
     execute format('truncate pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s', 1 - v_cur);
     return 1;
   end if;
@@ -2684,14 +2722,16 @@ declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
+  v_ahead   boolean := v_age < '-1 second';
+  v_forced  boolean := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id;
   v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
-  if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
-    return 'forced';
-  end if;
-  if v_count >= p_queue.queue_ticker_max_count or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period) then
+  -- A clock that was set back, by more than a correction, must not stop a queue.
+  if v_forced or v_count >= p_queue.queue_ticker_max_count or v_ahead
+    or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
+  then
     v_cond := pgque._xid_condition(p_last.tick_snapshot, p_snapshot);
     if v_cond is not null then
       execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
@@ -2701,10 +2741,7 @@ begin
     end if;
     v_none := 'nothing';
   end if;
-  if v_age >= p_queue.queue_ticker_idle_period then
-    return 'idle';
-  end if;
-  return v_none;
+  return case when v_forced then 'forced' when v_ahead or v_age >= p_queue.queue_ticker_idle_period then 'idle' else v_none end;
 end
 $$;
 
@@ -2743,22 +2780,38 @@ begin
   last_time := v_last.tick_time;
   if v_reason <> 'nothing' then
     last_time := pgque.clock();
-    new_id := pgque._store_tick(v_queue, v_last.tick_id + 1, last_time, v_snapshot, null, v_reason <> 'idle');
+    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
   end if;
 end
 $$;
 
--- Stores a tick and tells listeners.
+-- The id of the next tick.  A server that was promoted or brought back to an earlier
+-- time may have lost ticks that readers with offsets of their own have seen: their
+-- ids must not come again.  So each timeline has 2^32 ids of its own.
+create or replace function pgque._next_tick_id(p_last bigint) returns bigint
+language sql volatile as $$
+  select case
+    when pg_catalog.pg_is_in_recovery() then p_last + 1   -- and can not be stored
+    else greatest(p_last + 1, ('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1 << 32)
+  end
+$$;
+
+-- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
 language plpgsql as $$
 begin
+  if pg_catalog.current_setting('synchronous_commit') = 'off' then
+    perform pg_catalog.set_config('synchronous_commit', 'local', true);
+  end if;
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (
     p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot,
     coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
-  if p_notify then
+  -- A listener in an open transaction lets the server's queue fill up, and then a
+  -- commit fails: rather no notification than no tick.
+  if p_notify and pg_catalog.pg_notification_queue_usage() < 0.5 then
     perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
   end if;
   return p_tick_id;
@@ -2960,8 +3013,8 @@ language sql as $$ select pgque.force_next_tick($1) $$;
 -- that range is cut at the ids still running in p_to; and of the ids below it
 -- only those that ran in p_from can be new, so they are named one by one.
 -- Every part is a range of the index, and rows of transactions that are still
--- running are not even looked at.  With a great many parts one range and a
--- filter serve better.
+-- running are not even looked at.  With a great many parts one range for all
+-- new ids, with a filter, serves better.
 create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
 language plpgsql stable as $$
 declare
@@ -2993,8 +3046,8 @@ begin
     end loop;
   end if;
   if pg_catalog.cardinality(v_parts) > 100 then
-    return pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8 and %s)',
-      pg_catalog.pg_snapshot_xmin(p_from), pg_catalog.pg_snapshot_xmax(p_to), pgque._xid_filter(p_from, p_to));
+    v_parts := v_parts[1:(v_late is not null)::int] || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8 and %s)',
+      pg_catalog.pg_snapshot_xmax(p_from), pg_catalog.pg_snapshot_xmax(p_to), pgque._xid_filter(p_from, p_to));
   end if;
   return '(' || nullif(pg_catalog.array_to_string(v_parts, ' or '), '') || ')';
 end
@@ -3409,14 +3462,16 @@ declare
   v_queue  pgque.queue;
   v_co     int;
 begin
-  -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue, p_caller, 'consume')).queue_id for share;
-  if not found then
-    perform pgque._no_queue(p_queue);
-  end if;
+  v_queue := pgque._queue(p_queue, p_caller, 'consume');
   v_co := pgque._consumer(p_consumer);
   if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
     return 0;
+  end if;
+  perform pgque._let_keys_be_said(v_queue);
+  -- The lock keeps rotation from emptying the tick that is about to be used.
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
+  if not found then
+    perform pgque._no_queue(p_queue);
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at));
@@ -4400,7 +4455,8 @@ end
 $$;
 
 -- What became visible between two ticks.  It has no side effects, and while a
--- consumer stands at from_tick or before, it returns the same rows for ever.
+-- consumer stands at from_tick or before, it returns the same rows for ever.  Not
+-- stable, for all that: the tick may be younger than the calling statement.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
   parts int default 1, part int default 0, caller pgque.caller default current_user,
@@ -4408,7 +4464,7 @@ create or replace function pgque.read_window(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
   return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, caller);
 end
@@ -5517,7 +5573,8 @@ begin
       case
         when s.ev_id is null then r
         else row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, s.ev_type, s.ev_data, s.ev_extra1, s.ev_extra2, s.ev_extra3,
-          s.ev_extra4, s.ev_headers, r.ev_key, s.ev_bytes, s.ev_expires, r.ev_error)::pgque.event
+          s.ev_extra4, s.ev_headers, r.ev_key, s.ev_bytes, case when r.ev_error is null then s.ev_expires else r.ev_expires end,
+          r.ev_error)::pgque.event
       end
       order by r.ev_id)
     from pg_catalog.unnest(p_rows) r
@@ -6671,6 +6728,7 @@ declare
 begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
+  perform pgque._let_keys_be_said(v_queue);
   -- Batches before subscribers, as a worker does that acks and receives in one
   -- transaction; then every subscriber, so that nobody hands out meanwhile.
   perform pg_advisory_xact_lock(o.token)
@@ -6682,7 +6740,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id loop
     v_pos := pgque._position(v_sub.sub_id);
@@ -6722,9 +6780,10 @@ begin
       hint = 'To remove everything use pgque.purge(queue).';
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
-  v_last := pgque._last_of_key(v_queue.queue_id, $2);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
   get diagnostics v_count = row_count;
+  -- Only now: the pump, which that waits for, may have moved it into the log.
+  v_last := pgque._last_of_key(v_queue.queue_id, $2);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
     select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
@@ -6813,10 +6872,21 @@ $$;
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_row  pgque.archive;
+  v_row   pgque.archive;
+  v_leaf  text;
 begin
-  select a.* into v_row from pgque.archive a where a.archive_id = $1 and pgque._may(caller, 'admin', a.arc_queue);
-  if not found then
+  -- Leaf by leaf, the newest first: a query over all of them locks them all.
+  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.day desc loop
+    begin
+      execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' or undefined_table then
+        null;
+    end;
+    exit when v_row.archive_id is not null;
+  end loop;
+  if v_row.archive_id is null or not pgque._may(caller, 'admin', v_row.arc_queue) then
     raise exception using
       errcode = 'PQ010',
       message = format('not in the archive: %s', coalesce($1::text, 'null')),
@@ -6844,7 +6914,20 @@ begin
 end
 $$;
 
--- Drops the leaves of a queue's archive, all or those that end before a time.
+-- The leaves of the archive, each with its queue and its day as in _bucket().
+create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
+language sql volatile as $$
+  select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
+    -- Most that are not have been looked at by autovacuum.
+    case when c.relpages > 0 then false else pg_catalog.pg_relation_size(c.oid) = 0 end
+  from pg_catalog.pg_inherits i
+  join pg_catalog.pg_class c on c.oid = i.inhrelid
+  cross join lateral (select pg_catalog.substr(c.relname, 9)::bigint as bucket) b
+  where i.inhparent = 'pgque.archive'::regclass
+$$;
+
+-- Empties the leaves of a queue's archive, all or those that end before a time.
+-- To drop one takes a lock that every ack wants which archives; maint() does it.
 create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
 language plpgsql as $$
 declare
@@ -6852,17 +6935,57 @@ declare
   v_count  int := 0;
 begin
   for v_leaf in
-    select c.relname
-    from pg_catalog.pg_inherits i
-    join pg_catalog.pg_class c on c.oid = i.inhrelid
-    cross join lateral pg_catalog.substr(c.relname, 9) b
-    where i.inhparent = 'pgque.archive'::regclass and b::bigint / 100000 = p_queue_id
-      and (p_before is null or b::bigint < pgque._bucket(p_queue_id, p_before))
+    select l.leaf
+    from pgque._archive_leaves() l
+    where l.queue_id = p_queue_id and l.is_empty is not true
+      and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
   loop
-    execute pg_catalog.format('drop table pgque.%I', v_leaf);
+    execute 'truncate ' || v_leaf;
     v_count := v_count + 1;
   end loop;
   return v_count;
+end
+$$;
+
+-- Drops leaves of the archive that are empty, of days that are over or of dropped
+-- queues, if the lock on the parent can be had at once, and for about a tenth of
+-- a second, as _drop_leaves() does.
+create or replace function pgque._drop_archive_leaves() returns int
+language plpgsql set lock_timeout = '50ms' as $$
+declare
+  v_leaves  text[];
+  v_leaf    text;
+  v_end     timestamptz;
+  v_count   int := 0;
+begin
+  v_leaves := array(
+    select l.leaf
+    from pgque._archive_leaves() l
+    where l.is_empty and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
+    order by pg_catalog.random()
+    limit 50);
+  if pg_catalog.cardinality(v_leaves) = 0 then
+    return 0;
+  end if;
+  lock table only pgque.archive in access exclusive mode nowait;
+  v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
+  foreach v_leaf in array v_leaves loop
+    exit when pg_catalog.clock_timestamp() > v_end;
+    begin
+      execute pg_catalog.format('lock table %s in access exclusive mode', v_leaf);
+      if pg_catalog.pg_relation_size(v_leaf::regclass) = 0 then
+        execute 'drop table ' || v_leaf;
+        v_count := v_count + 1;
+      end if;
+    exception
+      when lock_not_available or undefined_table or dependent_objects_still_exist then
+        null;
+    end;
+  end loop;
+  return v_count;
+exception
+  when lock_not_available then
+    return 0;
 end
 $$;
 -- ---------------------------------------------------------------------------
@@ -6891,7 +7014,9 @@ $$;
 -- the table's own lock, on its rows: a writer that still thinks of this table
 -- as the current one is either waiting for the lock, and will store a row that
 -- is read later, or has committed, and its row is looked at now.  The lock is
--- not waited for: pg_dump or an open writer only postpones.
+-- not waited for: pg_dump or an open writer only postpones.  But a rotation that
+-- is a whole period late waits, now and then and for a tenth of a second, since
+-- consumers whose transactions overlap would let it wait for ever.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
@@ -6905,7 +7030,7 @@ declare
   v_needed    boolean;
 begin
   perform pgque._need_read_committed('rotation');
-  if v_queue.queue_restored or pgque.clock() < v_queue.queue_switch_time + v_queue.queue_rotation_period then
+  if v_queue.queue_restored or not pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period) then
     return 0;
   end if;
   -- Even to ask for a table's size waits for its lock, so one at a time.
@@ -6931,10 +7056,15 @@ begin
     perform pgque._let_go();
   end if;
   if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
-    execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+    if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
+      perform set_config('lock_timeout', '100ms', true);
+      execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
+    else
+      execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+    end if;
     v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
     execute format(
-      'select exists (select from %s e where e.ev_txid >= $1)'
+      'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
       ' or exists (select from %1$s e where e.ev_txid = any ($2))'
       ' or exists (select from %s t where t.tick_id >= $3)', v_event, v_tick)
     into v_needed
@@ -7000,12 +7130,14 @@ $$;
 -- past 4 MB, at most once a minute.  One call turns writers to the other leaf;
 -- after that commit a later call brings over, under each subscriber's lock,
 -- what nobody brought over by working, and empties the old leaf.  Whatever is
--- locked is left for the next call.  Returns 1 if something was done.
+-- locked is left for the next call; a large leaf is waited for now and then, as
+-- in a rotation.  Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' as $$
 declare
   v_cur      int;
   v_flipped  timestamptz;
+  v_waits    boolean;
   v_id       int;
 begin
   perform pgque._need_read_committed('compaction');
@@ -7013,14 +7145,16 @@ begin
   if not found then
     return 0;
   end if;
+  v_waits := random() < 0.1 and pgque._journal_size(1 - v_cur) > 67108864;
   if pgque._journal_size(1 - v_cur) = 0 then
     if pgque._journal_size(v_cur) < 4194304
-      or v_flipped > clock_timestamp() - interval '1 minute'
+      or v_flipped between clock_timestamp() - interval '1 minute' and clock_timestamp()
     then
       return 0;
     end if;
     perform from pgque.journal j where j.journal_id = 1 and j.journal_cur = v_cur for no key update skip locked;
-    if not found then
+    -- An old snapshot may have written to it meanwhile.
+    if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
     update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
@@ -7038,11 +7172,16 @@ begin
     perform pgque._carry_leases(v_id, v_cur);
   end loop;
   -- Whoever reads with an old snapshot gets 40001 where this row changed.
-  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
-  if not found then
-    return 0;
+  if v_waits then
+    perform from pgque.journal j where j.journal_id = 1 for no key update;
+  else
+    perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
+    if not found then
+      return 0;
+    end if;
   end if;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode nowait', 1 - v_cur);
+  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur,
+    case when not v_waits then ' nowait' end);
   if exists (
     select from pgque.subscriber s
     where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
@@ -7128,18 +7267,22 @@ $$;
 -- Moves consumers that lag beyond the queue's retention period forward to the
 -- last tick before it, so that a consumer which never comes back can not fill
 -- the disk.  What it misses, and what waits for it longer than that, goes the
--- way of drop_policy.  Returns the number of subscribers moved.
+-- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
+-- keeps no tick waiting for long.  Returns the number of subscribers moved; only
+-- after 0 there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
   v_cutoff    timestamptz;
   v_to        pgque.tick;
+  v_upto      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
   v_lease     pgque.position_0;
   v_token     bigint;
   v_item      pgque.retry_queue;
+  v_moved     boolean;
   v_count     int := 0;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
@@ -7160,29 +7303,36 @@ begin
       where s.sub_queue = p_queue_id and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
       for no key update skip locked
     loop
+      v_moved := false;
       v_position := pgque._position(v_sub.sub_id);
       -- What workers hold they may finish, but not from the log.
       foreach v_token in array coalesce(v_position.pos_open, '{}') loop
         v_lease := pgque._lease(v_sub.sub_id, v_token);
         if v_lease.pos_tick < v_to.tick_id and pg_try_advisory_xact_lock(v_token) and not (pgque._lease_state(v_token)).closed then
           perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
+          v_moved := true;
         end if;
       end loop;
       if v_sub.sub_role = 'pool' then
         v_position := pgque._next_from(v_position);
       end if;
       if v_position.pos_tick < v_to.tick_id then
+        v_moved := true;
         if v_position.pos_main is null then
-          perform pgque._drop_behind(v_queue, v_sub, v_position, v_to);
+          v_upto := v_to;
+          if v_to.tick_event_seq - v_position.pos_event_seq > 10000 then
+            v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id));
+          end if;
+          perform pgque._drop_behind(v_queue, v_sub, v_position, v_upto);
           v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
-          v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
-          perform pgque._append_position(pgque._at_tick(v_position, v_to));
+          v_position.pos_skipped := v_position.pos_skipped + v_upto.tick_event_seq - v_position.pos_event_seq;
+          perform pgque._append_position(pgque._at_tick(v_position, v_upto));
         else
           perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed', false) where v_position.pos_batch is not null;
           perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
         end if;
       end if;
-      v_count := v_count + 1;
+      v_count := v_count + v_moved::int;
     end loop;
   end if;
   for v_item in
@@ -7355,22 +7505,19 @@ create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_config  pgque.config;
-  v_now     bigint := extract(epoch from pgque.clock());
   v_count   int := 0;
 begin
   select c.* into v_config from pgque.config c;
-  if v_config.expire_every is not null and v_now >= coalesce(pg_sequence_last_value('pgque.expire_ran'), 0) + extract(epoch from v_config.expire_every) then
-    perform setval('pgque.expire_ran', v_now);
+  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
+    perform setval('pgque.expire_ran', extract(epoch from pgque.clock())::bigint);
     v_count := coalesce((select sum(pgque.expire_messages(q.queue_name)) from pgque.queue q), 0);
   end if;
   -- So that no consumer has to, and others wait for it.
   perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
   from pgque.queue q, generate_series(0, 1) d (days)
   where q.queue_archive_on_ack;
-  if v_config.delete_expired_every is not null
-    and v_now >= coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0) + extract(epoch from v_config.delete_expired_every)
-  then
-    perform setval('pgque.delete_expired_ran', v_now);
+  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
+    perform setval('pgque.delete_expired_ran', extract(epoch from pgque.clock())::bigint);
     v_count := v_count + coalesce((select sum(pgque.delete_expired(q.queue_name)) from pgque.queue q), 0);
   end if;
   return v_count;
@@ -7501,7 +7648,8 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
+  -- None that was given out after the dump comes again, as in _next_tick_id().
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(((v_last.tick_id >> 32) + 1 << 32) - 1), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);
@@ -7534,12 +7682,13 @@ begin
     update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
     return 1;
   end if;
-  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
+  -- Counted without the lock, which keeps every send_idem() waiting.
   execute pg_catalog.format('select count(*), count(*) filter (where i.idem_expires > $1) from pgque.idempotency_%s i', 1 - v_cur)
   into v_all, v_live using pgque.clock();
   if v_live * 2 > v_all then
     return 0;
   end if;
+  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
   execute pg_catalog.format(
     'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where i.idem_expires > $1 on conflict do nothing', v_cur, 1 - v_cur)
   using pgque.clock();
@@ -7569,6 +7718,15 @@ begin
       select (select min(o.ev_owner) from pgque.retry_queue o where o.ev_owner > w.id) from owner w where w.id is not null
     )
     select w.id from owner w where w.id > 0 and not exists (select from pgque.subscriber s where s.sub_id = w.id));
+  -- And what was sent with a delay while its queue was dropped.
+  delete from pgque.retry_queue r
+  where r.ev_queue in (
+    with recursive queue (id) as (
+      select min(o.ev_queue) from pgque.retry_queue o
+      union all
+      select (select min(o.ev_queue) from pgque.retry_queue o where o.ev_queue > w.id) from queue w where w.id is not null
+    )
+    select w.id from queue w where w.id is not null and not exists (select from pgque.queue q where q.queue_id = w.id));
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;
@@ -7609,6 +7767,11 @@ exception
 end
 $$;
 
+-- Whether what was done at some time is to be done again; null if never.  What
+-- was done later than now is due: the clock was set back, by who knows how much.
+create or replace function pgque._is_due(p_last timestamptz, p_every interval) returns boolean
+language sql volatile as $$ select pgque.clock() < p_last or pgque.clock() >= p_last + p_every $$;
+
 -- What maint() is made of, in this order, and whether it is done for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
 language sql immutable as $$
@@ -7628,7 +7791,7 @@ begin
     left join pgque.queue q on f.each_queue
     where not f.each_queue
       or q.queue_id is not null
-        and (f.func_name <> 'pgque.maint_rotate_tables_step1' or pgque.clock() >= q.queue_switch_time + q.queue_rotation_period)
+        and (f.func_name <> 'pgque.maint_rotate_tables_step1' or pgque._is_due(q.queue_switch_time, q.queue_rotation_period))
     order by f.n, q.queue_id;
 end
 $$;
@@ -7642,12 +7805,27 @@ $$;
 -- Maintenance of the tables all queues share.
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_part   text;
+  v_done   int;
+  v_count  int := 0;
 begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._trim_cron_history()
-    + pgque._drop_leaves();   -- last: what it locks, every sender uses
+  -- What fails of it is not to stop the rest.  Last the leaves: what that locks, all others use.
+  foreach v_part in array array['_compact_journal', '_compact_stage', '_compact_epochs', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+    begin
+      execute format('select pgque.%I()', v_part) into v_done;
+      v_count := v_count + v_done;
+    exception
+      when invalid_transaction_state then
+        raise;
+      when others then
+        raise warning 'pgque: % failed: % (%)', v_part, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count;
 end
 $$;
 
@@ -7688,10 +7866,16 @@ declare
   v_done   int;
 begin
   perform pgque._need_read_committed('maintenance');
-  for v_op in select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates from pgque.maint_operations() o loop
+  for v_op in
+    select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates, o.func_name = 'pgque.maint_retain' as retains
+    from pgque.maint_operations() o
+  loop
     continue when v_op.rotates and v_room = 0;
-    v_done := pgque._maint_operation(v_op.func_name, v_op.func_arg);
-    v_count := v_count + v_done;
+    loop
+      v_done := pgque._maint_operation(v_op.func_name, v_op.func_arg);
+      v_count := v_count + v_done;
+      exit when v_done = 0 or not v_op.retains;
+    end loop;
     v_room := v_room - case when v_op.rotates then v_done else 0 end;
   end loop;
   return v_count;
@@ -7791,6 +7975,7 @@ declare
   v_known     pgque.look[] := '{}';
   v_looks     pgque.look[];
   v_after     pgque.look[];
+  v_woke      pg_catalog.timestamptz;
   v_late      pg_catalog.bool;
   v_found     pgque.look;
   v_passes    pg_catalog.int4 := 0;
@@ -7807,6 +7992,7 @@ begin
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
   end if;
   v_next := v_start;
+  v_woke := v_start;
   loop
     -- The lock goes with each transaction, so a loop that was cancelled leaves
     -- nothing behind, and is held through the nap, so a second loop waits.
@@ -7818,7 +8004,9 @@ begin
       continue;
     end if;
     select c.period, c.stopped_at into v_period, v_stopped from pgque._loop_settings() c;
-    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
+    -- Where the clock was set back, all times of this loop lie ahead: another one begins.
+    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end or pg_catalog.clock_timestamp() < v_woke;
+    v_woke := pg_catalog.clock_timestamp();
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
     if (v_snapshot is distinct from v_seen and pg_catalog.clock_timestamp() >= v_look) or pg_catalog.clock_timestamp() >= v_due then
@@ -7875,7 +8063,9 @@ begin
     v_began := pg_catalog.clock_timestamp();
     while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
       v_op := v_op + 1;
-      perform pgque._maint_operation(v_ops[v_op], v_args[v_op]);
+      if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
+        v_op := v_op - 1;   -- it does a part of what there is
+      end if;
       commit and chain;
     end loop;
 
@@ -7885,7 +8075,7 @@ begin
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
     end if;
-    while pg_catalog.clock_timestamp() < v_next loop
+    while pg_catalog.clock_timestamp() < v_next and pg_catalog.clock_timestamp() >= v_woke loop
       -- pg_sleep() rounds up to whole milliseconds.
       perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4::pg_catalog.float8)) - 0.0007);
       if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then
@@ -8203,6 +8393,8 @@ declare
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
   v_cond   text;
+  v_rows   pgque.event[];
+  v_said   pgque.event[];
 begin
   if $2 is null or $2 < 1 then
     raise exception using
@@ -8217,15 +8409,22 @@ begin
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
   v_cond := coalesce(pgque._xid_condition(v_pos.pos_snapshot, pg_current_snapshot()), 'false')
-    || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', '')
+    || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
       v_pos.pos_next_snapshot), '');
-  return query execute format(
-    'select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
-    ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-    ' coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, %L::text'
-    ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
-    v_queue.queue_name, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
+  execute format('select array_agg(row(e.*)::pgque.event) from (select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s) e',
+    pgque._rows_sql(v_queue.queue_id, v_cond), $2) into v_rows;
+  if v_queue.queue_keyed then
+    v_said := pgque._said(v_queue.queue_id, v_rows);
+    v_rows := pgque._with_bodies(v_queue.queue_id, v_rows, v_said);
+  end if;
+  return query
+    select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
+      e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
+      coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, v_queue.queue_name
+    from unnest(v_rows) with ordinality e
+    where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
+    order by e.ordinality;
 end
 $$;
 
@@ -8246,11 +8445,13 @@ declare
   v_token  bigint;
   v_rows   pgque.event[];
   v_and    text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
+  v_but    text;
   v_name   text;
 begin
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id and s.sub_main is null order by s.sub_id loop
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id order by s.sub_id loop
     v_name := (select c.co_name from pgque.consumer c where c.co_id = v_sub.sub_consumer);
     v_pos := pgque._position(v_sub.sub_id);
+    continue when v_sub.sub_main is not null and v_pos.pos_batch is null;
     -- in the hands of workers
     foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
       v_lease := pgque._lease(v_sub.sub_id, v_token);
@@ -8268,8 +8469,18 @@ begin
     if v_sub.sub_role = 'pool' then
       v_pos := pgque._next_from(v_pos);
     end if;
+    -- What has its outcome in an open batch is done, or found below.
+    v_but := coalesce((
+      select pg_catalog.format(' and not (e.ev_id = any (%L::bigint[]) and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))',
+        pg_catalog.array_agg(s.set_ev_id), v_pos.pos_next_snapshot)
+      from (select * from pgque.settled_0 union all select * from pgque.settled_1) s
+      where s.set_batch = v_pos.pos_batch
+      having count(*) > 0), '');
     execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %s) e',
-      pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and), p_limit)
+      case
+        when v_sub.sub_main is not null then pgque._batch_sql(v_sub, v_pos, v_and || v_but)
+        else pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and || v_but)
+      end, p_limit)
     into v_rows;
     return query
       select e.ev_id, v_name,
@@ -8281,7 +8492,7 @@ begin
           else 'pending'
         end,
         e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time, e.ev_time, coalesce(e.ev_retry, 0), coalesce(e.ev_retry, 0),
-        e.ev_error, e.ev_expires, null::text, v_pos.pos_batch, null::bigint
+        e.ev_error, e.ev_expires, v_sub.sub_worker, v_pos.pos_batch, null::bigint
       from pg_catalog.unnest(case when p_queue.queue_keyed then pgque._with_bodies(p_queue.queue_id, v_rows) else v_rows end) e
       where not exists (select from pg_catalog.unnest(case when e.ev_key is not null then pgque._said(p_queue.queue_id, array[e]) end) s where s.ev_owner = -2);
   end loop;
@@ -8369,6 +8580,7 @@ begin
   return query
     select m.consumer_name, m.status, m.receive_count, m.retry_count, m.available_at, m.worker, m.batch_id, m.last_error
     from pgque._messages(v_queue, $2, 100) m
+    where $2 is not null
     order by m.consumer_name;
   if not found then
     raise exception using
@@ -8549,8 +8761,9 @@ begin
   status := case
     when p_queue.queue_external_ticker then 'ok'
     when p_queue.queue_ticker_paused then 'warn'
-    when v_new and pgque.clock() - v_last.tick_time > interval '1 minute' then 'fail'
-    when v_new and pgque.clock() - v_last.tick_time > interval '5 seconds' then 'warn'
+    -- A tick in the future: the clock was set back.
+    when v_new and greatest(pgque.clock() - v_last.tick_time, v_last.tick_time - pgque.clock()) > interval '1 minute' then 'fail'
+    when v_new and greatest(pgque.clock() - v_last.tick_time, v_last.tick_time - pgque.clock()) > interval '5 seconds' then 'warn'
     else 'ok'
   end;
   detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
@@ -8641,6 +8854,13 @@ begin
     case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
     case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
+
+  check_name := 'notifications';
+  status := case when pg_notification_queue_usage() < 0.5 then 'ok' else 'fail' end;
+  detail := format('the server''s queue of notifications is %s %% full', round(100 * pg_notification_queue_usage()));
+  advice := case when status <> 'ok' then
+    'Ticks go on without notifying, so consumers wait for their own next look. End the session that listens within an open transaction: the server''s log names it.' end;
+  return next;
 end
 $$;
 -- ---------------------------------------------------------------------------
@@ -8705,7 +8925,7 @@ begin
     from pg_index i
     cross join lateral unnest(i.indkey) with ordinality k (attnum, n)
     join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
-    where i.indrelid = p_table and i.indisprimary), '{}');
+    where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
     return;

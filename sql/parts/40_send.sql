@@ -68,8 +68,11 @@ begin
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
   where q.queue_name = p_queue and q.queue_open
-    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
-    and (q.queue_max_depth = 0 or pgque._room(q, 1))
+    -- In this order: a stranger is not to hear that it is full.
+    and case
+      when caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
+        then q.queue_max_depth = 0 or pgque._room(q, 1)
+    end
   returning event.ev_id into v_id;
   if v_id is null then
     return pgque._send(pgque._need_open(p_queue, caller), p_type, p_data, p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes);
@@ -138,6 +141,12 @@ begin
 end
 $$;
 
+-- The elements of an array in one dimension, counted from 1.
+create or replace function pgque._flat(p_array anyarray) returns anyarray
+language sql immutable as $$
+  select case when pg_catalog.array_ndims($1) > 1 or pg_catalog.array_lower($1, 1) <> 1 then array(select e from pg_catalog.unnest($1) e) else $1 end
+$$;
+
 -- Sends many messages with options, given as arrays of one length or null; all
 -- or none.  Ids in input order; to take them first is faster than to have them
 -- returned.  What is delayed waits in the retry queue, for everybody (owner 0).
@@ -156,10 +165,13 @@ declare
   v_due    timestamptz[];
   v_ends   timestamptz[];
   v_txid   xid8 := pg_current_xact_id();
+  v_stored   int;
+  v_delayed  int;
 begin
-  -- Counted from 1, whatever the caller's arrays are.
-  p_data := p_data[:]; p_bytes := p_bytes[:]; p_headers := p_headers[:]; p_keys := p_keys[:]; p_delays := p_delays[:];
-  p_deliver_ats := p_deliver_ats[:]; p_ttls := p_ttls[:]; p_partition_keys := p_partition_keys[:];
+  -- Counted from 1 in one dimension, whatever the caller's arrays are.
+  p_data := pgque._flat(p_data); p_bytes := pgque._flat(p_bytes); p_headers := pgque._flat(p_headers); p_keys := pgque._flat(p_keys);
+  p_delays := pgque._flat(p_delays); p_deliver_ats := pgque._flat(p_deliver_ats); p_ttls := pgque._flat(p_ttls);
+  p_partition_keys := pgque._flat(p_partition_keys);
   v_queue := pgque._queue(p_queue, caller, 'produce');
   select string_agg(a.name, ', ') into v_wrong
   from (values ('headers', cardinality(p_headers)), ('keys', cardinality(p_keys)), ('delays', cardinality(p_delays)),
@@ -222,10 +234,15 @@ begin
     offset 0
   ) q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
   where m.id is not null and m.due is null;
+  get diagnostics v_stored = row_count;
   insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select m.due, v_queue.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
-  where m.id is not null and m.due is not null;
+  select m.due, q.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from pgque.queue q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
+  get diagnostics v_delayed = row_count;
+  if v_stored + v_delayed < cardinality(array_positions(v_plain, true)) then
+    perform pgque._no_queue(p_queue);   -- it was dropped meanwhile
+  end if;
   if false = any (v_plain) then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
     for v_n in 1..v_count loop
@@ -252,6 +269,17 @@ begin
   end if;
   perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue_id);
   perform pg_catalog.pg_advisory_xact_lock(v_class, h.hash) from (select h.hash from pg_catalog.unnest(v_hashes) h (hash) order by 1) h;
+end
+$$;
+
+-- Waits for all who have said something about a key and not committed: what they
+-- replaced must not be passed by meanwhile, or nobody would get what they sent.
+create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
+language plpgsql as $$
+begin
+  if p_queue.queue_keyed then
+    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id);
+  end if;
 end
 $$;
 
@@ -298,6 +326,9 @@ begin
       p_key, p_expires, p_partition_key
     from pgque.queue q
     where q.queue_id = p_queue.queue_id;
+    if not found then
+      perform pgque._no_queue(p_queue.queue_name);
+    end if;
     -- Workers may have put it aside without handing it out.
     update pgque.retry_queue r
     set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
@@ -311,12 +342,17 @@ begin
   if p_due is not null then
     insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers,
       ev_key, ev_expires, ev_extra1)
-    values (p_due, p_queue.queue_id, 0, v_id, pgque.clock(), v_txid, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key);
+    select p_due, q.queue_id, 0, v_id, pgque.clock(), v_txid, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
+    from pgque.queue q
+    where q.queue_id = p_queue.queue_id;
   else
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
     select q.queue_id * 3 + q.queue_cur_table, v_id, pgque.clock(), v_txid, 0, p_type, p_data, p_bytes, p_headers, p_key, p_expires, p_partition_key
     from pgque.queue q
     where q.queue_id = p_queue.queue_id;
+  end if;
+  if not found then
+    perform pgque._no_queue(p_queue.queue_name);   -- it was dropped meanwhile
   end if;
   return v_id;
 exception
@@ -439,8 +475,10 @@ begin
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
   where q.queue_name = $1 and q.queue_open
-    and (caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id))
-    and (q.queue_max_depth = 0 or pgque._room(q, cardinality($3)));
+    and case
+      when caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
+        then q.queue_max_depth = 0 or pgque._room(q, cardinality($3))
+    end;
   if found then
     v_ids := array(select nextval(v_seq) from generate_series(1, cardinality($3)));
     insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_expires)

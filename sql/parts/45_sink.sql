@@ -334,7 +334,7 @@ begin
   if pg_relation_size('pgque.sink_stage_' || (1 - v_cur)) + pg_relation_size('pgque.sink_attempt_' || (1 - v_cur)) > 0 then
     execute format('lock table pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s in access exclusive mode nowait', 1 - v_cur);
     execute format('insert into pgque.sink_attempt_%s select a.* from pgque._live_attempts() a on conflict do nothing', v_cur);
-    execute format('insert into pgque.sink_stage_%s select s.* from pgque.sink_stage_%s s join pgque._live_attempts() a on a.attempt = s.attempt', v_cur, 1 - v_cur);
+    execute format('insert into pgque.sink_stage_%s select s.* from pgque.sink_stage_%s s join pgque._live_attempts() a on a.attempt = s.attempt on conflict do nothing', v_cur, 1 - v_cur);
     execute format('truncate pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s', 1 - v_cur);
     return 1;
   end if;

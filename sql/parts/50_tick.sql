@@ -70,14 +70,16 @@ declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
+  v_ahead   boolean := v_age < '-1 second';
+  v_forced  boolean := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id;
   v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
-  if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
-    return 'forced';
-  end if;
-  if v_count >= p_queue.queue_ticker_max_count or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period) then
+  -- A clock that was set back, by more than a correction, must not stop a queue.
+  if v_forced or v_count >= p_queue.queue_ticker_max_count or v_ahead
+    or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
+  then
     v_cond := pgque._xid_condition(p_last.tick_snapshot, p_snapshot);
     if v_cond is not null then
       execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
@@ -87,10 +89,7 @@ begin
     end if;
     v_none := 'nothing';
   end if;
-  if v_age >= p_queue.queue_ticker_idle_period then
-    return 'idle';
-  end if;
-  return v_none;
+  return case when v_forced then 'forced' when v_ahead or v_age >= p_queue.queue_ticker_idle_period then 'idle' else v_none end;
 end
 $$;
 
@@ -129,22 +128,38 @@ begin
   last_time := v_last.tick_time;
   if v_reason <> 'nothing' then
     last_time := pgque.clock();
-    new_id := pgque._store_tick(v_queue, v_last.tick_id + 1, last_time, v_snapshot, null, v_reason <> 'idle');
+    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
   end if;
 end
 $$;
 
--- Stores a tick and tells listeners.
+-- The id of the next tick.  A server that was promoted or brought back to an earlier
+-- time may have lost ticks that readers with offsets of their own have seen: their
+-- ids must not come again.  So each timeline has 2^32 ids of its own.
+create or replace function pgque._next_tick_id(p_last bigint) returns bigint
+language sql volatile as $$
+  select case
+    when pg_catalog.pg_is_in_recovery() then p_last + 1   -- and can not be stored
+    else greatest(p_last + 1, ('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1 << 32)
+  end
+$$;
+
+-- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
 language plpgsql as $$
 begin
+  if pg_catalog.current_setting('synchronous_commit') = 'off' then
+    perform pg_catalog.set_config('synchronous_commit', 'local', true);
+  end if;
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (
     p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot,
     coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
-  if p_notify then
+  -- A listener in an open transaction lets the server's queue fill up, and then a
+  -- commit fails: rather no notification than no tick.
+  if p_notify and pg_catalog.pg_notification_queue_usage() < 0.5 then
     perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
   end if;
   return p_tick_id;

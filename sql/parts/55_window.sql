@@ -11,8 +11,8 @@
 -- that range is cut at the ids still running in p_to; and of the ids below it
 -- only those that ran in p_from can be new, so they are named one by one.
 -- Every part is a range of the index, and rows of transactions that are still
--- running are not even looked at.  With a great many parts one range and a
--- filter serve better.
+-- running are not even looked at.  With a great many parts one range for all
+-- new ids, with a filter, serves better.
 create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
 language plpgsql stable as $$
 declare
@@ -44,8 +44,8 @@ begin
     end loop;
   end if;
   if pg_catalog.cardinality(v_parts) > 100 then
-    return pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8 and %s)',
-      pg_catalog.pg_snapshot_xmin(p_from), pg_catalog.pg_snapshot_xmax(p_to), pgque._xid_filter(p_from, p_to));
+    v_parts := v_parts[1:(v_late is not null)::int] || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8 and %s)',
+      pg_catalog.pg_snapshot_xmax(p_from), pg_catalog.pg_snapshot_xmax(p_to), pgque._xid_filter(p_from, p_to));
   end if;
   return '(' || nullif(pg_catalog.array_to_string(v_parts, ' or '), '') || ')';
 end

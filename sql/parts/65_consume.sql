@@ -147,14 +147,16 @@ declare
   v_queue  pgque.queue;
   v_co     int;
 begin
-  -- The lock keeps rotation from emptying the tick that is about to be used.
-  select q.* into v_queue from pgque.queue q where q.queue_id = (pgque._queue(p_queue, p_caller, 'consume')).queue_id for share;
-  if not found then
-    perform pgque._no_queue(p_queue);
-  end if;
+  v_queue := pgque._queue(p_queue, p_caller, 'consume');
   v_co := pgque._consumer(p_consumer);
   if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
     return 0;
+  end if;
+  perform pgque._let_keys_be_said(v_queue);
+  -- The lock keeps rotation from emptying the tick that is about to be used.
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
+  if not found then
+    perform pgque._no_queue(p_queue);
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at));

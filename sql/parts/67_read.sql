@@ -158,7 +158,8 @@ end
 $$;
 
 -- What became visible between two ticks.  It has no side effects, and while a
--- consumer stands at from_tick or before, it returns the same rows for ever.
+-- consumer stands at from_tick or before, it returns the same rows for ever.  Not
+-- stable, for all that: the tick may be younger than the calling statement.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
   parts int default 1, part int default 0, caller pgque.caller default current_user,
@@ -166,7 +167,7 @@ create or replace function pgque.read_window(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql stable security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
   return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, caller);
 end

@@ -995,7 +995,8 @@ begin
       case
         when s.ev_id is null then r
         else row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, s.ev_type, s.ev_data, s.ev_extra1, s.ev_extra2, s.ev_extra3,
-          s.ev_extra4, s.ev_headers, r.ev_key, s.ev_bytes, s.ev_expires, r.ev_error)::pgque.event
+          s.ev_extra4, s.ev_headers, r.ev_key, s.ev_bytes, case when r.ev_error is null then s.ev_expires else r.ev_expires end,
+          r.ev_error)::pgque.event
       end
       order by r.ev_id)
     from pg_catalog.unnest(p_rows) r

@@ -788,6 +788,7 @@ declare
 begin
   perform pgque._need_read_committed('purge()');
   perform pgque._rebase(v_queue.queue_id);
+  perform pgque._let_keys_be_said(v_queue);
   -- Batches before subscribers, as a worker does that acks and receives in one
   -- transaction; then every subscriber, so that nobody hands out meanwhile.
   perform pg_advisory_xact_lock(o.token)
@@ -799,7 +800,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id loop
     v_pos := pgque._position(v_sub.sub_id);
@@ -839,9 +840,10 @@ begin
       hint = 'To remove everything use pgque.purge(queue).';
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
-  v_last := pgque._last_of_key(v_queue.queue_id, $2);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
   get diagnostics v_count = row_count;
+  -- Only now: the pump, which that waits for, may have moved it into the log.
+  v_last := pgque._last_of_key(v_queue.queue_id, $2);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
     select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2

@@ -24,7 +24,9 @@ $$;
 -- the table's own lock, on its rows: a writer that still thinks of this table
 -- as the current one is either waiting for the lock, and will store a row that
 -- is read later, or has committed, and its row is looked at now.  The lock is
--- not waited for: pg_dump or an open writer only postpones.
+-- not waited for: pg_dump or an open writer only postpones.  But a rotation that
+-- is a whole period late waits, now and then and for a tenth of a second, since
+-- consumers whose transactions overlap would let it wait for ever.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
@@ -38,7 +40,7 @@ declare
   v_needed    boolean;
 begin
   perform pgque._need_read_committed('rotation');
-  if v_queue.queue_restored or pgque.clock() < v_queue.queue_switch_time + v_queue.queue_rotation_period then
+  if v_queue.queue_restored or not pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period) then
     return 0;
   end if;
   -- Even to ask for a table's size waits for its lock, so one at a time.
@@ -64,10 +66,15 @@ begin
     perform pgque._let_go();
   end if;
   if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
-    execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+    if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
+      perform set_config('lock_timeout', '100ms', true);
+      execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
+    else
+      execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+    end if;
     v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
     execute format(
-      'select exists (select from %s e where e.ev_txid >= $1)'
+      'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
       ' or exists (select from %1$s e where e.ev_txid = any ($2))'
       ' or exists (select from %s t where t.tick_id >= $3)', v_event, v_tick)
     into v_needed
@@ -133,12 +140,14 @@ $$;
 -- past 4 MB, at most once a minute.  One call turns writers to the other leaf;
 -- after that commit a later call brings over, under each subscriber's lock,
 -- what nobody brought over by working, and empties the old leaf.  Whatever is
--- locked is left for the next call.  Returns 1 if something was done.
+-- locked is left for the next call; a large leaf is waited for now and then, as
+-- in a rotation.  Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' as $$
 declare
   v_cur      int;
   v_flipped  timestamptz;
+  v_waits    boolean;
   v_id       int;
 begin
   perform pgque._need_read_committed('compaction');
@@ -146,14 +155,16 @@ begin
   if not found then
     return 0;
   end if;
+  v_waits := random() < 0.1 and pgque._journal_size(1 - v_cur) > 67108864;
   if pgque._journal_size(1 - v_cur) = 0 then
     if pgque._journal_size(v_cur) < 4194304
-      or v_flipped > clock_timestamp() - interval '1 minute'
+      or v_flipped between clock_timestamp() - interval '1 minute' and clock_timestamp()
     then
       return 0;
     end if;
     perform from pgque.journal j where j.journal_id = 1 and j.journal_cur = v_cur for no key update skip locked;
-    if not found then
+    -- An old snapshot may have written to it meanwhile.
+    if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
     update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
@@ -171,11 +182,16 @@ begin
     perform pgque._carry_leases(v_id, v_cur);
   end loop;
   -- Whoever reads with an old snapshot gets 40001 where this row changed.
-  perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
-  if not found then
-    return 0;
+  if v_waits then
+    perform from pgque.journal j where j.journal_id = 1 for no key update;
+  else
+    perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
+    if not found then
+      return 0;
+    end if;
   end if;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode nowait', 1 - v_cur);
+  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur,
+    case when not v_waits then ' nowait' end);
   if exists (
     select from pgque.subscriber s
     where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
@@ -261,18 +277,22 @@ $$;
 -- Moves consumers that lag beyond the queue's retention period forward to the
 -- last tick before it, so that a consumer which never comes back can not fill
 -- the disk.  What it misses, and what waits for it longer than that, goes the
--- way of drop_policy.  Returns the number of subscribers moved.
+-- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
+-- keeps no tick waiting for long.  Returns the number of subscribers moved; only
+-- after 0 there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
   v_cutoff    timestamptz;
   v_to        pgque.tick;
+  v_upto      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
   v_lease     pgque.position_0;
   v_token     bigint;
   v_item      pgque.retry_queue;
+  v_moved     boolean;
   v_count     int := 0;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
@@ -293,29 +313,36 @@ begin
       where s.sub_queue = p_queue_id and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
       for no key update skip locked
     loop
+      v_moved := false;
       v_position := pgque._position(v_sub.sub_id);
       -- What workers hold they may finish, but not from the log.
       foreach v_token in array coalesce(v_position.pos_open, '{}') loop
         v_lease := pgque._lease(v_sub.sub_id, v_token);
         if v_lease.pos_tick < v_to.tick_id and pg_try_advisory_xact_lock(v_token) and not (pgque._lease_state(v_token)).closed then
           perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
+          v_moved := true;
         end if;
       end loop;
       if v_sub.sub_role = 'pool' then
         v_position := pgque._next_from(v_position);
       end if;
       if v_position.pos_tick < v_to.tick_id then
+        v_moved := true;
         if v_position.pos_main is null then
-          perform pgque._drop_behind(v_queue, v_sub, v_position, v_to);
+          v_upto := v_to;
+          if v_to.tick_event_seq - v_position.pos_event_seq > 10000 then
+            v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id));
+          end if;
+          perform pgque._drop_behind(v_queue, v_sub, v_position, v_upto);
           v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
-          v_position.pos_skipped := v_position.pos_skipped + v_to.tick_event_seq - v_position.pos_event_seq;
-          perform pgque._append_position(pgque._at_tick(v_position, v_to));
+          v_position.pos_skipped := v_position.pos_skipped + v_upto.tick_event_seq - v_position.pos_event_seq;
+          perform pgque._append_position(pgque._at_tick(v_position, v_upto));
         else
           perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed', false) where v_position.pos_batch is not null;
           perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
         end if;
       end if;
-      v_count := v_count + 1;
+      v_count := v_count + v_moved::int;
     end loop;
   end if;
   for v_item in
@@ -488,22 +515,19 @@ create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_config  pgque.config;
-  v_now     bigint := extract(epoch from pgque.clock());
   v_count   int := 0;
 begin
   select c.* into v_config from pgque.config c;
-  if v_config.expire_every is not null and v_now >= coalesce(pg_sequence_last_value('pgque.expire_ran'), 0) + extract(epoch from v_config.expire_every) then
-    perform setval('pgque.expire_ran', v_now);
+  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
+    perform setval('pgque.expire_ran', extract(epoch from pgque.clock())::bigint);
     v_count := coalesce((select sum(pgque.expire_messages(q.queue_name)) from pgque.queue q), 0);
   end if;
   -- So that no consumer has to, and others wait for it.
   perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
   from pgque.queue q, generate_series(0, 1) d (days)
   where q.queue_archive_on_ack;
-  if v_config.delete_expired_every is not null
-    and v_now >= coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0) + extract(epoch from v_config.delete_expired_every)
-  then
-    perform setval('pgque.delete_expired_ran', v_now);
+  if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
+    perform setval('pgque.delete_expired_ran', extract(epoch from pgque.clock())::bigint);
     v_count := v_count + coalesce((select sum(pgque.delete_expired(q.queue_name)) from pgque.queue q), 0);
   end if;
   return v_count;
@@ -634,7 +658,8 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  perform pgque._store_tick(v_queue, v_last.tick_id + 1, pgque.clock(), pgque._tick_snapshot(), null, false);
+  -- None that was given out after the dump comes again, as in _next_tick_id().
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(((v_last.tick_id >> 32) + 1 << 32) - 1), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);
@@ -667,12 +692,13 @@ begin
     update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
     return 1;
   end if;
-  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
+  -- Counted without the lock, which keeps every send_idem() waiting.
   execute pg_catalog.format('select count(*), count(*) filter (where i.idem_expires > $1) from pgque.idempotency_%s i', 1 - v_cur)
   into v_all, v_live using pgque.clock();
   if v_live * 2 > v_all then
     return 0;
   end if;
+  execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
   execute pg_catalog.format(
     'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where i.idem_expires > $1 on conflict do nothing', v_cur, 1 - v_cur)
   using pgque.clock();
@@ -702,6 +728,15 @@ begin
       select (select min(o.ev_owner) from pgque.retry_queue o where o.ev_owner > w.id) from owner w where w.id is not null
     )
     select w.id from owner w where w.id > 0 and not exists (select from pgque.subscriber s where s.sub_id = w.id));
+  -- And what was sent with a delay while its queue was dropped.
+  delete from pgque.retry_queue r
+  where r.ev_queue in (
+    with recursive queue (id) as (
+      select min(o.ev_queue) from pgque.retry_queue o
+      union all
+      select (select min(o.ev_queue) from pgque.retry_queue o where o.ev_queue > w.id) from queue w where w.id is not null
+    )
+    select w.id from queue w where w.id is not null and not exists (select from pgque.queue q where q.queue_id = w.id));
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;
@@ -742,6 +777,11 @@ exception
 end
 $$;
 
+-- Whether what was done at some time is to be done again; null if never.  What
+-- was done later than now is due: the clock was set back, by who knows how much.
+create or replace function pgque._is_due(p_last timestamptz, p_every interval) returns boolean
+language sql volatile as $$ select pgque.clock() < p_last or pgque.clock() >= p_last + p_every $$;
+
 -- What maint() is made of, in this order, and whether it is done for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
 language sql immutable as $$
@@ -761,7 +801,7 @@ begin
     left join pgque.queue q on f.each_queue
     where not f.each_queue
       or q.queue_id is not null
-        and (f.func_name <> 'pgque.maint_rotate_tables_step1' or pgque.clock() >= q.queue_switch_time + q.queue_rotation_period)
+        and (f.func_name <> 'pgque.maint_rotate_tables_step1' or pgque._is_due(q.queue_switch_time, q.queue_rotation_period))
     order by f.n, q.queue_id;
 end
 $$;
@@ -775,12 +815,27 @@ $$;
 -- Maintenance of the tables all queues share.
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_part   text;
+  v_done   int;
+  v_count  int := 0;
 begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  return pgque._compact_journal() + pgque._compact_stage() + pgque._compact_epochs() + pgque._sweep() + pgque._trim_cron_history()
-    + pgque._drop_leaves();   -- last: what it locks, every sender uses
+  -- What fails of it is not to stop the rest.  Last the leaves: what that locks, all others use.
+  foreach v_part in array array['_compact_journal', '_compact_stage', '_compact_epochs', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+    begin
+      execute format('select pgque.%I()', v_part) into v_done;
+      v_count := v_count + v_done;
+    exception
+      when invalid_transaction_state then
+        raise;
+      when others then
+        raise warning 'pgque: % failed: % (%)', v_part, sqlerrm, sqlstate;
+    end;
+  end loop;
+  return v_count;
 end
 $$;
 
@@ -821,10 +876,16 @@ declare
   v_done   int;
 begin
   perform pgque._need_read_committed('maintenance');
-  for v_op in select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates from pgque.maint_operations() o loop
+  for v_op in
+    select o.func_name, o.func_arg, o.func_name = 'pgque.maint_rotate_tables_step1' as rotates, o.func_name = 'pgque.maint_retain' as retains
+    from pgque.maint_operations() o
+  loop
     continue when v_op.rotates and v_room = 0;
-    v_done := pgque._maint_operation(v_op.func_name, v_op.func_arg);
-    v_count := v_count + v_done;
+    loop
+      v_done := pgque._maint_operation(v_op.func_name, v_op.func_arg);
+      v_count := v_count + v_done;
+      exit when v_done = 0 or not v_op.retains;
+    end loop;
     v_room := v_room - case when v_op.rotates then v_done else 0 end;
   end loop;
   return v_count;

@@ -92,6 +92,7 @@ declare
   v_known     pgque.look[] := '{}';
   v_looks     pgque.look[];
   v_after     pgque.look[];
+  v_woke      pg_catalog.timestamptz;
   v_late      pg_catalog.bool;
   v_found     pgque.look;
   v_passes    pg_catalog.int4 := 0;
@@ -108,6 +109,7 @@ begin
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
   end if;
   v_next := v_start;
+  v_woke := v_start;
   loop
     -- The lock goes with each transaction, so a loop that was cancelled leaves
     -- nothing behind, and is held through the nap, so a second loop waits.
@@ -119,7 +121,9 @@ begin
       continue;
     end if;
     select c.period, c.stopped_at into v_period, v_stopped from pgque._loop_settings() c;
-    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end;
+    -- Where the clock was set back, all times of this loop lie ahead: another one begins.
+    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end or pg_catalog.clock_timestamp() < v_woke;
+    v_woke := pg_catalog.clock_timestamp();
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
     if (v_snapshot is distinct from v_seen and pg_catalog.clock_timestamp() >= v_look) or pg_catalog.clock_timestamp() >= v_due then
@@ -176,7 +180,9 @@ begin
     v_began := pg_catalog.clock_timestamp();
     while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
       v_op := v_op + 1;
-      perform pgque._maint_operation(v_ops[v_op], v_args[v_op]);
+      if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
+        v_op := v_op - 1;   -- it does a part of what there is
+      end if;
       commit and chain;
     end loop;
 
@@ -186,7 +192,7 @@ begin
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
     end if;
-    while pg_catalog.clock_timestamp() < v_next loop
+    while pg_catalog.clock_timestamp() < v_next and pg_catalog.clock_timestamp() >= v_woke loop
       -- pg_sleep() rounds up to whole milliseconds.
       perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4::pg_catalog.float8)) - 0.0007);
       if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then

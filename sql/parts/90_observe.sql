@@ -170,6 +170,8 @@ declare
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
   v_cond   text;
+  v_rows   pgque.event[];
+  v_said   pgque.event[];
 begin
   if $2 is null or $2 < 1 then
     raise exception using
@@ -184,15 +186,22 @@ begin
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
   v_cond := coalesce(pgque._xid_condition(v_pos.pos_snapshot, pg_current_snapshot()), 'false')
-    || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', '')
+    || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
       v_pos.pos_next_snapshot), '');
-  return query execute format(
-    'select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
-    ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-    ' coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, %L::text'
-    ' from (%s) e order by e.ev_id, e.ev_txid desc limit %s',
-    v_queue.queue_name, pgque._rows_sql(v_queue.queue_id, v_cond), $2);
+  execute format('select array_agg(row(e.*)::pgque.event) from (select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s) e',
+    pgque._rows_sql(v_queue.queue_id, v_cond), $2) into v_rows;
+  if v_queue.queue_keyed then
+    v_said := pgque._said(v_queue.queue_id, v_rows);
+    v_rows := pgque._with_bodies(v_queue.queue_id, v_rows, v_said);
+  end if;
+  return query
+    select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
+      e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
+      coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, v_queue.queue_name
+    from unnest(v_rows) with ordinality e
+    where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
+    order by e.ordinality;
 end
 $$;
 
@@ -213,11 +222,13 @@ declare
   v_token  bigint;
   v_rows   pgque.event[];
   v_and    text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
+  v_but    text;
   v_name   text;
 begin
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id and s.sub_main is null order by s.sub_id loop
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id order by s.sub_id loop
     v_name := (select c.co_name from pgque.consumer c where c.co_id = v_sub.sub_consumer);
     v_pos := pgque._position(v_sub.sub_id);
+    continue when v_sub.sub_main is not null and v_pos.pos_batch is null;
     -- in the hands of workers
     foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
       v_lease := pgque._lease(v_sub.sub_id, v_token);
@@ -235,8 +246,18 @@ begin
     if v_sub.sub_role = 'pool' then
       v_pos := pgque._next_from(v_pos);
     end if;
+    -- What has its outcome in an open batch is done, or found below.
+    v_but := coalesce((
+      select pg_catalog.format(' and not (e.ev_id = any (%L::bigint[]) and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))',
+        pg_catalog.array_agg(s.set_ev_id), v_pos.pos_next_snapshot)
+      from (select * from pgque.settled_0 union all select * from pgque.settled_1) s
+      where s.set_batch = v_pos.pos_batch
+      having count(*) > 0), '');
     execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %s) e',
-      pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and), p_limit)
+      case
+        when v_sub.sub_main is not null then pgque._batch_sql(v_sub, v_pos, v_and || v_but)
+        else pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and || v_but)
+      end, p_limit)
     into v_rows;
     return query
       select e.ev_id, v_name,
@@ -248,7 +269,7 @@ begin
           else 'pending'
         end,
         e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time, e.ev_time, coalesce(e.ev_retry, 0), coalesce(e.ev_retry, 0),
-        e.ev_error, e.ev_expires, null::text, v_pos.pos_batch, null::bigint
+        e.ev_error, e.ev_expires, v_sub.sub_worker, v_pos.pos_batch, null::bigint
       from pg_catalog.unnest(case when p_queue.queue_keyed then pgque._with_bodies(p_queue.queue_id, v_rows) else v_rows end) e
       where not exists (select from pg_catalog.unnest(case when e.ev_key is not null then pgque._said(p_queue.queue_id, array[e]) end) s where s.ev_owner = -2);
   end loop;
@@ -336,6 +357,7 @@ begin
   return query
     select m.consumer_name, m.status, m.receive_count, m.retry_count, m.available_at, m.worker, m.batch_id, m.last_error
     from pgque._messages(v_queue, $2, 100) m
+    where $2 is not null
     order by m.consumer_name;
   if not found then
     raise exception using
@@ -516,8 +538,9 @@ begin
   status := case
     when p_queue.queue_external_ticker then 'ok'
     when p_queue.queue_ticker_paused then 'warn'
-    when v_new and pgque.clock() - v_last.tick_time > interval '1 minute' then 'fail'
-    when v_new and pgque.clock() - v_last.tick_time > interval '5 seconds' then 'warn'
+    -- A tick in the future: the clock was set back.
+    when v_new and greatest(pgque.clock() - v_last.tick_time, v_last.tick_time - pgque.clock()) > interval '1 minute' then 'fail'
+    when v_new and greatest(pgque.clock() - v_last.tick_time, v_last.tick_time - pgque.clock()) > interval '5 seconds' then 'warn'
     else 'ok'
   end;
   detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
@@ -607,6 +630,13 @@ begin
   advice := nullif(concat_ws(' ',
     case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
     case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
+  return next;
+
+  check_name := 'notifications';
+  status := case when pg_notification_queue_usage() < 0.5 then 'ok' else 'fail' end;
+  detail := format('the server''s queue of notifications is %s %% full', round(100 * pg_notification_queue_usage()));
+  advice := case when status <> 'ok' then
+    'Ticks go on without notifying, so consumers wait for their own next look. End the session that listens within an open transaction: the server''s log names it.' end;
   return next;
 end
 $$;

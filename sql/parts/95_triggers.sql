@@ -60,7 +60,7 @@ begin
     from pg_index i
     cross join lateral unnest(i.indkey) with ordinality k (attnum, n)
     join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
-    where i.indrelid = p_table and i.indisprimary), '{}');
+    where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
     return;

@@ -346,6 +346,29 @@ def test_what_the_standby_had_not_got_is_undone_and_its_batches_belong_to_nobody
     goes_on(conn)
 
 
+def test_a_reader_that_has_seen_ticks_which_the_standby_had_not_is_told_so(pair: Pair) -> None:
+    conn = pair.connect(pair.primary.dsn)
+    offer(conn, "q")
+    kept = value(conn, "select pgque.tick_for('q', 'latest')")
+    pair.cut(conn)
+    conn.execute("set synchronous_commit = local")
+    for _ in range(3):
+        send_many(conn, "q", 1)
+        seen = forced_tick(conn, "q")
+    conn.close()
+
+    conn = pair.promote()
+    for _ in range(5):
+        (sent,) = send_many(conn, "q", 1)
+        newest = forced_tick(conn, "q")
+    refused("PQ015", value, conn, "select pgque.next_tick('q', %s)", seen)
+    assert newest > seen
+    # From what the standby had, all is there.
+    window = column(conn, "select ev_id from pgque.read_window('q', %s, %s)", kept, newest)
+    assert len(window) == 5
+    assert window[-1] == sent
+
+
 def stage(conn: Connection, epoch: int) -> str:
     """Stage one message of an epoch; return the attempt."""
     ((attempt, table),) = rows(conn, "select attempt, stage from pgque.sink_begin('sink', %s)", epoch)

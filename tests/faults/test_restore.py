@@ -25,6 +25,7 @@ from sql.helpers import (
     pump,
     receive,
     receive_coop,
+    refused,
     rotate,
     rows,
     send,
@@ -307,6 +308,15 @@ def test_a_send_is_the_first_call_after_a_restore(dump: Dump, restored: Connecti
     move_clock(restored, "2 hours")
     for name, lacking in dump.lacking.items():
         assert sorted(everything(restored, "q", name)) == [*lacking, new]
+
+
+def test_no_tick_that_was_made_after_the_dump_comes_again(dump: Dump, restored: Connection) -> None:
+    last = value(restored, "select pgque.tick_for('q', 'latest')")
+    for _ in range(5):
+        send(restored, "q", "new")
+        tick(restored, "q")
+    for seen in (last + 1, last + 3):
+        refused("PQ015", value, restored, "select pgque.next_tick('q', %s)", seen)
 
 
 def test_an_ack_and_a_nack_of_a_batch_from_before_the_dump_count(dump: Dump, restored: Connection) -> None:

@@ -17,6 +17,7 @@ from sql.helpers import (
     queue_bytes,
     receive,
     refused,
+    row_counts,
     rows,
     send,
     send_many,
@@ -299,3 +300,23 @@ def test_retention_moves_no_consumer_that_keeps_up(own: Connection) -> None:
     tick(own, "q")
     assert last in drain(own, "q")
     assert value(own, "select pgque.maint_retain('q')") == 0
+
+
+@pytest.mark.parametrize("policy", ["dead_letter", "drop"])
+def test_retention_takes_a_long_backlog_in_parts(own: Connection, policy: str) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    configure(own, "q", drop_policy=policy)
+    for _ in range(5):
+        send_many(own, "q", 6_000)
+        tick(own, "q")
+    move_clock(own, "8 days")
+    forced_tick(own, "q")
+    moved = 0
+    while value(own, "select pgque.maint_retain('q')") == 1:
+        moved += 1
+    assert moved == 5
+    skipped = value(own, "select i.skipped_events from pgque.get_consumer_info('q', 'c') as i")
+    assert skipped == 30_000
+    assert row_counts(own).get("dead_letter", 0) == (30_000 if policy == "dead_letter" else 0)
+    assert drain(own, "q") == []

@@ -559,3 +559,17 @@ def test_a_trigger_sends_with_the_rights_of_who_changes_the_table(roles: Any, ow
         session.execute(b"insert into app.t values (1)")
         refused(DENIED, rows, session, "insert into app.u values (1)")
     assert value(own, "select count(*) from pgque.peek('one')") == 1
+
+
+def test_a_stranger_does_not_hear_that_a_queue_is_full(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection
+) -> None:
+    grant(conn, one, nobody.name, "produce")
+    configure(conn, other, max_depth=1)
+    for sends in ("select pgque.send(%s, 'x')", "select pgque.send_batch(%s, array['x'])"):
+        refused("PQ003", value, conn, sends, other)
+        told = [
+            str(refused(DENIED, value, user, sends, name)).replace(name, "")
+            for name in (other, "no_such_queue")
+        ]
+        assert told[0] == told[1]

@@ -293,3 +293,50 @@ def test_a_drop_that_is_refused_waits_for_nobody(
     send(sender, "q")
     own.execute("set statement_timeout = '3s'")
     refused("PQ006", value, own, "select pgque.drop_queue('q')")
+
+
+@pytest.mark.parametrize(
+    "options", ["key => 'k'", "ttl => '1 hour'", "delay => '1 hour'", "delay => '1 hour', key => 'k'"]
+)
+@pytest.mark.parametrize("used", [True, False])
+def test_a_send_with_options_that_meets_a_drop_says_that_the_queue_is_gone(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., object],
+    wait_until: Callable[..., None],
+    options: str,
+    used: bool,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    sends = f"select pgque.send('q', 't', 'x', {options})"
+    if used:  # else the first use of such options is noted in the queue's row
+        own.execute(sends.encode())
+    dropper = connect(own_dsn, autocommit=False)
+    value(dropper, "select pgque.drop_queue('q', true)")
+    sender = background(lambda c: c.execute(sends.encode()), connect(own_dsn))
+    waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
+    wait_until(
+        lambda: sender.done or value(own, waiting, sender.pid),  # type: ignore[attr-defined]
+        "the sender waits, unless it needs nothing of the queue's tables",
+    )
+    dropper.commit()
+    if options == "delay => '1 hour'":
+        sender.result()  # type: ignore[attr-defined]
+        assert value(own, "select count(*) from pgque.retry_queue") == 1
+        value(own, "select pgque.maint()")
+    else:
+        refused("PQ001", sender.result)  # type: ignore[attr-defined]
+    assert value(own, "select count(*) from pgque.retry_queue") == 0
+
+
+def test_what_fails_in_the_maintenance_of_tables_does_not_stop_the_rest(own: Connection) -> None:
+    before = tables(own)
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.drop_queue('q')")
+    own.execute(
+        "create or replace function pgque._compact_stage() returns int language plpgsql"
+        " as $$ begin raise exception 'no'; end $$"
+    )
+    value(own, "select pgque.maint_tables()")
+    assert tables(own) == before

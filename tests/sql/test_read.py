@@ -1123,3 +1123,31 @@ def test_nonsense_gets_an_error_that_names_what_is_wrong(conn: Connection, subsc
                 assert str(error.sqlstate).startswith("PQ"), (call, chosen, error.sqlstate, error)
                 assert error.diag.message_hint, (call, error)
     assert good > 5
+
+
+def test_a_window_whose_end_is_younger_than_the_statement_is_read_whole(
+    conn: Connection, subscribed: str, background: Callable[..., Any], wait_for_lock: Callable[..., None]
+) -> None:
+    first = forced_tick(conn, subscribed)
+
+    def read(other: Connection) -> list[int]:
+        other.execute(
+            "create function pg_temp.later(queue text, after bigint) returns bigint language plpgsql as $$"
+            " begin perform pg_advisory_xact_lock(4711); return pgque.next_tick(queue, after); end $$"
+        )
+        return column(
+            other,
+            "select ev_id from pgque.read_window(%s, %s, pg_temp.later(%s, %s))",
+            subscribed,
+            first,
+            subscribed,
+            first,
+        )
+
+    value(conn, "select pg_advisory_lock(4711)")
+    reader = background(read)
+    wait_for_lock(reader.pid)
+    sent = send(conn, subscribed)
+    forced_tick(conn, subscribed)
+    value(conn, "select pg_advisory_unlock(4711)")
+    assert reader.result() == [sent]

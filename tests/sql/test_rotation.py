@@ -266,3 +266,43 @@ def test_maint_lists_its_steps_once_and_a_rotation_only_when_its_time_has_come(o
         value(own, "select pgque.maint()")
         calls = "select pg_stat_get_xact_function_calls('pgque.maint_operations()'::regprocedure)"
         assert value(own, calls) == 1
+
+
+def test_a_rotation_that_is_late_waits_for_consumers_whose_transactions_overlap(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    for _ in range(3):
+        send_many(own, "q", 10)
+        tick(own, "q")
+        assert len(drain(own, "q")) == 10
+        rotate(own, "q")
+    before = leaf(own, "q")
+    # Now each table has been written to, and whoever reads locks the oldest.
+    readers = [connect(own_dsn, autocommit=False) for _ in range(2)]
+    locks = "lock table pgque.event in access share mode"
+    readers[0].execute(locks)
+
+    def rotates(conn: Connection) -> int:
+        for turn in range(1_000):
+            if value(conn, "select pgque.maint_rotate_tables_step1('q')") == 1:
+                return turn
+        return -1
+
+    rotation = background(rotates, connect(own_dsn))
+    waits = "select wait_event_type = 'Lock' from pg_stat_activity where pid = %s"
+    reader = 0
+    while not rotation.done:
+        if value(own, waits, rotation.pid):
+            # The next one queues up behind it, and the one that holds the lock ends.
+            readers[reader].commit()
+        else:
+            reader = 1 - reader
+            readers[reader].execute(locks)
+            readers[1 - reader].commit()
+    assert rotation.result() >= 0
+    assert leaf(own, "q") != before

@@ -260,6 +260,17 @@ def test_jsontriga_records_changes_as_json(conn: Connection, subscribed: str, ta
     assert json.loads(found[1].extra2)["body"] == "x"
 
 
+def test_a_trigger_names_the_columns_of_the_key_and_not_what_its_index_includes(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    own.execute("create table public.t (id int, body text, primary key (id) include (body))")
+    watch(own, "public.t", "jsontriga", "after insert", "q")
+    own.execute("insert into public.t values (1, 'x')")
+    assert [m.type for m in changes(own, "q")] == ["I:id"]
+
+
 def test_logutriga_records_changes_url_encoded(conn: Connection, subscribed: str, table: str) -> None:
     watch(conn, table, "logutriga", "after insert or delete", subscribed)
     conn.execute(f"insert into {table} values (1, 'ä b&c=d', null)".encode())

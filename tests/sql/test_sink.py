@@ -1561,3 +1561,15 @@ def test_an_epoch_is_written_in_parts_or_as_a_whole_not_both(conn: Connection, s
     assert value(conn, "select pgque.sink_commit(%s, 1, %s, 1)", subscribed, [attempt]) == "applied"
     refused("PQ016", insert, conn, "sink", part_of(subscribed, "part", 1))
     assert sent_texts(conn, subscribed) == ["part", "whole"]
+
+
+def test_what_was_staged_twice_does_not_stop_maintenance(conn: Connection, subscribed: str) -> None:
+    attempt, _ = begin(conn, subscribed)
+    for n in (0, 1):  # a COPY that is made again after the leaves were changed
+        copy(conn, f"pgque.sink_stage_{n}", "attempt, n, queue, payload", [(attempt, 0, subscribed, "x")])
+    notices: list[str] = []
+    conn.add_notice_handler(lambda notice: notices.append(str(notice.message_primary)))
+    value(conn, "select pgque.maint_tables()")
+    assert notices == []
+    assert commit(conn, subscribed, [attempt], 1) == "applied"
+    assert sent_texts(conn, subscribed) == ["x"]

@@ -370,3 +370,13 @@ def test_the_loop_works_where_sessions_default_to_repeatable_read(
 @pytest.mark.parametrize("period", [0, -1, 60001, None])
 def test_a_tick_period_out_of_range_is_refused(conn: Connection, period: int | None) -> None:
     refused("PQ005", rows, conn, "select pgque.set_tick_period_ms(%s)", period)
+
+
+def test_a_tick_goes_to_the_disk_though_the_session_does_not_wait_for_it(
+    conn: Connection, subscribed: str
+) -> None:
+    send(conn, subscribed)
+    with conn.transaction():
+        conn.execute("set local synchronous_commit = off")
+        assert tick(conn, subscribed) is not None
+        assert value(conn, "show synchronous_commit") == "local"

@@ -445,3 +445,15 @@ def test_what_waits_costs_a_reaper_no_more_than_one_look_at_it(own: Connection) 
     own.execute("set statement_timeout = '30s'")
     for reaper in reapers:
         assert value(own, reaper) == 0
+
+
+def test_arrays_of_a_batch_count_from_one_in_one_dimension_whatever_they_are(pool: Connection) -> None:
+    sent = value(
+        pool,
+        "select pgque.send_batch('q', 't', '[5:6]={a,b}'::text[], keys => array[array['k'], array['l']],"
+        " ttls => '[-1:0]={1 hour,2 hours}'::interval[])",
+    )
+    settle(pool, "q")
+    got = work_off(pool, "q")
+    assert [(m.msg_id, m.payload, m.key) for m in got] == [(sent[0], "a", "k"), (sent[1], "b", "l")]
+    assert got[0].expires_at < got[1].expires_at

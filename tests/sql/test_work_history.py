@@ -336,3 +336,59 @@ def test_metrics_tell_what_is_in_flight(pool: Connection) -> None:
     assert figure(pool, "in_flight", "q") == 4
     ack(pool, batch[0].batch_id)
     assert figure(pool, "in_flight", "q") == 1
+
+
+def test_a_purge_or_drop_of_an_archive_keeps_no_other_queue_waiting(
+    own: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+) -> None:
+    for name in ("a", "b", "d"):
+        value(own, "select pgque.create_queue(%s)", name)
+        subscribe(own, name)
+        configure(own, name, archive_on_ack="true")
+        offer(own, name)
+        ack(own, receive(own, name)[0].batch_id)
+    leaves = "select count(*) from pg_inherits as i where i.inhparent = 'pgque.archive'::regclass"
+    assert value(own, leaves) == 3
+    reader, admin = transaction(dsn=own_dsn), transaction(dsn=own_dsn)
+    offer(own, "a", 2)
+    ack(reader, receive(reader, "a", count=1)[0].batch_id)
+    assert value(admin, "select pgque.archive_purge('b', now() + interval '2 days')") == 1
+    assert value(admin, "select pgque.drop_queue('d', true)") == 1
+    # Both are open, and it goes on.
+    again = connect(own_dsn)
+    again.execute("set lock_timeout = '5s'")
+    offer(again, "b", 1)
+    reader.commit()
+    ack(again, receive(again, "a", count=1)[0].batch_id)
+    admin.commit()
+    assert value(own, "select count(*) from pgque.archive_list('b')") == 0
+    assert value(own, "select count(*) from pgque.archive_list('a')") == 3
+    # Only the one whose queue is gone: in the others something may still be archived.
+    value(own, "select pgque.maint_tables()")
+    assert value(own, leaves) == 2
+    move_clock(own, "3 days")
+    value(own, "select pgque.maint_tables()")
+    assert value(own, leaves) == 1
+
+
+def test_a_replay_locks_no_leaf_but_that_of_its_message(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    configure(own, "q", archive_on_ack="true")
+    for day in range(5):
+        move_clock(own, f"{day} days")
+        offer(own, "q")
+        ack(own, receive(own, "q")[0].batch_id)
+    oldest = value(own, "select min(a.archive_id) from pgque.archive_list('q') as a")
+    with own.transaction():
+        value(own, "select pgque.archive_replay(%s)", oldest)
+        locked = value(
+            own,
+            "select count(*) from pg_locks as l join pg_inherits as i on i.inhrelid = l.relation"
+            " where l.pid = pg_backend_pid() and i.inhparent = 'pgque.archive'::regclass",
+        )
+    assert locked == 0

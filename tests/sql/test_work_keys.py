@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -331,3 +332,97 @@ def test_of_two_delayed_messages_with_one_key_the_newer_is_replaced_when_the_clo
     assert new != old
     move_clock(pool, "0")
     assert post(pool, "q", "newer", key="k", delay="1 day") == new
+
+
+def pending(conn: Connection, queue: str) -> int:
+    """Have a message with key k that a tick covers and nobody was given."""
+    sent = post(conn, queue, "old", key="k")
+    tick(conn, queue)
+    return sent
+
+
+def test_a_purge_waits_for_who_replaces_a_body_and_what_is_committed_after_it_is_delivered(
+    pool: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    pending(pool, "q")
+    sender = transaction(dsn=own_dsn)
+    post(sender, "q", "new", key="k")
+    purging = background(lambda c: value(c, "select pgque.purge('q')"), connect(own_dsn))
+    wait_for_lock(purging.pid)
+    sender.commit()
+    purging.result()
+    tick(pool, "q")
+    # It was committed before the purge was, so it is gone with the rest; the next one is a new one.
+    assert work_off(pool, "q") == []
+    again = post(pool, "q", "again", key="k")
+    tick(pool, "q")
+    assert [(m.msg_id, m.payload) for m in work_off(pool, "q")] == [(again, "again")]
+
+
+def test_who_subscribes_while_a_body_is_replaced_loses_nothing_that_is_committed_later(
+    own: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    pending(own, "q")
+    sender = transaction(dsn=own_dsn)
+    post(sender, "q", "new", key="k")
+    joining = background(lambda c: subscribe(c, "q", "b"), connect(own_dsn))
+    wait_for_lock(joining.pid)
+    sender.commit()
+    assert joining.result() == 1
+    # It stood behind the message when that was replaced: what comes now is one of its own.
+    third = post(own, "q", "third", key="k")
+    tick(own, "q")
+    assert [(m.msg_id, m.payload) for m in receive(own, "q", "b")] == [(third, "third")]
+
+
+def test_purge_key_finds_a_message_that_the_pump_is_moving(
+    own: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    post(own, "q", key="k", delay="1 minute")
+    move_clock(own, "2 minutes")
+    pump = transaction(dsn=own_dsn)
+    assert value(pump, "select pgque.maint_retry_events()") == 1
+    purging = background(lambda c: value(c, "select pgque.purge_key('q', 'k')"), connect(own_dsn))
+    wait_for_lock(purging.pid)
+    pump.commit()
+    assert purging.result() == 1
+    tick(own, "q")
+    assert payloads(own, "q") == []
+
+
+@pytest.mark.parametrize("as_worker", [True, False])
+def test_a_requeued_message_that_had_expired_lives_on_though_its_body_was_replaced(
+    own: Connection, as_worker: bool
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    for payload in ("a", "b"):
+        sent = post(own, "q", payload, key="k", ttl="1 minute")
+    tick(own, "q")
+    batch = take(own, "q") if as_worker else receive(own, "q")
+    assert outcome(own, "dead", batch[0].batch_id, [sent], "x") == {sent: None}
+    ack(own, batch[0].batch_id)
+    move_clock(own, "2 minutes")
+    value(own, "select pgque.dlq_requeue(d.dl_id) from pgque.dlq_inspect('q') as d")
+    settle(own, "q")
+    got = take(own, "q") if as_worker else receive(own, "q")
+    assert [(m.msg_id, m.payload) for m in got] == [(sent, "b")]

@@ -19,13 +19,17 @@ from sql.helpers import (
     nack_ids,
     offer,
     outcome,
+    post,
     receive,
+    receive_coop,
     refused,
     release,
     rows,
     set_visibility,
     settle,
+    subscribe,
     take,
+    tick,
     value,
     work_off,
 )
@@ -325,3 +329,56 @@ def test_held_messages_are_listed_as_failed_requeued_on_demand_and_not_purged(po
     assert value(pool, "select pgque.dlq_requeue(%s)", dl_id) == sent
     settle(pool, "q")
     assert [(m.msg_id, m.receive_count, m.retry_count) for m in take(pool, "q")] == [(sent, 1, 0)]
+
+
+def test_what_a_consumer_on_its_own_has_settled_is_not_processing(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    acked, nacked, dead, left = offer(own, "q", 4)
+    batch = receive(own, "q")[0].batch_id
+    for call, msg_id in (("ack", acked), ("nack", nacked), ("dead", dead)):
+        assert outcome(own, call, batch, [msg_id]) == {msg_id: None}
+    statuses = "select s.status from pgque.message_status('q', %s) as s"
+    refused("PQ010", rows, own, statuses, acked)
+    assert [rows(own, statuses, msg_id) for msg_id in (nacked, dead, left)] == [
+        [("retry",)],
+        [("dead",)],
+        [("processing",)],
+    ]
+    listed = rows(own, "select m.msg_id, m.status from pgque.list_messages('q') as m order by 1")
+    assert listed == [(nacked, "retry"), (dead, "dead"), (left, "processing")]
+
+
+def test_what_a_subconsumer_holds_is_processing(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.register_subconsumer('q', 'c', 'w')")
+    one, two = offer(own, "q", 2)
+    batch = receive_coop(own, "q", "w")[0].batch_id
+    assert outcome(own, "ack", batch, [one]) == {one: None}
+    assert rows(
+        own, "select s.status, s.worker, s.batch_id from pgque.message_status('q', %s) as s", two
+    ) == [("processing", "w", batch)]
+    refused("PQ010", rows, own, "select s.status from pgque.message_status('q', %s) as s", one)
+
+
+def test_no_message_has_no_status(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    offer(own, "q")
+    refused("PQ010", rows, own, "select s.status from pgque.message_status('q', null) as s")
+
+
+@pytest.mark.parametrize("consumer", ["c", None])
+def test_peek_shows_messages_with_keys_once_with_their_last_body(
+    own: Connection, consumer: str | None
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for name in ("c", "d"):
+        subscribe(own, "q", name)
+    for key, payload in (("a", "old"), ("b", "x"), ("a", "new"), ("p", "gone")):
+        post(own, "q", payload, key=key)
+    value(own, "select pgque.purge_key('q', 'p')")
+    tick(own, "q")
+    receive(own, "q", "d")
+    peeked = rows(own, "select p.key, p.payload from pgque.peek('q', 10, %s) as p", consumer)
+    assert peeked == [("a", "new"), ("b", "x")]

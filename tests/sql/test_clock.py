@@ -1,0 +1,79 @@
+"""A clock that is set back: what was done later than now is not waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from sql.helpers import (
+    Connection,
+    configure,
+    drain,
+    move_clock,
+    post,
+    receive,
+    row_counts,
+    rows,
+    send,
+    subscribe,
+    tick,
+    value,
+)
+
+
+@pytest.fixture
+def ahead(own: Connection) -> Connection:
+    """A queue q whose last tick and rotation were made by a clock a year ahead, with a consumer c."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    move_clock(own, "1 year")
+    send(own, "q")
+    tick(own, "q")
+    assert len(drain(own, "q")) == 1
+    configure(own, "q", rotation_period="1 hour")
+    own.execute("update pgque.queue set queue_switch_time = pgque.clock()")
+    return own
+
+
+def test_messages_go_on_being_delivered(ahead: Connection) -> None:
+    move_clock(ahead, "0")
+    sent = send(ahead, "q")
+    assert tick(ahead, "q") is not None
+    assert [m.msg_id for m in receive(ahead, "q")] == [sent]
+    # From then on it is as if nothing had been.
+    assert tick(ahead, "q") is None
+
+
+def test_an_idle_queue_ticks_once_and_then_with_its_period(ahead: Connection) -> None:
+    move_clock(ahead, "0")
+    assert tick(ahead, "q") is not None
+    assert tick(ahead, "q") is None
+
+
+def test_health_says_that_messages_wait(ahead: Connection) -> None:
+    move_clock(ahead, "0")
+    check = "select h.status from pgque.health() as h where h.queue = 'q' and h.check_name = 'ticks'"
+    assert value(ahead, check) == "ok"
+    send(ahead, "q")
+    assert value(ahead, check) == "fail"
+    tick(ahead, "q")
+    assert value(ahead, check) == "ok"
+
+
+def test_rotation_goes_on(ahead: Connection) -> None:
+    operations = "select o.func_name from pgque.maint_operations() as o"
+    due = ("pgque.maint_rotate_tables_step1",)
+    assert due not in rows(ahead, operations)
+    move_clock(ahead, "0")
+    assert due in rows(ahead, operations)
+    assert value(ahead, "select pgque.maint_rotate_tables_step1('q')") == 1
+    assert value(ahead, "select pgque.maint_rotate_tables_step1('q')") == 0
+
+
+def test_reapers_go_on(ahead: Connection) -> None:
+    value(ahead, "select pgque.set_schedule('expire', '1 hour')")
+    value(ahead, "select pgque.maint_expire()")
+    move_clock(ahead, "0")
+    post(ahead, "q", delay="1 minute", ttl="2 minutes")
+    move_clock(ahead, "10 minutes")
+    assert value(ahead, "select pgque.maint_expire()") == 1
+    assert "retry_queue" not in row_counts(ahead)
