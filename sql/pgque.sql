@@ -1878,6 +1878,8 @@ declare
   v_class   int := pg_catalog.hashtext('pgque.key ' || p_queue_id);
   v_hashes  int[] := array(select distinct pg_catalog.hashtext(k.key) from pg_catalog.unnest(p_keys) k (key) where k.key is not null order by 1);
 begin
+  -- See _let_keys_be_said().
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.passing'), p_queue_id);
   if pg_catalog.cardinality(v_hashes) > 200 then
     perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue_id);
     return;
@@ -1889,12 +1891,39 @@ $$;
 
 -- Waits for all who have said something about a key and not committed: what they
 -- replaced must not be passed by meanwhile, or nobody would get what they sent.
+-- Who waits for a lock keeps others from it, so most of the time it only tries:
+-- one sender that stays open is not to stop them all.
 create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
 language plpgsql as $$
+declare
+  v_class  int := pg_catalog.hashtext('pgque.passing');
+  v_wait   text := pg_catalog.current_setting('lock_timeout');
+  v_end    timestamptz := pg_catalog.clock_timestamp() + coalesce(nullif(v_wait::interval, '0'), '1 minute');
 begin
-  if p_queue.queue_keyed then
-    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id);
+  if not p_queue.queue_keyed then
+    return;
   end if;
+  for v_turn in 1..1000000 loop
+    exit when pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id);
+    begin
+      perform pg_catalog.set_config('lock_timeout', '50ms', true);
+      perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id) where v_turn % 20 = 0;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+    exception
+      when lock_not_available then
+        null;
+    end;
+    if pg_catalog.clock_timestamp() > v_end then
+      raise exception using
+        errcode = 'lock_not_available',
+        message = pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+          select pg_catalog.string_agg(distinct l.pid::text, ', ')
+          from pg_catalog.pg_locks l
+          where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
+        hint = 'Try again when they have; set lock_timeout to wait longer.';
+    end if;
+    perform pg_catalog.pg_sleep(0.02);
+  end loop;
 end
 $$;
 
@@ -2780,20 +2809,31 @@ begin
   last_time := v_last.tick_time;
   if v_reason <> 'nothing' then
     last_time := pgque.clock();
-    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
+    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
   end if;
 end
 $$;
 
--- The id of the next tick.  A server that was promoted or brought back to an earlier
--- time may have lost ticks that readers with offsets of their own have seen: their
--- ids must not come again.  So each timeline has 2^32 ids of its own.
-create or replace function pgque._next_tick_id(p_last bigint) returns bigint
-language sql volatile as $$
-  select case
-    when pg_catalog.pg_is_in_recovery() then p_last + 1   -- and can not be stored
-    else greatest(p_last + 1, ('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1 << 32)
-  end
+-- The id of the next tick of a queue, or with p_anew the first of another era.  A
+-- server that was promoted or brought back to an earlier time may have lost ticks
+-- that readers with offsets of their own have seen: their ids must not come again.
+-- So an era of 2^32 ids is of one timeline (its remainder by 256), and on another
+-- the next era of that timeline begins.  An external ticker has its own ids.
+create or replace function pgque._next_tick_id(p_queue pgque.queue, p_last bigint, p_anew boolean default false) returns bigint
+language plpgsql as $$
+declare
+  v_era   bigint := p_last >> 32;
+  v_line  int;
+begin
+  if p_queue.queue_external_ticker or pg_catalog.pg_is_in_recovery() then
+    return p_last + 1;
+  end if;
+  v_line := (('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1) % 256;
+  if v_era % 256 = v_line and not p_anew then
+    return p_last + 1;
+  end if;
+  return v_era + (v_line - v_era % 256 + 255) % 256 + 1 << 32;
+end
 $$;
 
 -- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
@@ -6740,7 +6780,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id loop
     v_pos := pgque._position(v_sub.sub_id);
@@ -6937,7 +6977,7 @@ begin
   for v_leaf in
     select l.leaf
     from pgque._archive_leaves() l
-    where l.queue_id = p_queue_id and l.is_empty is not true
+    where l.queue_id = p_queue_id and not l.is_empty
       and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
   loop
     execute 'truncate ' || v_leaf;
@@ -7277,6 +7317,7 @@ declare
   v_cutoff    timestamptz;
   v_to        pgque.tick;
   v_upto      pgque.tick;
+  v_young     bigint;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
   v_lease     pgque.position_0;
@@ -7289,8 +7330,13 @@ begin
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
   -- It is asked of every queue, so its locks go at once.
   begin
-    execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
-    into v_to using v_cutoff;
+    -- The last before the first young one, by their ids: a clock that was set back for
+    -- a while left ticks among the young ones that look old.
+    execute format('select min(t.tick_id) from (%s) t where t.tick_time between $1 and $2', pgque._ticks_sql(p_queue_id))
+    into v_young using v_cutoff, pgque.clock();
+    execute format(
+      'select t.* from (%s) t where t.tick_time < $1 and t.tick_id < $2 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
+    into v_to using v_cutoff, coalesce(v_young, 9223372036854775807);
     perform pgque._let_go();
   exception
     when sqlstate 'PQ099' then
@@ -7321,7 +7367,10 @@ begin
         if v_position.pos_main is null then
           v_upto := v_to;
           if v_to.tick_event_seq - v_position.pos_event_seq > 10000 then
-            v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id));
+            -- Not within its window, since what is settled of that is known by the window.
+            v_upto := pgque._tick(p_queue_id, greatest(
+              pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id),
+              case when v_position.pos_next_tick <= v_to.tick_id then v_position.pos_next_tick end));
           end if;
           perform pgque._drop_behind(v_queue, v_sub, v_position, v_upto);
           v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
@@ -7509,7 +7558,7 @@ declare
 begin
   select c.* into v_config from pgque.config c;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
-    perform setval('pgque.expire_ran', extract(epoch from pgque.clock())::bigint);
+    perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque.expire_messages(q.queue_name)) from pgque.queue q), 0);
   end if;
   -- So that no consumer has to, and others wait for it.
@@ -7517,7 +7566,7 @@ begin
   from pgque.queue q, generate_series(0, 1) d (days)
   where q.queue_archive_on_ack;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
-    perform setval('pgque.delete_expired_ran', extract(epoch from pgque.clock())::bigint);
+    perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := v_count + coalesce((select sum(pgque.delete_expired(q.queue_name)) from pgque.queue q), 0);
   end if;
   return v_count;
@@ -7648,8 +7697,7 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  -- None that was given out after the dump comes again, as in _next_tick_id().
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(((v_last.tick_id >> 32) + 1 << 32) - 1), pgque.clock(), pgque._tick_snapshot(), null, false);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);
@@ -7767,10 +7815,10 @@ exception
 end
 $$;
 
--- Whether what was done at some time is to be done again; null if never.  What
+-- Whether what was done at some time is to be done again; a null means never.  What
 -- was done later than now is due: the clock was set back, by who knows how much.
 create or replace function pgque._is_due(p_last timestamptz, p_every interval) returns boolean
-language sql volatile as $$ select pgque.clock() < p_last or pgque.clock() >= p_last + p_every $$;
+language sql volatile as $$ select p_every is not null and (pgque.clock() < p_last or pgque.clock() >= p_last + p_every) $$;
 
 -- What maint() is made of, in this order, and whether it is done for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
@@ -7979,6 +8027,7 @@ declare
   v_late      pg_catalog.bool;
   v_found     pgque.look;
   v_passes    pg_catalog.int4 := 0;
+  v_retains   pg_catalog.bool := false;
   v_ops       pg_catalog.text[] := '{}';
   v_args      pg_catalog.text[];
   v_op        pg_catalog.int4 := 0;
@@ -8048,15 +8097,16 @@ begin
         else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
-    if v_op = pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() >= v_maint then
+    if (v_op = pg_catalog.cardinality(v_ops) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
       -- Retention is a matter of days, and asks much of many queues: last, and once a minute.
       select pg_catalog.array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n),
         pg_catalog.array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
       into v_ops, v_args
       from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
-      where v_passes % 12 = 0 or o.func_name <> 'pgque.maint_retain';
+      where v_passes % 12 = 0 or v_retains or o.func_name <> 'pgque.maint_retain';
       v_op := 0;
+      v_retains := false;
       v_passes := v_passes + 1;
     end if;
     -- So much of it as keeps no message waiting; the rest in the next period.
@@ -8064,7 +8114,9 @@ begin
     while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
       v_op := v_op + 1;
       if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
-        v_op := v_op - 1;   -- it does a part of what there is
+        -- It did a part of what there is.
+        v_op := v_op - 1;
+        v_retains := true;
       end if;
       commit and chain;
     end loop;

@@ -263,6 +263,8 @@ declare
   v_class   int := pg_catalog.hashtext('pgque.key ' || p_queue_id);
   v_hashes  int[] := array(select distinct pg_catalog.hashtext(k.key) from pg_catalog.unnest(p_keys) k (key) where k.key is not null order by 1);
 begin
+  -- See _let_keys_be_said().
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.passing'), p_queue_id);
   if pg_catalog.cardinality(v_hashes) > 200 then
     perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue_id);
     return;
@@ -274,12 +276,39 @@ $$;
 
 -- Waits for all who have said something about a key and not committed: what they
 -- replaced must not be passed by meanwhile, or nobody would get what they sent.
+-- Who waits for a lock keeps others from it, so most of the time it only tries:
+-- one sender that stays open is not to stop them all.
 create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
 language plpgsql as $$
+declare
+  v_class  int := pg_catalog.hashtext('pgque.passing');
+  v_wait   text := pg_catalog.current_setting('lock_timeout');
+  v_end    timestamptz := pg_catalog.clock_timestamp() + coalesce(nullif(v_wait::interval, '0'), '1 minute');
 begin
-  if p_queue.queue_keyed then
-    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id);
+  if not p_queue.queue_keyed then
+    return;
   end if;
+  for v_turn in 1..1000000 loop
+    exit when pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id);
+    begin
+      perform pg_catalog.set_config('lock_timeout', '50ms', true);
+      perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id) where v_turn % 20 = 0;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+    exception
+      when lock_not_available then
+        null;
+    end;
+    if pg_catalog.clock_timestamp() > v_end then
+      raise exception using
+        errcode = 'lock_not_available',
+        message = pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+          select pg_catalog.string_agg(distinct l.pid::text, ', ')
+          from pg_catalog.pg_locks l
+          where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
+        hint = 'Try again when they have; set lock_timeout to wait longer.';
+    end if;
+    perform pg_catalog.pg_sleep(0.02);
+  end loop;
 end
 $$;
 

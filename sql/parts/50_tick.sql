@@ -128,20 +128,31 @@ begin
   last_time := v_last.tick_time;
   if v_reason <> 'nothing' then
     last_time := pgque.clock();
-    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
+    new_id := pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), last_time, v_snapshot, null, v_reason <> 'idle');
   end if;
 end
 $$;
 
--- The id of the next tick.  A server that was promoted or brought back to an earlier
--- time may have lost ticks that readers with offsets of their own have seen: their
--- ids must not come again.  So each timeline has 2^32 ids of its own.
-create or replace function pgque._next_tick_id(p_last bigint) returns bigint
-language sql volatile as $$
-  select case
-    when pg_catalog.pg_is_in_recovery() then p_last + 1   -- and can not be stored
-    else greatest(p_last + 1, ('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1 << 32)
-  end
+-- The id of the next tick of a queue, or with p_anew the first of another era.  A
+-- server that was promoted or brought back to an earlier time may have lost ticks
+-- that readers with offsets of their own have seen: their ids must not come again.
+-- So an era of 2^32 ids is of one timeline (its remainder by 256), and on another
+-- the next era of that timeline begins.  An external ticker has its own ids.
+create or replace function pgque._next_tick_id(p_queue pgque.queue, p_last bigint, p_anew boolean default false) returns bigint
+language plpgsql as $$
+declare
+  v_era   bigint := p_last >> 32;
+  v_line  int;
+begin
+  if p_queue.queue_external_ticker or pg_catalog.pg_is_in_recovery() then
+    return p_last + 1;
+  end if;
+  v_line := (('x' || pg_catalog.substr(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 1, 8))::bit(32)::bigint - 1) % 256;
+  if v_era % 256 = v_line and not p_anew then
+    return p_last + 1;
+  end if;
+  return v_era + (v_line - v_era % 256 + 255) % 256 + 1 << 32;
+end
 $$;
 
 -- Stores a tick and tells listeners.  It goes to the disk whatever the session says.

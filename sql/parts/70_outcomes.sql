@@ -800,7 +800,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id loop
     v_pos := pgque._position(v_sub.sub_id);

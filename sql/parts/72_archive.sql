@@ -141,7 +141,7 @@ begin
   for v_leaf in
     select l.leaf
     from pgque._archive_leaves() l
-    where l.queue_id = p_queue_id and l.is_empty is not true
+    where l.queue_id = p_queue_id and not l.is_empty
       and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
   loop
     execute 'truncate ' || v_leaf;

@@ -287,6 +287,7 @@ declare
   v_cutoff    timestamptz;
   v_to        pgque.tick;
   v_upto      pgque.tick;
+  v_young     bigint;
   v_sub       pgque.subscriber;
   v_position  pgque.position_0;
   v_lease     pgque.position_0;
@@ -299,8 +300,13 @@ begin
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
   -- It is asked of every queue, so its locks go at once.
   begin
-    execute format('select t.* from (%s) t where t.tick_time < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
-    into v_to using v_cutoff;
+    -- The last before the first young one, by their ids: a clock that was set back for
+    -- a while left ticks among the young ones that look old.
+    execute format('select min(t.tick_id) from (%s) t where t.tick_time between $1 and $2', pgque._ticks_sql(p_queue_id))
+    into v_young using v_cutoff, pgque.clock();
+    execute format(
+      'select t.* from (%s) t where t.tick_time < $1 and t.tick_id < $2 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue_id))
+    into v_to using v_cutoff, coalesce(v_young, 9223372036854775807);
     perform pgque._let_go();
   exception
     when sqlstate 'PQ099' then
@@ -331,7 +337,10 @@ begin
         if v_position.pos_main is null then
           v_upto := v_to;
           if v_to.tick_event_seq - v_position.pos_event_seq > 10000 then
-            v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id));
+            -- Not within its window, since what is settled of that is known by the window.
+            v_upto := pgque._tick(p_queue_id, greatest(
+              pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id),
+              case when v_position.pos_next_tick <= v_to.tick_id then v_position.pos_next_tick end));
           end if;
           perform pgque._drop_behind(v_queue, v_sub, v_position, v_upto);
           v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
@@ -519,7 +528,7 @@ declare
 begin
   select c.* into v_config from pgque.config c;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
-    perform setval('pgque.expire_ran', extract(epoch from pgque.clock())::bigint);
+    perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque.expire_messages(q.queue_name)) from pgque.queue q), 0);
   end if;
   -- So that no consumer has to, and others wait for it.
@@ -527,7 +536,7 @@ begin
   from pgque.queue q, generate_series(0, 1) d (days)
   where q.queue_archive_on_ack;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
-    perform setval('pgque.delete_expired_ran', extract(epoch from pgque.clock())::bigint);
+    perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := v_count + coalesce((select sum(pgque.delete_expired(q.queue_name)) from pgque.queue q), 0);
   end if;
   return v_count;
@@ -658,8 +667,7 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  -- None that was given out after the dump comes again, as in _next_tick_id().
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(((v_last.tick_id >> 32) + 1 << 32) - 1), pgque.clock(), pgque._tick_snapshot(), null, false);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true), pgque.clock(), pgque._tick_snapshot(), null, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);
@@ -777,10 +785,10 @@ exception
 end
 $$;
 
--- Whether what was done at some time is to be done again; null if never.  What
+-- Whether what was done at some time is to be done again; a null means never.  What
 -- was done later than now is due: the clock was set back, by who knows how much.
 create or replace function pgque._is_due(p_last timestamptz, p_every interval) returns boolean
-language sql volatile as $$ select pgque.clock() < p_last or pgque.clock() >= p_last + p_every $$;
+language sql volatile as $$ select p_every is not null and (pgque.clock() < p_last or pgque.clock() >= p_last + p_every) $$;
 
 -- What maint() is made of, in this order, and whether it is done for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record

@@ -96,6 +96,7 @@ declare
   v_late      pg_catalog.bool;
   v_found     pgque.look;
   v_passes    pg_catalog.int4 := 0;
+  v_retains   pg_catalog.bool := false;
   v_ops       pg_catalog.text[] := '{}';
   v_args      pg_catalog.text[];
   v_op        pg_catalog.int4 := 0;
@@ -165,15 +166,16 @@ begin
         else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
     end if;
 
-    if v_op = pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() >= v_maint then
+    if (v_op = pg_catalog.cardinality(v_ops) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
       -- Retention is a matter of days, and asks much of many queues: last, and once a minute.
       select pg_catalog.array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n),
         pg_catalog.array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
       into v_ops, v_args
       from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
-      where v_passes % 12 = 0 or o.func_name <> 'pgque.maint_retain';
+      where v_passes % 12 = 0 or v_retains or o.func_name <> 'pgque.maint_retain';
       v_op := 0;
+      v_retains := false;
       v_passes := v_passes + 1;
     end if;
     -- So much of it as keeps no message waiting; the rest in the next period.
@@ -181,7 +183,9 @@ begin
     while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
       v_op := v_op + 1;
       if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
-        v_op := v_op - 1;   -- it does a part of what there is
+        -- It did a part of what there is.
+        v_op := v_op - 1;
+        v_retains := true;
       end if;
       commit and chain;
     end loop;

@@ -121,12 +121,19 @@ def test_messages_flow_again_after_the_loops_backend_was_killed(
     stands_by = not cron.subminute and cron.mode == "libpq"
     for _ in range(3 if cron.subminute else 1):
         wait_until(lambda: len(cron.loops()) >= (2 if stands_by else 1), "the loops", timeout=65)
+        killed: list[Any] = []
         with cron.connect() as connection:
-            killed = connection.execute(
-                "select pg_catalog.pg_terminate_backend(l.pid) from pg_catalog.pg_locks as l"
-                " where l.locktype = 'advisory' and l.granted and l.pid = any(%s)",
-                [cron.loops()],
-            ).fetchall()
+
+            def kill(connection: Any = connection, killed: list[Any] = killed) -> bool:
+                killed += connection.execute(
+                    "select pg_catalog.pg_terminate_backend(l.pid) from pg_catalog.pg_locks as l"
+                    " where l.locktype = 'advisory' and l.granted and l.pid = any(%s)",
+                    [cron.loops()],
+                ).fetchall()
+                return bool(killed)
+
+            # It has the lock nearly always: not while it commits.
+            wait_until(kill, "a loop that has the lock")
         assert killed == [(True,)]
         flows(cron, wait_until, 5 if cron.subminute or stands_by else 65)
 

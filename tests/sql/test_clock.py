@@ -77,3 +77,47 @@ def test_reapers_go_on(ahead: Connection) -> None:
     move_clock(ahead, "10 minutes")
     assert value(ahead, "select pgque.maint_expire()") == 1
     assert "retry_queue" not in row_counts(ahead)
+
+
+def test_a_reaper_that_is_switched_off_stays_off(ahead: Connection) -> None:
+    value(ahead, "select pgque.set_schedule('delete_expired', '1 minute')")
+    value(ahead, "select pgque.maint_expire()")
+    value(ahead, "select pgque.set_schedule('delete_expired', '')")
+    move_clock(ahead, "0")
+    post(ahead, "q", ttl="1 minute")
+    tick(ahead, "q")
+    (message,) = receive(ahead, "q")
+    rows(ahead, "select * from pgque.dead(%s, array[%s::bigint], 'x')", message.batch_id, message.msg_id)
+    move_clock(ahead, "10 minutes")
+    assert value(ahead, "select pgque.maint_expire()") == 0
+    assert row_counts(ahead)["dead_letter"] == 1
+
+
+def test_a_reaper_that_ran_just_now_does_not_run_again(ahead: Connection) -> None:
+    value(ahead, "select pgque.set_schedule('expire', '1 hour')")
+    for tenth in range(10):
+        # Whatever part of a second is over.
+        ahead.execute(
+            "create or replace function pgque.clock() returns timestamptz language sql volatile as"
+            f" $$ select date_trunc('day', pg_catalog.clock_timestamp()) + '{400 + tenth} days {tenth / 10} seconds' $$".encode()
+        )
+        value(ahead, "select pgque.maint_expire()")
+        before = value(ahead, "select pg_current_wal_insert_lsn()")
+        value(ahead, "select pgque.maint_expire()")
+        assert value(ahead, "select pg_current_wal_insert_lsn()") == before
+
+
+def test_a_tick_of_a_clock_that_was_back_for_a_while_takes_nothing_young_into_retention(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    configure(own, "q", retention_period="1 hour")
+    young = send(own, "q")
+    tick(own, "q")
+    move_clock(own, "-2 hours")
+    send(own, "q")
+    tick(own, "q")
+    move_clock(own, "1 second")
+    assert value(own, "select pgque.maint_retain('q')") == 0
+    assert receive(own, "q")[0].msg_id == young

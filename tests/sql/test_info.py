@@ -320,3 +320,21 @@ def test_retention_takes_a_long_backlog_in_parts(own: Connection, policy: str) -
     assert skipped == 30_000
     assert row_counts(own).get("dead_letter", 0) == (30_000 if policy == "dead_letter" else 0)
     assert drain(own, "q") == []
+
+
+def test_retention_in_parts_does_not_forget_what_was_settled_of_an_open_window(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    for _ in range(5):
+        sent = send_many(own, "q", 6_000)
+        tick(own, "q")
+    batch = receive(own, "q", count=50_000)
+    assert len(batch) == 30_000
+    done = [m.msg_id for m in batch if m.msg_id not in sent[:10]]
+    value(own, "select count(*) from pgque.ack(%s, %s::bigint[])", batch[0].batch_id, done)
+    move_clock(own, "8 days")
+    while value(own, "select pgque.maint_retain('q')") == 1:
+        pass
+    assert (
+        sorted(d[0] for d in rows(own, "select d.ev_id from pgque.dlq_inspect('q', 100) as d")) == sent[:10]
+    )

@@ -380,3 +380,12 @@ def test_a_tick_goes_to_the_disk_though_the_session_does_not_wait_for_it(
         conn.execute("set local synchronous_commit = off")
         assert tick(conn, subscribed) is not None
         assert value(conn, "show synchronous_commit") == "local"
+
+
+def test_an_external_ticker_has_its_ids_to_itself(conn: Connection, subscribed: str) -> None:
+    configure(conn, subscribed, external_ticker="true")
+    external = "select pgque.ticker(%s, %s, now(), 1000)"
+    assert value(conn, external, subscribed, 5 << 32) == 5 << 32
+    value(conn, "select pgque.purge(%s)", subscribed)
+    assert value(conn, "select pgque.tick_for(%s, 'latest')", subscribed) == (5 << 32) + 1
+    assert value(conn, external, subscribed, (5 << 32) + 2) == (5 << 32) + 2

@@ -426,3 +426,54 @@ def test_a_requeued_message_that_had_expired_lives_on_though_its_body_was_replac
     settle(own, "q")
     got = take(own, "q") if as_worker else receive(own, "q")
     assert [(m.msg_id, m.payload) for m in got] == [(sent, "b")]
+
+
+@pytest.mark.parametrize("call", ["select pgque.subscribe('q', 'b')", "select pgque.purge('q')"])
+def test_who_waits_for_a_replaced_body_keeps_no_other_key_waiting(
+    own: Connection,
+    own_dsn: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[..., None],
+    call: str,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    pending(own, "q")
+    sender = transaction(dsn=own_dsn)
+    post(sender, "q", "new", key="k")
+    waiting = background(lambda c: value(c, call), connect(own_dsn))
+    for n in range(3):
+        wait_for_lock(waiting.pid)
+        own.execute("set lock_timeout = '1s'")
+        post(own, "q", f"other {n}", key=f"other {n}")
+    assert not waiting.done
+    sender.commit()
+    waiting.result()
+
+
+def test_who_subscribes_in_a_transaction_that_stays_open_stops_no_hand_out(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    first = pending(own, "q")
+    joining = transaction(dsn=own_dsn)
+    assert subscribe(joining, "q", "b") == 1
+    assert [m.msg_id for m in receive(own, "q")] == [first]
+    joining.commit()
+
+
+def test_a_wait_for_a_replaced_body_ends_and_names_who_keeps_it(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    pending(own, "q")
+    sender = transaction(dsn=own_dsn)
+    post(sender, "q", "new", key="k")
+    own.execute("set lock_timeout = '200ms'")
+    error = refused("55P03", subscribe, own, "q", "b")
+    assert f"pid {sender.info.backend_pid}" in str(error)
+    assert value(own, "show lock_timeout") == "200ms"

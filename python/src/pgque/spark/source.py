@@ -322,7 +322,14 @@ class _Stream:
             return self._do(split)
         except PgqueTickNotFound as error:
             earliest = self._earliest(start, error)
-            return [] if earliest >= end else self._do(lambda conn: split(conn, earliest))
+            if earliest >= end:
+                return []
+            try:
+                return self._do(lambda conn: split(conn, earliest))
+            except PgqueTickNotFound:
+                # The end itself is lost: the next micro-batch begins with what is there.
+                log.warning("pgque: tick %s of queue %s is gone too", end, self._options.queue)
+                return []
 
     def keeps(self, start: int) -> None:
         """Refuse to go on behind a tick that the consumer does not keep."""
