@@ -71,13 +71,15 @@ declare
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
   v_ahead   boolean := v_age < '-1 second';
-  v_forced  boolean := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id;
   v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
+  if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
+    return 'forced';   -- and looks at no table, which may be locked
+  end if;
   -- A clock that was set back, by more than a correction, must not stop a queue.
-  if v_forced or v_count >= p_queue.queue_ticker_max_count or v_ahead
+  if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
     v_cond := pgque._xid_condition(p_last.tick_snapshot, p_snapshot);
@@ -89,7 +91,7 @@ begin
     end if;
     v_none := 'nothing';
   end if;
-  return case when v_forced then 'forced' when v_ahead or v_age >= p_queue.queue_ticker_idle_period then 'idle' else v_none end;
+  return case when v_ahead or v_age >= p_queue.queue_ticker_idle_period then 'idle' else v_none end;
 end
 $$;
 
