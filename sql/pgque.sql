@@ -118,7 +118,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.4.1'::text $$;
+language sql immutable as $$ select '0.4.2'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -825,6 +825,10 @@ begin
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
   end if;
+  -- The same of messages without a key, behind any number of others whose key is out.
+  if to_regclass('pgque.retry_queue_free_due') is null then
+    create index retry_queue_free_due on pgque.retry_queue (ev_owner, ev_retry_after) where ev_lane is null;
+  end if;
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
   end if;
@@ -926,7 +930,7 @@ begin
   raise exception using
     errcode = 'PQ001',
     message = pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    hint = 'select pgque.create_queue(name) makes a queue; select queue_name from pgque.get_queue_info() lists them.';
+    hint = 'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.';
 end
 $$;
 
@@ -1206,7 +1210,7 @@ begin
     errcode = 'PQ005',
     message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
     detail = p_error,
-    hint = 'Counts are integers, periods are intervals such as ''2 hours'' up to a year, switches are true or false; null restores the default.';
+    hint = 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100), switches are true or false; null restores the default.';
 end
 $$;
 
@@ -4730,7 +4734,8 @@ $$;
 -- Whether a batch still has all of its messages but those that were settled one
 -- by one: whoever is given some of it, or has been, or has them taken out, makes
 -- it less.  Locks those that wait in the retry queue.  The caller holds the
--- batch's lock.  Of a batch that compaction has forgotten nothing is known.
+-- batch's lock.  Nothing is known of a batch that compaction forgot, as 0.4.1 did
+-- with those that waited.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -4892,8 +4897,9 @@ begin
     v_due := true;
   end if;
   if v_queue.queue_throughput_limit > 0 then
-    -- What was not used within the last second is lost.
-    v_pos.pos_paid := greatest(v_pos.pos_paid, v_now - interval '1 second');
+    -- What was not used within the last second is lost, and what was paid by a clock that has been set back.
+    v_pos.pos_paid := greatest(
+      case when v_pos.pos_paid <= v_now + interval '1 second' then v_pos.pos_paid end, v_now - interval '1 second');
     v_max := least(v_max, pg_catalog.floor(extract(epoch from v_now - v_pos.pos_paid) * v_queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 
@@ -5336,12 +5342,12 @@ language sql volatile as $$
 $$;
 
 -- How many messages that lapsed go out together: fewer each time, and on the
--- last attempt each is alone.
+-- last attempt each is alone.  One that was requeued while it was held counts from zero.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
-    when least(p_attempts, 5) - p_receives <= 1 then 1
-    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - p_receives - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
+    when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
+    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
   end
 $$;
 
@@ -5380,6 +5386,7 @@ create or replace function pgque._take_waiting(
 language plpgsql as $$
 declare
   v_rows   pgque.retry_queue[];
+  v_doomed  pgque.retry_queue[];
   v_good   pgque.retry_queue[];
   v_ids    bigint[];
   v_busy   bigint[] := '{}';
@@ -5402,7 +5409,21 @@ begin
     if v_look > 1 then
       v_rows := pgque._due(p_sub, p_pos, v_look, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
     end if;
-    v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
+    if v_look > v_piece then
+      v_doomed := array(
+        select r from pg_catalog.unnest(v_rows) r
+        where r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now);
+      v_good := pgque._weed(p_queue, p_sub, v_doomed, p_now);
+      -- Of the others no more than go out, since with that their bodies are fixed.
+      v_rows := array(
+        select r from pg_catalog.unnest(v_rows) r
+        where (r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now) is not true
+        limit greatest(v_piece - pg_catalog.cardinality(v_good), 0));
+      v_good := v_good || pgque._weed(p_queue, p_sub, v_rows, p_now);
+      v_rows := v_doomed || v_rows;
+    else
+      v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
+    end if;
     -- The others are gone, or wait for who is replacing them.
     v_busy := v_busy || array(
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
@@ -5449,7 +5470,7 @@ $$;
 
 -- With keyed order: of keys that wait and are not out the first message, if it is
 -- due.  It looks at what is due; only if that is much, and mostly not first of
--- its key, at each key.
+-- its key, at each key and at what has none.
 create or replace function pgque._heads_of_lanes(
   p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[]
 )
@@ -5475,7 +5496,10 @@ begin
       select h.ev_id
       from lane l
       cross join lateral (
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h);
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
+      || array(
+        select r.ev_id from pgque.retry_queue r
+        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
   end if;
   return array(
     select r
@@ -5767,7 +5791,7 @@ begin
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name).'
+      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name); pgque.register_consumer_at(queue, consumer, tick_id) moves it.'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
   end if;
 end
@@ -5830,7 +5854,7 @@ begin
       raise exception using
         errcode = 'PQ006',
         message = format('consumer %I of queue %I reads on its own', $2, $1),
-        hint = 'Call it with convert_normal => true to give it workers.';
+        hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
     if v_position.pos_batch is not null then
@@ -6726,12 +6750,13 @@ begin
 end
 $$;
 
--- Hands back the batches of workers that got them longer ago than older_than;
--- returns their number.
+-- Hands back the batches of workers that got them longer ago than older_than,
+-- or, the clock having been set back, later than now; returns their number.
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_span   interval := coalesce($3, '0');
   v_token  bigint;
   v_count  int := 0;
 begin
@@ -6739,12 +6764,13 @@ begin
     select o.token
     from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
     cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-    where l.pos_time <= pgque.clock() - $3 and not (pgque._lease_state(o.token)).closed
+    where (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
     union
     select r.ev_batch
     from pgque.retry_queue r
     cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
-    where r.ev_owner = v_sub.sub_id and r.ev_batch is not null and (l.pos_time > pgque.clock() - $3) is not true
+    where r.ev_owner = v_sub.sub_id and r.ev_batch is not null
+      and (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is not true
   loop
     -- A worker that is just settling its batch is left alone.
     if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then
@@ -7241,10 +7267,17 @@ begin
   execute format(
     'insert into pgque.tally_%s select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count) from pgque.tally_%s t'
     ' where exists (select from pgque.queue q where q.queue_id = t.tal_queue) group by 1, 2, 3', v_cur, 1 - v_cur);
-  -- A batch whose worker was told that a message of it is lost may be held still.
+  -- Of a batch with messages in the retry queue its worker may still ask, and what was said of it counts.
   execute format(
-    'insert into pgque.settled_%s select s.* from pgque.settled_%s s where s.set_ev_id = 9223372036854775807'
-    ' and exists (select from pgque.retry_queue r where r.ev_owner = s.set_sub and r.ev_batch = s.set_batch) on conflict do nothing', v_cur, 1 - v_cur);
+    'insert into pgque.position_%s select p.*'
+    ' from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h'
+    ' join pgque.position_%s p on p.pos_sub = h.ev_owner and p.pos_seq = h.ev_batch >> 20 and p.pos_last_batch = h.ev_batch'
+    ' on conflict do nothing', v_cur, 1 - v_cur);
+  execute format(
+    'insert into pgque.settled_%s select s.*'
+    ' from (select distinct r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h'
+    ' join pgque.settled_%s s on s.set_batch = h.ev_batch'
+    ' on conflict do nothing', v_cur, 1 - v_cur);
   execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
@@ -7664,6 +7697,14 @@ begin
       foreach v_token in array coalesce(v_position.pos_open, '{}') loop
         v_lease := pgque._lease(v_sub.sub_id, v_token);
         continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
+        if not pg_try_advisory_xact_lock(v_token) then
+          -- To wait for it would be a deadlock if it asks for more then.
+          raise exception using
+            errcode = 'serialization_failure',
+            message = format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
+            hint = 'Retry the transaction.';
+        end if;
+        continue when (pgque._lease_state(v_token)).closed;   -- it has just been
         perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
       end loop;
       v_position := pgque._next_from(v_position);
@@ -8829,17 +8870,23 @@ begin
   return next;
 
   check_name := 'rotation';
-  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.last_tick limit 1;
+  select pgque._subscriber_name(s) as consumer_name into v_found
+  from pgque.subscriber s
+  cross join lateral pgque._oldest_need(s.sub_id) n
+  where s.sub_queue = p_queue.queue_id
+  order by n.pos_tick
+  limit 1;
   status := case
     when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
       and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
     else 'ok'
   end;
   detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
-  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
+  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
   return next;
 
   check_name := 'consumers';
+  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.last_tick limit 1;
   status := case
     when v_found.lag > p_queue.queue_retention_period then 'fail'
     when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'
@@ -9154,8 +9201,8 @@ comment on function pgque.sink_begin(text, bigint) is
   'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
-  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day and not '
-  'through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
+  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
+  'also through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
   '25000 not READ COMMITTED.';
 
 -- consume
@@ -9178,8 +9225,8 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
   'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
   'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
-  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25001). PQ001 no such queue, PQ005 max_return is below 1 '
-  'or visibility_timeout is not positive, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
+  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
+  'visibility_timeout is not positive or the consumer has workers and none is named, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
   'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
   'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
@@ -9249,20 +9296,21 @@ comment on function pgque.dlq_replay(bigint, pgque.caller) is
 comment on function pgque.dlq_replay_all(text, pgque.caller) is
   'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Returns the message''s id. '
+  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Its age stays: beyond retention_period it is delivered, '
+  'but a dead letter again with its first failure. Returns the message''s id. '
   'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
 comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
 comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that died longer ago than older_than, and returns their number. PQ001 no such queue.';
+  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue.';
 
 -- queues
 comment on function pgque.create_queue(text, jsonb) is
   'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
   'parameters of set_queue_config. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
 comment on function pgque.grant_queue(text, text, text) is
-  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and all that pgque_admin does '
-  'with a queue). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
+  'settings, ticks, dead letters, archive, purge, rename and drop). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.revoke_queue(text, text, text) is
   'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
@@ -9272,8 +9320,10 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
   'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
 comment on function pgque.set_queue_config(text, text, text) is
-  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retention_period (7 days), rotation_period (2 hours), ticker_max_count (500 events), '
-  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused, external_ticker (false). Periods are intervals. '
+  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
+  'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
+  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), ticker_max_count (500 events), '
+  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 comment on function pgque.queue_config(text, pgque.caller) is
   'The parameters of a queue with the values in force. PQ001 no such queue.';
@@ -9282,7 +9332,9 @@ comment on function pgque.pause(text, pgque.caller) is
 comment on function pgque.resume(text, pgque.caller) is
   'Opens a paused queue again. PQ001 no such queue.';
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it has consumers.';
+  'Drops a queue with its events, retries and dead letters, and returns 1. It needs force while it has consumers, delayed messages, retries or dead letters, '
+  'or takes those of another queue; messages in the log that no consumer is to get do not count. '
+  'Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it is needed.';
 
 -- run
 comment on function pgque.ticker() is
@@ -9334,7 +9386,7 @@ comment on function pgque.clock() is
 comment on function pgque.get_queue_info(text, pgque.caller) is
   'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick. PQ001 no such queue.';
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
+  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.tick_for(text, text, pgque.caller) is
   'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
@@ -9395,7 +9447,7 @@ comment on column pgque.delivery.queue is 'Name of its queue.';
 comment on type pgque.outcome is 'What became of one message of a call that settles several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call settled it.';
-comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already.';
+comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';
 
 -- tables that people query; change them through functions only
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
@@ -9439,9 +9491,9 @@ comment on column pgque.subscription.sub_last_tick is 'The tick up to which it i
 comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
 comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
 comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
-comment on column pgque.subscription.sub_role is 'normal, coop_main (a consumer with workers) or coop_member (a worker).';
-comment on column pgque.subscription.sub_main is 'For a worker, the sub_id of its consumer.';
-comment on column pgque.subscription.sub_worker is 'For a worker, its name.';
+comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
+comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
+comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
 comment on table pgque.tick is 'The ticks of all queues: snapshots between which batches lie.';
 comment on column pgque.tick.slot is 'Partition: queue_id * 3 + table number.';
 comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
@@ -9449,13 +9501,13 @@ comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
 comment on column pgque.tick.tick_time is 'When it was made.';
 comment on column pgque.tick.tick_snapshot is 'Which transactions had finished by then.';
 comment on column pgque.tick.tick_event_seq is 'Value of the event sequence by then.';
-comment on table pgque.retry_queue is 'Failed messages that wait to be delivered again, each to one consumer.';
+comment on table pgque.retry_queue is 'Messages that wait: failed ones for their consumer, also while a worker holds them, and delayed ones for everybody.';
 comment on column pgque.retry_queue.ev_retry_after is 'When it is due.';
 comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
 comment on column pgque.retry_queue.ev_id is 'Id of the message.';
 comment on column pgque.retry_queue.ev_time is 'When it was sent.';
 comment on column pgque.retry_queue.ev_txid is 'Transaction that stored it in the queue.';
-comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id.';
+comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id, or 0 for everybody (a delayed message).';
 comment on column pgque.retry_queue.ev_retry is 'How often it failed; NULL: never.';
 comment on column pgque.retry_queue.ev_type is 'Type of the message.';
 comment on column pgque.retry_queue.ev_data is 'Its payload.';
@@ -9557,10 +9609,10 @@ comment on function pgque.rename_queue(text, text, pgque.caller) is 'Gives a que
 comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired; off by default). '
+  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
   'every is an interval, an empty string turns it off. PQ005 for an invalid one, and the old one stays.';
 comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
-comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
+comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
 comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
 comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';

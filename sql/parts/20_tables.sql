@@ -595,6 +595,10 @@ begin
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
   end if;
+  -- The same of messages without a key, behind any number of others whose key is out.
+  if to_regclass('pgque.retry_queue_free_due') is null then
+    create index retry_queue_free_due on pgque.retry_queue (ev_owner, ev_retry_after) where ev_lane is null;
+  end if;
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
   end if;

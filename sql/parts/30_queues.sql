@@ -28,7 +28,7 @@ begin
   raise exception using
     errcode = 'PQ001',
     message = pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    hint = 'select pgque.create_queue(name) makes a queue; select queue_name from pgque.get_queue_info() lists them.';
+    hint = 'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.';
 end
 $$;
 
@@ -308,7 +308,7 @@ begin
     errcode = 'PQ005',
     message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
     detail = p_error,
-    hint = 'Counts are integers, periods are intervals such as ''2 hours'' up to a year, switches are true or false; null restores the default.';
+    hint = 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100), switches are true or false; null restores the default.';
 end
 $$;
 

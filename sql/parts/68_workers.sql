@@ -110,7 +110,8 @@ $$;
 -- Whether a batch still has all of its messages but those that were settled one
 -- by one: whoever is given some of it, or has been, or has them taken out, makes
 -- it less.  Locks those that wait in the retry queue.  The caller holds the
--- batch's lock.  Of a batch that compaction has forgotten nothing is known.
+-- batch's lock.  Nothing is known of a batch that compaction forgot, as 0.4.1 did
+-- with those that waited.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -272,8 +273,9 @@ begin
     v_due := true;
   end if;
   if v_queue.queue_throughput_limit > 0 then
-    -- What was not used within the last second is lost.
-    v_pos.pos_paid := greatest(v_pos.pos_paid, v_now - interval '1 second');
+    -- What was not used within the last second is lost, and what was paid by a clock that has been set back.
+    v_pos.pos_paid := greatest(
+      case when v_pos.pos_paid <= v_now + interval '1 second' then v_pos.pos_paid end, v_now - interval '1 second');
     v_max := least(v_max, pg_catalog.floor(extract(epoch from v_now - v_pos.pos_paid) * v_queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 
@@ -716,12 +718,12 @@ language sql volatile as $$
 $$;
 
 -- How many messages that lapsed go out together: fewer each time, and on the
--- last attempt each is alone.
+-- last attempt each is alone.  One that was requeued while it was held counts from zero.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
-    when least(p_attempts, 5) - p_receives <= 1 then 1
-    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - p_receives - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
+    when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
+    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
   end
 $$;
 
@@ -760,6 +762,7 @@ create or replace function pgque._take_waiting(
 language plpgsql as $$
 declare
   v_rows   pgque.retry_queue[];
+  v_doomed  pgque.retry_queue[];
   v_good   pgque.retry_queue[];
   v_ids    bigint[];
   v_busy   bigint[] := '{}';
@@ -782,7 +785,21 @@ begin
     if v_look > 1 then
       v_rows := pgque._due(p_sub, p_pos, v_look, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
     end if;
-    v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
+    if v_look > v_piece then
+      v_doomed := array(
+        select r from pg_catalog.unnest(v_rows) r
+        where r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now);
+      v_good := pgque._weed(p_queue, p_sub, v_doomed, p_now);
+      -- Of the others no more than go out, since with that their bodies are fixed.
+      v_rows := array(
+        select r from pg_catalog.unnest(v_rows) r
+        where (r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now) is not true
+        limit greatest(v_piece - pg_catalog.cardinality(v_good), 0));
+      v_good := v_good || pgque._weed(p_queue, p_sub, v_rows, p_now);
+      v_rows := v_doomed || v_rows;
+    else
+      v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
+    end if;
     -- The others are gone, or wait for who is replacing them.
     v_busy := v_busy || array(
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
@@ -829,7 +846,7 @@ $$;
 
 -- With keyed order: of keys that wait and are not out the first message, if it is
 -- due.  It looks at what is due; only if that is much, and mostly not first of
--- its key, at each key.
+-- its key, at each key and at what has none.
 create or replace function pgque._heads_of_lanes(
   p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[]
 )
@@ -855,7 +872,10 @@ begin
       select h.ev_id
       from lane l
       cross join lateral (
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h);
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
+      || array(
+        select r.ev_id from pgque.retry_queue r
+        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
   end if;
   return array(
     select r

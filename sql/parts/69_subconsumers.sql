@@ -18,7 +18,7 @@ begin
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name).'
+      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name); pgque.register_consumer_at(queue, consumer, tick_id) moves it.'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
   end if;
 end
@@ -81,7 +81,7 @@ begin
       raise exception using
         errcode = 'PQ006',
         message = format('consumer %I of queue %I reads on its own', $2, $1),
-        hint = 'Call it with convert_normal => true to give it workers.';
+        hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
     if v_position.pos_batch is not null then

@@ -744,12 +744,13 @@ begin
 end
 $$;
 
--- Hands back the batches of workers that got them longer ago than older_than;
--- returns their number.
+-- Hands back the batches of workers that got them longer ago than older_than,
+-- or, the clock having been set back, later than now; returns their number.
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_span   interval := coalesce($3, '0');
   v_token  bigint;
   v_count  int := 0;
 begin
@@ -757,12 +758,13 @@ begin
     select o.token
     from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
     cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-    where l.pos_time <= pgque.clock() - $3 and not (pgque._lease_state(o.token)).closed
+    where (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
     union
     select r.ev_batch
     from pgque.retry_queue r
     cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
-    where r.ev_owner = v_sub.sub_id and r.ev_batch is not null and (l.pos_time > pgque.clock() - $3) is not true
+    where r.ev_owner = v_sub.sub_id and r.ev_batch is not null
+      and (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is not true
   loop
     -- A worker that is just settling its batch is left alone.
     if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then

@@ -209,10 +209,17 @@ begin
   execute format(
     'insert into pgque.tally_%s select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count) from pgque.tally_%s t'
     ' where exists (select from pgque.queue q where q.queue_id = t.tal_queue) group by 1, 2, 3', v_cur, 1 - v_cur);
-  -- A batch whose worker was told that a message of it is lost may be held still.
+  -- Of a batch with messages in the retry queue its worker may still ask, and what was said of it counts.
   execute format(
-    'insert into pgque.settled_%s select s.* from pgque.settled_%s s where s.set_ev_id = 9223372036854775807'
-    ' and exists (select from pgque.retry_queue r where r.ev_owner = s.set_sub and r.ev_batch = s.set_batch) on conflict do nothing', v_cur, 1 - v_cur);
+    'insert into pgque.position_%s select p.*'
+    ' from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h'
+    ' join pgque.position_%s p on p.pos_sub = h.ev_owner and p.pos_seq = h.ev_batch >> 20 and p.pos_last_batch = h.ev_batch'
+    ' on conflict do nothing', v_cur, 1 - v_cur);
+  execute format(
+    'insert into pgque.settled_%s select s.*'
+    ' from (select distinct r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h'
+    ' join pgque.settled_%s s on s.set_batch = h.ev_batch'
+    ' on conflict do nothing', v_cur, 1 - v_cur);
   execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
@@ -632,6 +639,14 @@ begin
       foreach v_token in array coalesce(v_position.pos_open, '{}') loop
         v_lease := pgque._lease(v_sub.sub_id, v_token);
         continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
+        if not pg_try_advisory_xact_lock(v_token) then
+          -- To wait for it would be a deadlock if it asks for more then.
+          raise exception using
+            errcode = 'serialization_failure',
+            message = format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
+            hint = 'Retry the transaction.';
+        end if;
+        continue when (pgque._lease_state(v_token)).closed;   -- it has just been
         perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
       end loop;
       v_position := pgque._next_from(v_position);

@@ -552,17 +552,23 @@ begin
   return next;
 
   check_name := 'rotation';
-  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.last_tick limit 1;
+  select pgque._subscriber_name(s) as consumer_name into v_found
+  from pgque.subscriber s
+  cross join lateral pgque._oldest_need(s.sub_id) n
+  where s.sub_queue = p_queue.queue_id
+  order by n.pos_tick
+  limit 1;
   status := case
     when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
       and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
     else 'ok'
   end;
   detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
-  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
+  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
   return next;
 
   check_name := 'consumers';
+  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.last_tick limit 1;
   status := case
     when v_found.lag > p_queue.queue_retention_period then 'fail'
     when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'

@@ -52,8 +52,8 @@ comment on function pgque.sink_begin(text, bigint) is
   'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
-  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day and not '
-  'through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
+  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
+  'also through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
   '25000 not READ COMMITTED.';
 
 -- consume
@@ -76,8 +76,8 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
   'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
   'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
-  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25001). PQ001 no such queue, PQ005 max_return is below 1 '
-  'or visibility_timeout is not positive, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
+  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
+  'visibility_timeout is not positive or the consumer has workers and none is named, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
   'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
   'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
@@ -147,20 +147,21 @@ comment on function pgque.dlq_replay(bigint, pgque.caller) is
 comment on function pgque.dlq_replay_all(text, pgque.caller) is
   'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Returns the message''s id. '
+  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Its age stays: beyond retention_period it is delivered, '
+  'but a dead letter again with its first failure. Returns the message''s id. '
   'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
 comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
 comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that died longer ago than older_than, and returns their number. PQ001 no such queue.';
+  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue.';
 
 -- queues
 comment on function pgque.create_queue(text, jsonb) is
   'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
   'parameters of set_queue_config. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
 comment on function pgque.grant_queue(text, text, text) is
-  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and all that pgque_admin does '
-  'with a queue). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
+  'settings, ticks, dead letters, archive, purge, rename and drop). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.revoke_queue(text, text, text) is
   'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
@@ -170,8 +171,10 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
   'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
 comment on function pgque.set_queue_config(text, text, text) is
-  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retention_period (7 days), rotation_period (2 hours), ticker_max_count (500 events), '
-  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused, external_ticker (false). Periods are intervals. '
+  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
+  'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
+  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), ticker_max_count (500 events), '
+  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 comment on function pgque.queue_config(text, pgque.caller) is
   'The parameters of a queue with the values in force. PQ001 no such queue.';
@@ -180,7 +183,9 @@ comment on function pgque.pause(text, pgque.caller) is
 comment on function pgque.resume(text, pgque.caller) is
   'Opens a paused queue again. PQ001 no such queue.';
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its events, retries and dead letters, and returns 1. With consumers it needs force. Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it has consumers.';
+  'Drops a queue with its events, retries and dead letters, and returns 1. It needs force while it has consumers, delayed messages, retries or dead letters, '
+  'or takes those of another queue; messages in the log that no consumer is to get do not count. '
+  'Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it is needed.';
 
 -- run
 comment on function pgque.ticker() is
@@ -232,7 +237,7 @@ comment on function pgque.clock() is
 comment on function pgque.get_queue_info(text, pgque.caller) is
   'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick. PQ001 no such queue.';
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
+  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.tick_for(text, text, pgque.caller) is
   'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
@@ -293,7 +298,7 @@ comment on column pgque.delivery.queue is 'Name of its queue.';
 comment on type pgque.outcome is 'What became of one message of a call that settles several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call settled it.';
-comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already.';
+comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';
 
 -- tables that people query; change them through functions only
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
@@ -337,9 +342,9 @@ comment on column pgque.subscription.sub_last_tick is 'The tick up to which it i
 comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
 comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
 comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
-comment on column pgque.subscription.sub_role is 'normal, coop_main (a consumer with workers) or coop_member (a worker).';
-comment on column pgque.subscription.sub_main is 'For a worker, the sub_id of its consumer.';
-comment on column pgque.subscription.sub_worker is 'For a worker, its name.';
+comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
+comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
+comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
 comment on table pgque.tick is 'The ticks of all queues: snapshots between which batches lie.';
 comment on column pgque.tick.slot is 'Partition: queue_id * 3 + table number.';
 comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
@@ -347,13 +352,13 @@ comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
 comment on column pgque.tick.tick_time is 'When it was made.';
 comment on column pgque.tick.tick_snapshot is 'Which transactions had finished by then.';
 comment on column pgque.tick.tick_event_seq is 'Value of the event sequence by then.';
-comment on table pgque.retry_queue is 'Failed messages that wait to be delivered again, each to one consumer.';
+comment on table pgque.retry_queue is 'Messages that wait: failed ones for their consumer, also while a worker holds them, and delayed ones for everybody.';
 comment on column pgque.retry_queue.ev_retry_after is 'When it is due.';
 comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
 comment on column pgque.retry_queue.ev_id is 'Id of the message.';
 comment on column pgque.retry_queue.ev_time is 'When it was sent.';
 comment on column pgque.retry_queue.ev_txid is 'Transaction that stored it in the queue.';
-comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id.';
+comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id, or 0 for everybody (a delayed message).';
 comment on column pgque.retry_queue.ev_retry is 'How often it failed; NULL: never.';
 comment on column pgque.retry_queue.ev_type is 'Type of the message.';
 comment on column pgque.retry_queue.ev_data is 'Its payload.';
@@ -455,10 +460,10 @@ comment on function pgque.rename_queue(text, text, pgque.caller) is 'Gives a que
 comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired; off by default). '
+  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
   'every is an interval, an empty string turns it off. PQ005 for an invalid one, and the old one stays.';
 comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
-comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile. Returns their number.';
+comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
 comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
 comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';

@@ -812,7 +812,7 @@ class Workers(RuleBasedStateMachine):
             self._maint()
         elif what == "purge" and pick % 4 == 0:
             self._purge()
-        elif what == "reclaim" and not self.turned:
+        elif what == "reclaim":
             self._reclaim((0, 20, 100)[pick % 3])
         elif what == "look":
             self._look_who_works()

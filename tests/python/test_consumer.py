@@ -571,6 +571,23 @@ def test_workers_share_the_messages_of_one_consumer(
     assert seen["w2"]
 
 
+def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
+) -> None:
+    worker = pgque.Consumer(dsn, queue=subscribed, name="c", subconsumer="w1")
+    seen: list[int] = []
+    worker.on("*")(lambda message: seen.append(message.msg_id))
+    with pytest.raises(pgque.PgqueQueueInUse, match="on its own") as refused:
+        worker.start()
+    assert "register_subconsumer" in str(refused.value.hint)
+
+    assert client.subscribe_subconsumer(subscribed, "c", "w1", convert_normal=True) == 1
+    sent = client.send(subscribed, "x")
+    tick(subscribed)
+    with running(worker):
+        wait_until(lambda: seen == [sent])
+
+
 # -- stopping ------------------------------------------------------------
 
 

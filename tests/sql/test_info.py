@@ -229,6 +229,23 @@ def test_health_is_all_ok_on_a_healthy_queue_and_names_what_is_wrong(own: Connec
     assert rows(own, status, "ticks")[0][0] == "warn"
 
 
+def test_health_names_the_consumer_whose_worker_holds_rotation_up(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("a", "b"):
+        subscribe(own, "q", consumer)
+    send_many(own, "q", 2)
+    forced_tick(own, "q")
+    take = "select * from pgque.receive('q', 'b', %s, worker => %s, visibility_timeout => '1 hour')"
+    assert len(rows(own, take, 1, "w")) == 1
+    assert drain(own, "q", "a")
+    send(own, "q")
+    forced_tick(own, "q")
+    for _ in range(2):
+        assert len(rows(own, take, 1, "v")) == 1
+    rotation = "select h.detail from pgque.health() as h where h.queue = 'q' and h.check_name = 'rotation'"
+    assert str(value(own, rotation)).endswith("slowest consumer b")
+
+
 def test_metrics_are_one_row_a_figure(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")

@@ -8,8 +8,10 @@ import psycopg
 import pytest
 
 from conftest import install
+from model.bench import turn_journal
 from sql.helpers import (
     Connection,
+    Message,
     ack,
     configure,
     dead_letters,
@@ -289,6 +291,49 @@ def test_visibility_is_set_from_now(pool: Connection, to: str) -> None:
     move_clock(pool, f"{seconds + 1} seconds")
     assert sorted(ids(take(pool, "q", "w2") + take(pool, "q", "w2"))) == sent
     refused("PQ005", set_visibility, pool, batch, "-1 second")
+
+
+def forget(conn: Connection, wait: Callable[..., None]) -> None:
+    """Have the journal forget all that nobody can ask for."""
+
+    def emptied() -> bool:
+        value(conn, "select pgque.maint_tables()")
+        size = "select pgque._journal_size(1 - j.journal_cur) from pgque.journal as j"
+        return bool(value(conn, size) == 0)
+
+    for _ in range(2):
+        assert turn_journal(conn)
+        wait(emptied, "the old leaf is emptied")
+
+
+@pytest.fixture
+def again(pool: Connection) -> list[Message]:
+    """A batch of two messages that come for the second time, held for a minute, and not the newest."""
+    sent = offer(pool, "q", 3)
+    nack_ids(pool, take(pool, "q", "w1", 2)[0].batch_id, sent[:2], "0", "x")
+    batch = take(pool, "q", "w2", 2, "1 minute")
+    assert [(m.msg_id, m.receive_count) for m in batch] == [(i, 2) for i in sent[:2]]
+    assert len(take(pool, "q", "w3", 1, "1 day")) == 1
+    return batch
+
+
+def test_compaction_does_not_forget_how_old_a_batch_is_that_came_again(
+    pool: Connection, again: list[Message], wait_until: Callable[..., None]
+) -> None:
+    forget(pool, wait_until)
+    move_clock(pool, "30 seconds")
+    assert value(pool, "select pgque.reclaim('q', 'c', '1 hour')") == 0
+    assert ack(pool, again[0].batch_id) == 1
+
+
+def test_compaction_does_not_forget_of_what_a_batch_consists_that_came_again(
+    pool: Connection, again: list[Message], wait_until: Callable[..., None]
+) -> None:
+    forget(pool, wait_until)
+    move_clock(pool, "2 minutes")
+    assert len(take(pool, "q", "w4", 1)) == 1
+    assert ack(pool, again[0].batch_id) == 0
+    assert sorted(map(str, outcome(pool, "ack", again[0].batch_id, ids(again)).values())) == ["None", LOST]
 
 
 @pytest.mark.parametrize("how", ["release", "set_visibility", "reclaim"])

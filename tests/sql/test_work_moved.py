@@ -22,6 +22,7 @@ from sql.helpers import (
     refused,
     release,
     rotate,
+    set_visibility,
     settle,
     subscribe,
     take,
@@ -297,6 +298,20 @@ def test_a_dead_letter_of_a_pool_that_was_moved_back_is_requeued_once(pool: Conn
     move_clock(pool, "2 hours")
     settle(pool, "q")
     assert work_off(pool, "q") == []
+
+
+def test_a_dead_letter_that_is_requeued_while_its_message_is_held_comes_again(
+    pool: Connection, start: int
+) -> None:
+    configure(pool, "q", max_receive_attempts=2)
+    (sent,) = offer(pool, "q", 1)
+    outcome(pool, "dead", take(pool, "q")[0].batch_id, [sent], "x")
+    move(pool, start)
+    held = take(pool, "q", "w2")
+    assert set_visibility(pool, held[0].batch_id, "1 minute") == 1
+    assert value(pool, "select pgque.dlq_requeue_all('q')") == 1
+    move_clock(pool, "2 minutes")
+    assert ids(take(pool, "q", "w3", 10)) == [sent]
 
 
 def test_an_unread_window_of_a_pool_that_was_moved_back_holds_its_messages_against_rotation(

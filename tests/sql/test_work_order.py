@@ -84,6 +84,36 @@ def test_keys_are_handed_out_in_parallel_past_a_long_line(lanes: Connection) -> 
     assert ids(take(lanes, "q", "w4", 5)) == later
 
 
+def test_what_has_no_key_comes_again_past_a_long_line(lanes: Connection) -> None:
+    line = "select count(pgque.send('q', 'default', 'a'::text, partition_key => 'a')) from generate_series(1, 1500)"
+    assert value(lanes, line) == 1500
+    (free,) = line_up(lanes, ".")
+    assert len(take(lanes, "q", "w1", 1, "1 day")) == 1
+    batch = take(lanes, "q", "w2", 1)
+    assert ids(batch) == [free]
+    nack(lanes, batch[0])
+    again = take(lanes, "q", "w3", 5)
+    assert [(m.msg_id, m.receive_count) for m in again] == [(free, 2)]
+
+
+def test_looking_past_an_expired_message_hands_out_no_more_than_is_asked_for(lanes: Connection) -> None:
+    for key in "abc":
+        post(lanes, "q", "first", key=key)
+    tick(lanes, "q")
+    out = take(lanes, "q", "w1", timeout="1 day")
+    assert len(out) == 3
+    post(lanes, "q", "old", key="a", ttl="1 minute")
+    b, c = (post(lanes, "q", "old", key=key) for key in "bc")
+    tick(lanes, "q")
+    assert take(lanes, "q", "w2") == []
+    assert ack(lanes, out[0].batch_id) == 1
+    move_clock(lanes, "10 minutes")
+    assert ids(take(lanes, "q", "w2", 1, "1 day")) == [b]
+    # Nobody was given the other one: a later send replaces its body.
+    assert post(lanes, "q", "new", key="c") == c
+    assert [(m.msg_id, m.payload) for m in take(lanes, "q", "w3")] == [(c, "new")]
+
+
 def test_a_nacked_message_holds_back_its_key_and_only_its_key(lanes: Connection) -> None:
     a1, b1, a2, b2 = line_up(lanes, "abab")
     first = take(lanes, "q", "w1")

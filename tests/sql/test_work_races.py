@@ -92,6 +92,24 @@ def test_of_two_takers_of_a_lapsed_batch_each_message_goes_to_one(
     assert got == Counter(sent)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_ack_meets_the_first_tick_after_a_restore_and_counts(
+    pool: Connection, pair: Pair, whole: bool
+) -> None:
+    sent = offer(pool, "q", 3)
+    batch = take(pool, "q", "w1")[0].batch_id
+    pool.execute("update pgque.queue set queue_xid = '7'")
+    if whole:
+        assert ack(pair.one, batch) == 1
+    else:
+        assert set(outcome(pair.one, "ack", batch, sent[:2]).values()) == {None}
+    refused("40001", value, pool, "select pgque.ticker('q')")
+    pair.one.commit()
+    value(pool, "select pgque.ticker('q')")
+    move_clock(pool, "1 day")
+    assert ids(work_off(pool, "q", "w2")) == ([] if whole else sent[2:])
+
+
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 def test_an_ack_meets_a_take_over_and_one_of_them_has_the_message(
     pool: Connection, pair: Pair, end: str

@@ -22,7 +22,7 @@ from ._encode import watchful
 from ._hands import call_async, check_async_handler
 from ._stopper import AsyncStopper, HandlerInterrupted
 from .client_async import AsyncPgqueClient
-from .errors import PgqueBatchNotFound, PgqueError, from_psycopg, is_permanent
+from .errors import PgqueBatchNotFound, PgqueError, PgqueQueueInUse, from_psycopg, is_permanent
 from .types import Message, Seconds
 
 AsyncHandler: TypeAlias = Callable[[Message], Awaitable[object]]
@@ -70,13 +70,15 @@ class AsyncConsumer:
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
-        queue: name of the queue. The consumer must be subscribed to it.
+        queue: name of the queue. The consumer must be subscribed to it, but for one with subconsumers.
         name: name of the consumer.
         poll_interval: seconds between looks at the queue when no notification comes.
         max_messages: most messages in one batch.
         retry_after: seconds until a failed message comes again.
         unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
-        subconsumer: name of this worker when several share the consumer.
+        subconsumer: name of this worker when several share the consumer. That must not be subscribed to
+            read on its own: it is made with its first subconsumer, or `subscribe_subconsumer` with
+            `convert_normal` turns it.
         dead_interval: seconds of silence after which the batch of another worker may be taken over.
         transactional: whether handlers share a transaction with the ack.
     """
@@ -117,6 +119,8 @@ class AsyncConsumer:
         self._touched_at = 0.0
         # A batch that is done with: the next call that receives finishes it too.
         self._finished: int | None = None
+        # Why the consumer has no place for a subconsumer.
+        self._refused: PgqueError | None = None
 
     def on(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
@@ -139,13 +143,17 @@ class AsyncConsumer:
 
         After a fault of the database the consumer connects again, after a growing random pause, for as long
         as it takes. Raises a PgqueError where trying again cannot help: PgqueVersionError,
-        PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
+        PgqueQueueNotFound, PgqueConsumerNotFound, a missing right; PgqueQueueInUse where a consumer that
+        reads on its own, or has workers, is given a subconsumer.
         """
+        self._refused = None
         async with self._stopper.running():
             try:
-                await keep_connected(self._stopper, lambda: self._stopper.call(self._session))
+                await keep_connected(self._stopper, lambda: self._stopper.call(self._session), self._is_done)
             except HandlerInterrupted:
                 log.warning("stopped in the middle of a batch, which comes again")
+        if self._refused is not None:
+            raise self._refused
 
     def stop(self) -> None:
         """Make `start` return soon, for good; callable from any thread.
@@ -154,6 +162,9 @@ class AsyncConsumer:
         whole, after the handler that is running has returned.
         """
         self._stopper.set()
+
+    def _is_done(self) -> bool:
+        return self._stopper.is_set() or self._refused is not None
 
     async def _session(self) -> None:
         """Consume over one connection.
@@ -179,6 +190,9 @@ class AsyncConsumer:
                 await self._finish(client)
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
+            if isinstance(error, PgqueQueueInUse) and self.subconsumer is not None:
+                self._refused = error
+                return
             if not worked or is_permanent(error):
                 raise error from fault
             log.warning("lost the database, connecting again: %s", error)
@@ -340,4 +354,4 @@ def _may_help(error: BaseException) -> bool:
 def _log_pause(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     pause = state.next_action.sleep if state.next_action else 0
-    log.warning("cannot reach the database, next try in %.1f s: %s", pause, error)
+    log.warning("failed, next try in %.1f s: %s", pause, error)
