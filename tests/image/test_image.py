@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import time
@@ -28,7 +29,7 @@ def image() -> str:
     if client is None:
         pytest.skip("no docker client to build the image with")
     context = subprocess.run(
-        ["tar", "-cf", "-", "Dockerfile", "sql", "tests/image"],
+        ["tar", "-cf", "-", "Dockerfile", "Makefile", "sql", "tests/image"],
         cwd=servers.REPOSITORY,
         stdout=subprocess.PIPE,
         check=True,
@@ -113,6 +114,21 @@ def test_another_database_gets_pgque_as_an_extension(container: PostgresContaine
     with psycopg.connect(psycopg.conninfo.make_conninfo(conninfo(container), dbname="other")) as connection:
         connection.execute("create extension pgque")
         assert connection.execute("select pgque.create_queue('q')").fetchone() == (1,)
+
+
+def test_an_extension_of_every_earlier_version_can_be_updated(
+    inside: psycopg.Connection[tuple[Any, ...]],
+) -> None:
+    found = {
+        row[0]
+        for row in inside.execute(
+            "select p.source from pg_catalog.pg_extension_update_paths('pgque') as p"
+            " where p.target = pgque.version() and p.path is not null"
+        ).fetchall()
+    }
+    makefile = (servers.REPOSITORY / "Makefile").read_text()
+    [earlier] = re.findall(r"^EARLIER *:= *(.*)$", makefile, re.MULTILINE)
+    assert found >= set(earlier.split()) != set()
 
 
 def test_messages_survive_a_restart_and_flow_again(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import zipfile
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,15 +53,23 @@ def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.slow
-def test_a_built_wheel_holds_the_sql_itself(tmp_path: Path) -> None:
+def _done(*arguments: str | Path, **options: Any) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT / "python")],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, **options
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["folder", "sdist"])
+def test_a_built_wheel_holds_the_sql_itself(way: str, tmp_path: Path) -> None:
+    source = ROOT / "python"
+    if way == "sdist":
+        _done("pip", "install", "-q", "--target", tmp_path / "tools", "hatchling")
+        path = {**os.environ, "PYTHONPATH": str(tmp_path / "tools")}
+        _done("hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=source, env=path)
+        [source] = tmp_path.glob("pgque-*.tar.gz")
+    _done("pip", "wheel", "-q", "--no-deps", "-w", tmp_path, source)
     [wheel] = tmp_path.glob("pgque-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("pgque/pgque.sql") == (ROOT / "sql" / "pgque.sql").read_bytes()

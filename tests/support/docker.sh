@@ -1,7 +1,8 @@
 #!/bin/bash
-# docker.sh up|down: make a container engine and the base image available, for machines that have neither.
-# up   prints `export ...` lines to eval, and makes the base image itself where no registry is reached.
-# down ends the engine that up started.
+# docker.sh up [FILE]|down: make a container engine and the base image available, for machines that have neither.
+# up   prints `export ...` lines to eval, and makes the base image itself where no registry is reached. FILE is
+#      made when it starts an engine: then it is for the same run to end it.
+# down ends the engine that an up started.
 # Where an engine already answers, up only looks for the base image. Starting one needs root and Debian's docker.io.
 set -euo pipefail
 . "$(dirname "$0")/cache.sh"
@@ -25,6 +26,7 @@ start_engine() {
   if ! client info >/dev/null 2>&1; then
     mkdir -p "$state"
     rm -f "$pidfile" "$socket"
+    [ -z "$started" ] || : > "$started"
     setsid dockerd --host "$DOCKER_HOST" --pidfile "$pidfile" --data-root "$state/data" --exec-root "$state/exec" \
       > "$state/dockerd.log" 2>&1 < /dev/null &
     for _ in $(seq 150); do
@@ -56,6 +58,7 @@ base_image() {
   client import "$archive" "$base" >/dev/null
 }
 
+started=${2:-}
 case ${1:-} in
   up)
     if docker info >/dev/null 2>&1; then :; else start_engine; fi
@@ -66,10 +69,11 @@ case ${1:-} in
   down)
     if [ -s "$pidfile" ]; then
       pid=$(cat "$pidfile")
-      kill "$pid" 2>/dev/null || true
-      for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
+      engine() { [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ]; }   # the number may be another's by now
+      if engine; then kill "$pid" || true; fi
+      for _ in $(seq 100); do engine || break; sleep 0.1; done
       rm -f "$pidfile" "$socket"
     fi
     ;;
-  *) echo "usage: docker.sh up|down" >&2; exit 2 ;;
+  *) echo "usage: docker.sh up [FILE]|down" >&2; exit 2 ;;
 esac

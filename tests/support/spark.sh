@@ -63,13 +63,13 @@ case $which in
   *) say "spark.sh: newest, 4.0 or jdbc, not '$which'"; exit 2 ;;
 esac
 
-# One at a time; nothing to do when a run before us had the same input.
+# One at a time; nothing to do when a run before us had the same input, in this folder, with a Python still there.
 mkdir -p .venv
 if command -v flock >/dev/null; then exec 9> "$dir.lock"; flock 9; fi
-needed="input $(cat "$support/spark.sh" "$requirements" $support/requirements.txt python/pyproject.toml | cksum)"
+needed="input $(cat "$support/spark.sh" "$requirements" $support/requirements.txt python/pyproject.toml | cksum) $(pwd -P)"
 ready() {
   local line
-  [ -x $dir/bin/python ] || return 1
+  $dir/bin/python -c 'import pip' 2>/dev/null || return 1
   for line in "$needed" "$@"; do grep -qxF -- "$line" $dir/.ready 2>/dev/null || return 1; done
 }
 if ready "$@"; then exit 0; fi

@@ -18,7 +18,11 @@ _yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 @click.command()
 @dsn_option
 @click.argument("queue")
-@click.option("--force", is_flag=True, help="Even if it has messages or consumers.")
+@click.option(
+    "--force", is_flag=True,
+    help="Even if it has consumers, delayed messages, retries or dead letters, or takes those of another"
+    " queue.",
+)  # fmt: skip
 def drop(dsn: str, queue: str, force: bool) -> None:
     """Drop a queue."""
     with connect(dsn) as client:

@@ -148,7 +148,7 @@ def receive(
 @click.argument("queue")
 @click.option("-n", "count", type=click.IntRange(min=1), default=10, show_default=True, help="Most messages.")
 def peek(dsn: str, as_json: bool, queue: str, count: int) -> None:
-    """Show the newest messages of a queue, without taking them."""
+    """Show the next messages that the slowest consumer has not finished, without taking them."""
     with connect(dsn) as client:
         rows = client.peek(queue, count)
     print_rows(f"Messages of {queue}", rows, as_json, ("msg_id", "type", "key", "created_at", "payload"))

@@ -25,7 +25,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +46,7 @@ _SIGNALS: dict[str, signal.Signals] = {
 _SOCKET_PATH_LIMIT = 100  # sockaddr_un holds 104 to 108 bytes
 _PASSWORD_FILE = "pgque.password"  # noqa: S105
 _SETTINGS_FILE = "pgque.conf"
+_COPIES = Path("/var/cache/pgque")  # where root keeps copies of programs for the server's user
 
 
 class EmbeddedServerError(RuntimeError):
@@ -280,6 +281,7 @@ class Server:
             with contextlib.suppress(OSError):
                 self.password = (data / _PASSWORD_FILE).read_text().strip()
             return
+        _check_name()
         data.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._give(data)
         self.password = secrets.token_urlsafe(18)
@@ -429,6 +431,18 @@ def _account() -> _Account | None:
     )
 
 
+def _check_name() -> None:
+    """Raise EmbeddedServerError where this process's user has no name, which initdb asks for."""
+    uid = os.geteuid()
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        raise EmbeddedServerError(
+            f"initdb refuses to run as user id {uid}, which has no name on this machine:"
+            " add a line for it to /etc/passwd, or run this as root or as another user"
+        ) from None
+
+
 def given(bindir: Path) -> Binaries:
     """Return the binaries in this folder; raise EmbeddedServerError if it has none."""
     version = _version(bindir)
@@ -538,10 +552,10 @@ def _lib_dirs(bindir: Path) -> Iterator[Path]:
 
 
 def _reachable(path: Path, account: _Account) -> bool:
-    """Tell whether the account may enter the folder, judged by the mode of it and of its parents."""
-    for folder in (path, *path.parents):
+    """Tell whether the account may run the program, or enter the folder, judged by the modes on the way."""
+    for step in (path, *path.parents):
         try:
-            info = folder.stat()
+            info = step.stat()
         except OSError:
             return False
         if info.st_uid == account.uid:
@@ -558,29 +572,52 @@ def _reachable(path: Path, account: _Account) -> bool:
 def _reachable_copy(bindir: Path, account: _Account | None) -> Path:
     """Return the folder of programs that the account can run: the given one, or a cached copy of it."""
     bindir = bindir.resolve()
-    if account is None or _reachable(bindir, account):
+    program = bindir / "postgres"
+    if account is None or _reachable(program, account):
         return bindir
     # A wheel keeps bundled libraries beside its package, and the programs find them by relative path.
     top = bindir.parents[1] if bindir.parent.name == "pginstall" else bindir.parent
     sources = [path for path in (top, top.with_name(top.name + ".libs")) if path.is_dir()]
-    program = bindir / "postgres"
     info = program.stat()
     key = hashlib.sha256(f"{program} {info.st_size} {info.st_mtime_ns}".encode()).hexdigest()[:12]
-    cache = Path("/var/cache/pgque")
-    target = cache / f"{top.name}-{key}"
+    target = _COPIES / f"{top.name}-{key}"
     result = target / bindir.relative_to(top.parent)
-    if not target.is_dir():
-        cache.mkdir(parents=True, exist_ok=True, mode=0o755)
-        cache.chmod(0o755)
-        scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=cache))
-        for source in sources:
-            shutil.copytree(source, scratch / source.name, symlinks=True)
-        scratch.chmod(0o755)
+    copied = result / "postgres"
+    if not _reachable(copied, account):
         try:
-            scratch.rename(target)
-        except OSError:  # another process was quicker
-            shutil.rmtree(scratch, ignore_errors=True)
+            _copy(sources, target, lambda: _reachable(copied, account))
+        except OSError as error:
+            raise EmbeddedServerError(
+                f"the server's user can not reach {bindir}, and no copy can be made in {_COPIES}: {error}"
+            ) from error
+        if not _reachable(copied, account):
+            raise EmbeddedServerError(f"the server's user can reach neither {bindir} nor its copy, {result}")
     return result
+
+
+def _copy(sources: Sequence[Path], target: Path, done: Callable[[], bool]) -> None:
+    """Make the folder ``target`` with copies of the sources; leave alone one that is ``done`` meanwhile."""
+    _COPIES.mkdir(parents=True, exist_ok=True, mode=0o755)
+    _COPIES.chmod(0o755)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=_COPIES) as scratch:
+        new = Path(scratch, "new")
+        for source in sources:
+            shutil.copytree(source, new / source.name, symlinks=True)
+        _open(new)
+        if not done():
+            with contextlib.suppress(FileNotFoundError):  # one that is damaged, or closed to the account
+                target.rename(Path(scratch, "old"))
+            with contextlib.suppress(OSError):  # another process was quicker
+                new.rename(target)
+
+
+def _open(top: Path) -> None:
+    """Let everybody read what is in the folder, and run what its owner may run."""
+    for folder, _, files in os.walk(top):
+        for path in (Path(folder), *(Path(folder, name) for name in files)):
+            if not path.is_symlink():
+                mode = stat.S_IMODE(path.stat().st_mode)
+                path.chmod(mode | (0o755 if path.is_dir() or mode & stat.S_IXUSR else 0o644))
 
 
 def _private_folder(account: _Account | None) -> Path:

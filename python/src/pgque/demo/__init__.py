@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
-import signal
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from ..install import install
 from .files import good_lines, library_messages
 from .report import Counts, Display, dead_letters, farewell, report, tuples
 from .servers import Driver, Place, find_place
+from .signals import clean_ends
 from .work import COMPILER, QUEUE, SEND_AT_ONCE, SIZES, TABLES, compile_worker, size_worker
 
 MAX_RETRIES = 2
@@ -47,9 +47,8 @@ def run_demo(
     """Run the demo and return its exit code: 0 when each consumer saw every message exactly once."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     count = workers or min(8, max(2, os.cpu_count() or 2))
-    previous = signal.signal(signal.SIGTERM, _exit)
     try:
-        with ExitStack() as stack:
+        with clean_ends(), ExitStack() as stack:
             if path is not None:
                 messages = good_lines(path, console)
                 if not messages:
@@ -77,12 +76,6 @@ def run_demo(
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _exit(signum: int, frame: object) -> None:
-    sys.exit(128 + signum)
 
 
 def _run(place: Place, messages: list[str], type_: str, count: int, console: Console) -> bool:

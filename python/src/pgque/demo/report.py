@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -235,8 +236,8 @@ def farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None
     pgque = _command()
     lines = [
         "The server stays up. Look around:",
-        f'  {place.psql} "{place.dsn}"',
-        f'  export PGQUE_DSN="{place.dsn}"',
+        f"  {shlex.join([place.psql, place.dsn])}",
+        f"  export PGQUE_DSN={shlex.quote(place.dsn)}",
         f"  {pgque} status",
         f"  {pgque} queues",
         f"  {pgque} dlq list {QUEUE}",
@@ -252,10 +253,10 @@ def farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None
 
 
 def _command() -> str:
-    """Return how the user can call `pgque` from here."""
+    """Return how the user can call `pgque` from here, in a shell."""
     if shutil.which("pgque"):
         return "pgque"
     own = Path(sys.executable).with_name("pgque")
     if not own.exists():
-        return f"{sys.executable} -m pgque.cli"
-    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
+        return shlex.join([sys.executable, "-m", "pgque.cli"])
+    return shlex.quote(os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own))

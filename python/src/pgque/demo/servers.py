@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -67,7 +68,7 @@ def _own_server(kind: str, keep: bool, console: Console) -> Iterator[Place]:
             running.dsn,
             f"PostgreSQL {running.version}, {running.kind}",
             str(psql) if psql.exists() else "psql",
-            f"kill -INT {running.pid}; sleep 2; rm -rf {running.socket_dir}",
+            f"kill -INT {running.pid}; sleep 2; rm -rf {shlex.quote(str(running.socket_dir))}",
         )
     except BaseException:
         running.stop("immediate")
@@ -105,7 +106,7 @@ def _docker(keep: bool, console: Console) -> Iterator[Place]:
         port = docker("port", name, "5432/tcp").stdout.split()[0].rpartition(":")[2]
         dsn = f"host=127.0.0.1 port={port} user=postgres dbname=postgres password={password}"
         _wait_for(dsn)
-        yield Place(dsn, f"Docker image {IMAGE}", stop_hint=f"docker rm -f {name[:12]}")
+        yield Place(dsn, f"Docker image {IMAGE}", stop_hint=f"docker rm -fv {name[:12]}")
     except BaseException:
         docker("rm", "-f", "-v", name, check=False)
         raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import random
 import secrets
-import signal
+import shlex
 import sys
 import tempfile
 import time
@@ -29,6 +29,7 @@ from ...errors import PgqueError
 from ...install import install
 from ..report import tuples
 from ..servers import Driver, Place, find_place
+from ..signals import clean_ends
 from .plot import save_plot
 from .processes import Program, environment, micro_batches, missing, unfinished
 from .records import Records, find_records
@@ -79,9 +80,8 @@ def run_pipeline(
     if lacks is not None:
         console.print(f"pgque pipeline: {escape(lacks)}", style="red")
         return 1
-    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
-        with ExitStack() as stack:
+        with clean_ends(), ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pgque-pipeline-")))
             records = find_records(limit)
             console.print(f"{len(records.stanzas):,} records: {records.source}")
@@ -113,8 +113,6 @@ def run_pipeline(
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _prepare(place: Place) -> dict[str, str]:
@@ -270,7 +268,7 @@ def _farewell(place: Place, driver: Driver, keep: bool, console: Console) -> Non
     stop = "; ".join(hint for hint in (driver.stop_hint, place.stop_hint) if hint)
     for line in (
         "The server stays up, with the tables in schema pipeline:",
-        f'  {place.psql} "{place.dsn}"',
+        f"  {shlex.join([place.psql, place.dsn])}",
         *([f"Stop it with: {stop}"] if stop else []),
     ):
         console.print(line, markup=False, soft_wrap=True)

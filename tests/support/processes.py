@@ -1,0 +1,26 @@
+"""Processes that a test started, and theirs, found by a folder of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+
+def running(folder: Path) -> dict[int, str]:
+    """Return the processes that name the folder in their command or environment, where /proc tells."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if os.fsencode(folder) in command + (process / "environ").read_bytes():
+                found[int(process.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def end(folder: Path) -> None:
+    """Kill those processes: what a failed test left behind."""
+    for pid in running(folder):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
