@@ -107,6 +107,8 @@ def soak(bench: Bench) -> list[Row]:
     part = max(1, round(min(60.0, seconds / 4) / period))  # samples at each end
     system = SYSTEMS["pgque"](bench.dsn, ("plain", "pool"))
     with Crew(bench, SENDERS + 1 + WORKERS, use_system) as team, Meter(bench) as meter:
+        for each in SYSTEMS.values():
+            each(bench.dsn).clear()  # what an earlier measurement left would count as ours
         system.set_up()
         meter.conn.execute(
             "select pgque.alter_queue(%s, jsonb_build_object('rotation_period', %s::text))", (QUEUE, ROTATION)
