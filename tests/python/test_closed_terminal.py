@@ -21,6 +21,13 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 Wait = Callable[..., None]
 
+# In front of a command: these tests may run under nohup themselves.
+HEEDING = [
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+]
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -58,7 +65,7 @@ def test_the_demo_leaves_nothing_when_its_terminal_is_closed(
     command, environment = demo
     terminal, end = pty.openpty()
     with subprocess.Popen(
-        command, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
+        [*HEEDING, *command], stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
     ) as run:
         os.close(end)
         assert b"driven by" in (text := read_until(terminal, b"driven by")), text
@@ -109,7 +116,13 @@ def test_a_run_of_the_tests_that_is_ended_stops_its_server_and_tests_no_more(
     environment["PGQUE_TEST_BINDIR"] = str(embedded.find_server().bindir)
     terminal, end = pty.openpty()
     with subprocess.Popen(
-        command, stdin=end, stdout=end, stderr=end, cwd=folder, env=environment, start_new_session=True
+        [*HEEDING, *command],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
     ) as run:
         os.close(end)
         assert b"sleeping" in (text := read_until(terminal, b"sleeping")), text

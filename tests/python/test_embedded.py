@@ -20,7 +20,7 @@ POSTGRES = """#!/bin/sh
 if [ "$1" = --version ]; then echo "postgres (PostgreSQL) 17.0"; exit; fi
 cat "$(dirname "$0")/../share/catalog" || exit 1
 printf '%s\\n' $$ "$2" 0 0 0 0 0 ready > "$2/postmaster.pid"
-exec sleep 600
+exec sleep 3
 """
 INITDB = """#!/bin/sh
 echo 17 > "$2/PG_VERSION"
