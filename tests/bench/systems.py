@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import psycopg
@@ -238,9 +239,10 @@ class SkipLocked(System):
 class Asynchronous(System):
     """A system that wants an event loop."""
 
-    def __init__(self, dsn: str, consumers: Sequence[str] = ("c0",)) -> None:
-        super().__init__(dsn, consumers)
-        self.loop = asyncio.new_event_loop()
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Made by what needs it first: who only clears a system has none of its packages."""
+        return asyncio.new_event_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine."""
@@ -258,10 +260,14 @@ class Pgqueuer(Asynchronous):
 
     def __init__(self, dsn: str, consumers: Sequence[str] = ("c0",)) -> None:
         super().__init__(dsn, consumers)
+        self.pgq: Any = None
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
         import uvloop
 
-        self.loop = uvloop.new_event_loop()
-        self.pgq: Any = None
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        return loop
 
     async def _connect(self) -> Any:
         import asyncpg
