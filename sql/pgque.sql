@@ -813,14 +813,15 @@ begin
   if to_regclass('pgque.retry_queue_owner_due') is null then
     create index retry_queue_owner_due on pgque.retry_queue (ev_owner, ev_retry_after);
   end if;
-  if to_regclass('pgque.retry_queue_due') is null then
-    create index retry_queue_due on pgque.retry_queue (ev_retry_after);
-  end if;
   if to_regclass('pgque.retry_queue_held') is null then
     create index retry_queue_held on pgque.retry_queue (ev_owner, ev_batch, ev_id) where ev_batch is not null;
   end if;
   if to_regclass('pgque.retry_queue_batch') is not null then
     drop index pgque.retry_queue_batch;
+  end if;
+  -- 0.4.1 had it, and every question names the consumer.
+  if to_regclass('pgque.retry_queue_due') is not null then
+    drop index pgque.retry_queue_due;
   end if;
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
@@ -3304,6 +3305,26 @@ begin
 end
 $$;
 
+-- The position of a subscriber whose lock is held, with what is settled in its
+-- open batch, in the leaf that _journal_leaf() named under that lock.
+create or replace function pgque._carried_position(p_sub int, p_leaf int) returns pgque.position_0
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position_0;
+begin
+  if p_leaf = 0 then
+    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+  else
+    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+  end if;
+  if v_position.pos_sub is null then
+    v_position := pgque._position(p_sub, p_leaf);
+    perform pgque._carry_over(v_position);
+  end if;
+  return v_position;
+end
+$$;
+
 -- A batch id never issued before: the subscriber's low 20 bits under a number
 -- that rises with the clock in quarters of a millisecond, and by at least one.
 -- A counter alone would not do: a crash, a failover or a restore can take back
@@ -4231,6 +4252,32 @@ begin
 end
 $$;
 
+-- One event of an open batch, if it is where it most likely is: in the table that
+-- is written, of a transaction that began after the last tick, in a window that is
+-- small.  If not, this is null, and _batch_sql() finds it.  Ids rise with
+-- transaction ids, nearly, so it is looked for from the end that is nearer.
+create or replace function pgque._near_event(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_id bigint) returns pgque.event
+language plpgsql set enable_bitmapscan = off as $$
+declare
+  v_row  pgque.event;
+begin
+  if p_id is null or p_id > p_pos.pos_last_id or p_pos.pos_tick < p_pos.pos_high or p_pos.pos_next_event_seq - p_pos.pos_event_seq > 5000 then
+    return null;
+  end if;
+  execute pg_catalog.concat('select * from pgque.event_', p_queue.queue_id, '_', p_queue.queue_cur_table, ' e where e.ev_id = ', p_id,
+    ' and e.ev_txid >= ''', pg_catalog.pg_snapshot_xmax(p_pos.pos_snapshot),
+    ''' and e.ev_txid < ''', pg_catalog.pg_snapshot_xmax(p_pos.pos_next_snapshot),
+    case when p_id - p_pos.pos_event_seq > p_pos.pos_next_event_seq - p_id then ''' order by e.ev_txid desc limit 1' else ''' limit 1' end)
+  into v_row;
+  if p_id <= p_pos.pos_done_id or v_row.ev_owner <> coalesce(p_sub.sub_main, p_sub.sub_id)
+    or not pg_catalog.pg_visible_in_snapshot(v_row.ev_txid, p_pos.pos_next_snapshot)
+  then
+    return null;
+  end if;
+  return v_row;
+end
+$$;
+
 -- The events of an open batch in the order of their ids.
 create or replace function pgque.get_batch_events(
   batch_id bigint, caller pgque.caller default current_user,
@@ -4709,6 +4756,14 @@ declare
   v_leaf          int := coalesce(p_leaf, pgque._journal_leaf());
   v_new           bigint[];
 begin
+  if pg_catalog.cardinality(p_ids) = 1 and not v_old_snapshot then
+    if v_leaf = 0 then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until) values (p_batch, p_ids[1], p_sub, p_until) on conflict do nothing;
+    else
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub, set_until) values (p_batch, p_ids[1], p_sub, p_until) on conflict do nothing;
+    end if;
+    return case when found then p_ids end;
+  end if;
   if v_leaf = 0 or v_old_snapshot then
     with new as (
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until)
@@ -6035,8 +6090,14 @@ declare
   v_items  pgque.retry_queue[] := '{}';
   v_item   pgque.retry_queue;
 begin
-  -- Nobody unsubscribes it until this is committed.
-  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int for key share;
+  -- Nobody unsubscribes it until this is committed; of a pool, others go on meanwhile.
+  select s.* into v_sub
+  from pgque.subscriber s
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int and s.sub_role <> 'pool'
+  for no key update;
+  if not found then
+    select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int for key share;
+  end if;
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
   if v_sub.sub_role = 'pool' then
     perform pg_catalog.pg_advisory_xact_lock(p_batch);
@@ -6048,9 +6109,13 @@ begin
       perform pgque._shelve(v_queue, v_sub, v_lease, v_until);
       v_open := false;
     end if;
-  else
-    v_lease := pgque._lock_batch(p_batch);
-    v_open := v_lease.pos_sub is not null;
+  elsif v_sub.sub_id is not null then
+    v_leaf := pgque._journal_leaf();
+    v_lease := pgque._carried_position(v_sub.sub_id, v_leaf);
+    v_open := v_lease.pos_batch = p_batch;
+    if v_open is not true then
+      v_lease := null;
+    end if;
   end if;
 
   if v_open and v_sub.sub_role = 'pool' then
@@ -6066,7 +6131,10 @@ begin
     end if;
   elsif v_open then
     if pg_catalog.cardinality(p_ids) = 1 then
-      execute pgque._batch_sql(v_sub, v_lease, ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null')) || ' limit 1' into v_row;
+      v_row := pgque._near_event(v_queue, v_sub, v_lease, p_ids[1]);
+      if v_row.ev_id is null then
+        execute pgque._batch_sql(v_sub, v_lease, ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null')) || ' limit 1' into v_row;
+      end if;
       if v_row.ev_id is not null then
         v_rows := array[v_row];
       end if;
@@ -6077,24 +6145,7 @@ begin
       execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
         pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
     end if;
-    v_leaf := pgque._carry_over(v_lease);
-    if v_leaf = 0 then
-      with new as (
-        insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
-        on conflict do nothing
-        returning set_ev_id
-      )
-      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
-    else
-      with new as (
-        insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
-        on conflict do nothing
-        returning set_ev_id
-      )
-      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
-    end if;
+    v_new := pgque._note(p_batch, v_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r), null, v_leaf);
     if v_new is not null then
       -- The batch is another one now: an old snapshot must not use what it shows.
       perform pgque._append_position(v_lease, v_leaf);

@@ -583,14 +583,15 @@ begin
   if to_regclass('pgque.retry_queue_owner_due') is null then
     create index retry_queue_owner_due on pgque.retry_queue (ev_owner, ev_retry_after);
   end if;
-  if to_regclass('pgque.retry_queue_due') is null then
-    create index retry_queue_due on pgque.retry_queue (ev_retry_after);
-  end if;
   if to_regclass('pgque.retry_queue_held') is null then
     create index retry_queue_held on pgque.retry_queue (ev_owner, ev_batch, ev_id) where ev_batch is not null;
   end if;
   if to_regclass('pgque.retry_queue_batch') is not null then
     drop index pgque.retry_queue_batch;
+  end if;
+  -- 0.4.1 had it, and every question names the consumer.
+  if to_regclass('pgque.retry_queue_due') is not null then
+    drop index pgque.retry_queue_due;
   end if;
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;

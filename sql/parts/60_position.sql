@@ -120,6 +120,26 @@ begin
 end
 $$;
 
+-- The position of a subscriber whose lock is held, with what is settled in its
+-- open batch, in the leaf that _journal_leaf() named under that lock.
+create or replace function pgque._carried_position(p_sub int, p_leaf int) returns pgque.position_0
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position_0;
+begin
+  if p_leaf = 0 then
+    select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+  else
+    select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+  end if;
+  if v_position.pos_sub is null then
+    v_position := pgque._position(p_sub, p_leaf);
+    perform pgque._carry_over(v_position);
+  end if;
+  return v_position;
+end
+$$;
+
 -- A batch id never issued before: the subscriber's low 20 bits under a number
 -- that rises with the clock in quarters of a millisecond, and by at least one.
 -- A counter alone would not do: a crash, a failover or a restore can take back

@@ -870,6 +870,32 @@ begin
 end
 $$;
 
+-- One event of an open batch, if it is where it most likely is: in the table that
+-- is written, of a transaction that began after the last tick, in a window that is
+-- small.  If not, this is null, and _batch_sql() finds it.  Ids rise with
+-- transaction ids, nearly, so it is looked for from the end that is nearer.
+create or replace function pgque._near_event(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_id bigint) returns pgque.event
+language plpgsql set enable_bitmapscan = off as $$
+declare
+  v_row  pgque.event;
+begin
+  if p_id is null or p_id > p_pos.pos_last_id or p_pos.pos_tick < p_pos.pos_high or p_pos.pos_next_event_seq - p_pos.pos_event_seq > 5000 then
+    return null;
+  end if;
+  execute pg_catalog.concat('select * from pgque.event_', p_queue.queue_id, '_', p_queue.queue_cur_table, ' e where e.ev_id = ', p_id,
+    ' and e.ev_txid >= ''', pg_catalog.pg_snapshot_xmax(p_pos.pos_snapshot),
+    ''' and e.ev_txid < ''', pg_catalog.pg_snapshot_xmax(p_pos.pos_next_snapshot),
+    case when p_id - p_pos.pos_event_seq > p_pos.pos_next_event_seq - p_id then ''' order by e.ev_txid desc limit 1' else ''' limit 1' end)
+  into v_row;
+  if p_id <= p_pos.pos_done_id or v_row.ev_owner <> coalesce(p_sub.sub_main, p_sub.sub_id)
+    or not pg_catalog.pg_visible_in_snapshot(v_row.ev_txid, p_pos.pos_next_snapshot)
+  then
+    return null;
+  end if;
+  return v_row;
+end
+$$;
+
 -- The events of an open batch in the order of their ids.
 create or replace function pgque.get_batch_events(
   batch_id bigint, caller pgque.caller default current_user,

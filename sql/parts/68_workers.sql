@@ -85,6 +85,14 @@ declare
   v_leaf          int := coalesce(p_leaf, pgque._journal_leaf());
   v_new           bigint[];
 begin
+  if pg_catalog.cardinality(p_ids) = 1 and not v_old_snapshot then
+    if v_leaf = 0 then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until) values (p_batch, p_ids[1], p_sub, p_until) on conflict do nothing;
+    else
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub, set_until) values (p_batch, p_ids[1], p_sub, p_until) on conflict do nothing;
+    end if;
+    return case when found then p_ids end;
+  end if;
   if v_leaf = 0 or v_old_snapshot then
     with new as (
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until)

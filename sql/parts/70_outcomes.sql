@@ -29,8 +29,14 @@ declare
   v_items  pgque.retry_queue[] := '{}';
   v_item   pgque.retry_queue;
 begin
-  -- Nobody unsubscribes it until this is committed.
-  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int for key share;
+  -- Nobody unsubscribes it until this is committed; of a pool, others go on meanwhile.
+  select s.* into v_sub
+  from pgque.subscriber s
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int and s.sub_role <> 'pool'
+  for no key update;
+  if not found then
+    select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int for key share;
+  end if;
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
   if v_sub.sub_role = 'pool' then
     perform pg_catalog.pg_advisory_xact_lock(p_batch);
@@ -42,9 +48,13 @@ begin
       perform pgque._shelve(v_queue, v_sub, v_lease, v_until);
       v_open := false;
     end if;
-  else
-    v_lease := pgque._lock_batch(p_batch);
-    v_open := v_lease.pos_sub is not null;
+  elsif v_sub.sub_id is not null then
+    v_leaf := pgque._journal_leaf();
+    v_lease := pgque._carried_position(v_sub.sub_id, v_leaf);
+    v_open := v_lease.pos_batch = p_batch;
+    if v_open is not true then
+      v_lease := null;
+    end if;
   end if;
 
   if v_open and v_sub.sub_role = 'pool' then
@@ -60,7 +70,10 @@ begin
     end if;
   elsif v_open then
     if pg_catalog.cardinality(p_ids) = 1 then
-      execute pgque._batch_sql(v_sub, v_lease, ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null')) || ' limit 1' into v_row;
+      v_row := pgque._near_event(v_queue, v_sub, v_lease, p_ids[1]);
+      if v_row.ev_id is null then
+        execute pgque._batch_sql(v_sub, v_lease, ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null')) || ' limit 1' into v_row;
+      end if;
       if v_row.ev_id is not null then
         v_rows := array[v_row];
       end if;
@@ -71,24 +84,7 @@ begin
       execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
         pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
     end if;
-    v_leaf := pgque._carry_over(v_lease);
-    if v_leaf = 0 then
-      with new as (
-        insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
-        on conflict do nothing
-        returning set_ev_id
-      )
-      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
-    else
-      with new as (
-        insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-        select p_batch, r.ev_id, v_lease.pos_sub from pg_catalog.unnest(v_rows) r
-        on conflict do nothing
-        returning set_ev_id
-      )
-      select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
-    end if;
+    v_new := pgque._note(p_batch, v_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r), null, v_leaf);
     if v_new is not null then
       -- The batch is another one now: an old snapshot must not use what it shows.
       perform pgque._append_position(v_lease, v_leaf);

@@ -102,6 +102,50 @@ def test_of_a_nacked_record_only_the_id_is_believed(conn: Connection, subscribed
     assert (again.extra2, again.headers, again.key) == (None, None, None)
 
 
+def test_each_message_of_a_batch_is_found_wherever_it_lies(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    """In two tables, of transactions that ended late, and as a retry; but not beside the window, nor another's retry."""
+    subscribe(conn, subscribed, "other")
+    (before,) = one_batch(conn, subscribed)
+    nack(conn, before)
+    ack(conn, before.batch_id)
+    late, open_, slow = (connect(autocommit=False) for _ in range(3))
+    send(late, subscribed), send(open_, subscribed)
+    passed = one_batch(conn, subscribed, 3)
+    ack(conn, passed[0].batch_id)
+    drain(conn, subscribed, "other", 1)
+    (theirs,) = one_batch(conn, subscribed)
+    ack(conn, theirs.batch_id)
+    (message,) = receive(conn, subscribed, "other")
+    nack(conn, message)
+    sent = [send(conn, subscribed) for _ in range(3)]
+    rotate(conn, subscribed)
+    sent += [*send_many(conn, subscribed, 5), send(late, subscribed)]
+    late.commit()
+    hidden = send(slow, subscribed)
+    sent.append(send(conn, subscribed))
+    pump(conn)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)
+    after = send(conn, subscribed)
+    unseen = send(open_, subscribed)
+    open_.commit()
+    slow.commit()
+    assert {before.msg_id, *sent} < {m.msg_id for m in batch}
+    assert len(batch) == len(sent) + 2
+    for other in (passed[0].msg_id, theirs.msg_id, hidden, after, unseen, 10**15):
+        assert "not in batch" in str(refused("PQ007", nack, conn, batch[0]._replace(msg_id=other)))
+    for message in batch:
+        assert nack(conn, message) == 1
+    ack(conn, batch[0].batch_id)
+    pump(conn)
+    tick(conn, subscribed)
+    again = receive(conn, subscribed)
+    assert {m.msg_id for m in batch} | {after, hidden, unseen} < {m.msg_id for m in again}
+    assert len(again) == len(batch) + 4
+
+
 def test_a_message_of_another_batch_is_refused(conn: Connection, subscribed: str) -> None:
     send_many(conn, subscribed, 4)
     tick(conn, subscribed)
