@@ -4780,7 +4780,7 @@ begin
       on conflict do nothing
       returning set_ev_id
     )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n where not v_old_snapshot or n.set_ev_id = any (v_new);
   end if;
   return v_new;
 end

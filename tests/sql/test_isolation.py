@@ -15,6 +15,7 @@ from sql.helpers import (
     forced_tick,
     move_clock,
     nack_ids,
+    pump,
     receive,
     receive_coop,
     refused,
@@ -96,6 +97,24 @@ def test_a_nack_from_an_old_snapshot_fails_no_message_twice(
         )
         == 1
     )
+
+
+@OLD
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_message_that_is_nacked_again_under_another_isolation_is_retried_once(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection], isolation: str, count: int
+) -> None:
+    sent = send_many(conn, subscribed, 3)
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)[0].batch_id
+    nack_ids(conn, batch, sent[:count])
+    again = transaction(isolation)
+    assert nack_ids(again, batch, sent[:count]) == [(n, False, "settled already") for n in sent[:count]]
+    again.execute("commit")
+    ack(conn, batch)
+    assert pump(conn) == count
+    tick(conn, subscribed)
+    assert [(m.msg_id, m.retry_count) for m in receive(conn, subscribed)] == [(n, 1) for n in sent[:count]]
 
 
 @OLD
