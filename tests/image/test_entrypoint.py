@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,11 +109,8 @@ def image() -> Iterator[Image]:
             pwd.getpwnam("postgres")
         except KeyError:
             pytest.skip("no user postgres")
-    with tempfile.TemporaryDirectory(prefix="pgque-", dir="/tmp") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
+    with processes.own_folder() as folder:
         yield Image(folder, binaries)
-        processes.end(folder)
 
 
 def answers(image: Image, run: subprocess.Popen[str], **how: str) -> Callable[[], bool]:

@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,11 +31,8 @@ HEEDING = [
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """The folder for temporary files of what is started here; nothing that runs there outlives the test."""
-    with tempfile.TemporaryDirectory(prefix="pgque-", dir="/tmp") as name:
-        path = Path(name)
-        path.chmod(0o711)
+    with processes.own_folder() as path:
         yield path
-        processes.end(path)
 
 
 @pytest.fixture

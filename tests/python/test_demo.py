@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,11 +23,8 @@ Wait = Callable[..., None]
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder with a name that a shell takes apart; nothing that runs there outlives the test."""
-    with tempfile.TemporaryDirectory(prefix="pgque it's ", dir="/tmp") as name:
-        path = Path(name)
-        path.chmod(0o711)
+    with processes.own_folder(prefix="pgque it's ") as path:
         yield path
-        processes.end(path)
 
 
 def shell(line: str) -> str:

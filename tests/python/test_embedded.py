@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pgque import embedded
+from support import processes
 
 as_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root runs the server as another user, from a copy if need be"
@@ -31,9 +31,7 @@ echo 17 > "$2/PG_VERSION"
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder that every user can enter, where programs may run."""
-    with tempfile.TemporaryDirectory(prefix="pgque-", dir="/tmp") as name:
-        path = Path(name)
-        path.chmod(0o755)
+    with processes.own_folder() as path:
         yield path
 
 

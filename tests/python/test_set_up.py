@@ -9,7 +9,6 @@ import pwd
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from support import servers
+from support import processes, servers
 
 SUPPORT = servers.REPOSITORY / "tests" / "support"
 
@@ -46,9 +45,7 @@ chmod +x "$3/bin/pip" "$3/bin/python"
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder that every user can change, where programs may run."""
-    with tempfile.TemporaryDirectory(prefix="pgque-", dir="/tmp") as name:
-        path = Path(name).resolve()
-        path.chmod(0o777)
+    with processes.own_folder(0o777) as path:
         yield path
 
 

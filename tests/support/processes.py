@@ -1,11 +1,25 @@
-"""Processes that a test started, and theirs, found by a folder of the test's own."""
+"""Processes that a test started, and theirs, found by a folder of the test's own; and such folders."""
 
 from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+@contextmanager
+def own_folder(mode: int = 0o755, prefix: str = "pgque-") -> Iterator[Path]:
+    """Yield a folder that every user can enter, where programs may run; nothing that runs there outlives it."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp") as name:
+        folder = Path(name).resolve()
+        folder.chmod(mode)
+        try:
+            yield folder
+        finally:
+            end(folder)
 
 
 def running(folder: Path) -> dict[int, str]:
