@@ -871,25 +871,32 @@ end
 $$;
 
 -- One event of an open batch, if it is where it most likely is: in the table that
--- is written, of a transaction that began after the last tick, in a window that is
--- small.  If not, this is null, and _batch_sql() finds it.  Ids rise with
--- transaction ids, nearly, so it is looked for from the end that is nearer.
+-- is written, of a transaction between the last tick and the first that still ran
+-- at this one, in a window that is small.  If not, this is null, and _batch_sql()
+-- finds it.  Ids rise with transaction ids, nearly, so it is looked for from the
+-- end that is nearer.
 create or replace function pgque._near_event(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_id bigint) returns pgque.event
-language plpgsql set enable_bitmapscan = off as $$
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off as $$
 declare
+  v_lo   xid8 := pg_catalog.pg_snapshot_xmax(p_pos.pos_snapshot);
+  v_end  xid8 := pg_catalog.pg_snapshot_xmax(p_pos.pos_next_snapshot);
   v_row  pgque.event;
 begin
-  if p_id is null or p_id > p_pos.pos_last_id or p_pos.pos_tick < p_pos.pos_high or p_pos.pos_next_event_seq - p_pos.pos_event_seq > 5000 then
+  -- What another ticker says of ids need not be so.
+  if p_id is null or p_id < 1 or p_id > p_pos.pos_last_id or p_pos.pos_tick < p_pos.pos_high
+    or p_pos.pos_next_event_seq - p_pos.pos_event_seq > 5000 or p_queue.queue_external_ticker
+  then
     return null;
   end if;
-  execute pg_catalog.concat('select * from pgque.event_', p_queue.queue_id, '_', p_queue.queue_cur_table, ' e where e.ev_id = ', p_id,
-    ' and e.ev_txid >= ''', pg_catalog.pg_snapshot_xmax(p_pos.pos_snapshot),
-    ''' and e.ev_txid < ''', pg_catalog.pg_snapshot_xmax(p_pos.pos_next_snapshot),
-    case when p_id - p_pos.pos_event_seq > p_pos.pos_next_event_seq - p_id then ''' order by e.ev_txid desc limit 1' else ''' limit 1' end)
+  if pg_catalog.pg_snapshot_xmin(p_pos.pos_next_snapshot) < v_end then
+    v_end := coalesce(
+      (select x.xid from pg_catalog.pg_snapshot_xip(p_pos.pos_next_snapshot) x (xid) where x.xid >= v_lo order by x.xid limit 1), v_end);
+  end if;
+  execute pg_catalog.concat('select * from pgque.event_', p_queue.queue_id, '_', p_queue.queue_cur_table,
+    ' e where e.ev_txid >= ''', v_lo, ''' and e.ev_txid < ''', v_end, ''' and e.ev_id = ', p_id,
+    case when p_id - p_pos.pos_event_seq > p_pos.pos_next_event_seq - p_id then ' order by e.ev_txid desc' end, ' limit 1')
   into v_row;
-  if p_id <= p_pos.pos_done_id or v_row.ev_owner <> coalesce(p_sub.sub_main, p_sub.sub_id)
-    or not pg_catalog.pg_visible_in_snapshot(v_row.ev_txid, p_pos.pos_next_snapshot)
-  then
+  if p_id <= p_pos.pos_done_id or v_row.ev_owner <> coalesce(p_sub.sub_main, p_sub.sub_id) then
     return null;
   end if;
   return v_row;

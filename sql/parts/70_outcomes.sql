@@ -183,13 +183,15 @@ begin
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
           when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
           when exists (
-            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)
+            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)
             union all
-            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.id + 4611686018427387904)) then 'settled already'
+            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
           when v_lease.pos_sub is null or (v_closed and v_sub.sub_role = 'pool') then 'batch not open'
           else 'not in this batch'
         end
-      from pg_catalog.unnest(p_ids) i (id);
+      from (
+        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited from pg_catalog.unnest(p_ids) u (id)
+      ) i;
   end if;
 end
 $$;

@@ -26,6 +26,7 @@ from sql.helpers import (
     send,
     send_many,
     subscribe,
+    take,
     tick,
     value,
 )
@@ -240,6 +241,47 @@ def test_a_nack_of_many_says_what_became_of_each(conn: Connection, subscribed: s
     ack(conn, batch[0].batch_id)
     assert [m.msg_id for m in retried(conn, subscribed)] == [a, b, c]
     assert nack_ids(conn, batch[0].batch_id, [a]) == [(a, False, "settled already")]
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_ids_that_no_message_can_have_are_answered_for(
+    conn: Connection, subscribed: str, workers: bool
+) -> None:
+    if workers:
+        send(conn, subscribed)
+        tick(conn, subscribed)
+        (message,) = take(conn, subscribed, "w")
+    else:
+        (message,) = one_batch(conn, subscribed)
+    strange = [-(2**63), -1, 0, 2**62, 2**62 + message.msg_id, 2**63 - 1]
+    for ids in ([n] for n in strange):
+        assert nack_ids(conn, message.batch_id, ids) == [(*ids, False, "not in this batch")]
+    assert nack_ids(conn, message.batch_id, strange) == [(n, False, "not in this batch") for n in strange]
+    ack(conn, message.batch_id)
+    assert pump(conn) == 0
+
+
+def test_a_nack_costs_no_more_beside_transactions_that_go_on_sending(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    """Nobody looks at their rows, which come after the tick and count for no window."""
+    below, above = connect(autocommit=False), connect(autocommit=False)
+    send(below, subscribed)
+    sent = [send(conn, subscribed) for _ in range(10)]
+    send(above, subscribed)
+    sent += [send(conn, subscribed) for _ in range(2)]
+    tick(conn, subscribed)
+    batch = receive(conn, subscribed)[0].batch_id
+    for bulk in (below, above):
+        send_many(bulk, subscribed, 20_000)
+    nack_ids(conn, batch, [sent[4]])
+    nacked = [sent[0], sent[9]]
+    for id_ in nacked:
+        (plan,) = value(
+            conn, f"explain (analyze, buffers, format json) select pgque.nack({batch}, array[{id_}])"
+        )
+        assert plan["Plan"]["Shared Hit Blocks"] < 120
+    assert nack_ids(conn, batch, nacked) == [(id_, False, "settled already") for id_ in nacked]
 
 
 def test_a_nack_of_many_dead_letters_what_has_no_retries_left(conn: Connection, subscribed: str) -> None:
