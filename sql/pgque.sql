@@ -1803,15 +1803,19 @@ begin
       message = format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
       hint = 'Pass null for an element, or for the whole array, to leave it out.';
   end if;
-  select case
-      when o.delay < '0' then 'the delay of a message for queue %I is negative'
-      when o.delay is not null and o.deliver_at is not null then 'a message for queue %I has both delay and deliver_at'
-      when o.ttl < '0' then 'the ttl of a message for queue %I is negative'
-      when o.key = '' or octet_length(o.key) > 1000 then 'the key of a message for queue %I must have 1 to 1000 bytes'
-    end
-  into v_wrong
-  from unnest(p_delays, p_deliver_ats, p_ttls, p_keys) o (delay, deliver_at, ttl, key)
-  where o.delay < '0' or (o.delay is not null and o.deliver_at is not null) or o.ttl < '0' or o.key = '' or octet_length(o.key) > 1000
+  select o.wrong into v_wrong
+  from (
+    select case
+        when o.delay < '0' then 'the delay of a message for queue %I is negative'
+        when o.delay is not null and o.deliver_at is not null then 'a message for queue %I has both delay and deliver_at'
+        when o.delay > '100 years' or o.deliver_at > v_now + interval '100 years' then 'a message for queue %I is delayed by more than 100 years'
+        when o.ttl < '0' then 'the ttl of a message for queue %I is negative'
+        when o.ttl > '100 years' then 'the ttl of a message for queue %I is longer than 100 years'
+        when o.key = '' or octet_length(o.key) > 1000 then 'the key of a message for queue %I must have 1 to 1000 bytes'
+      end as wrong
+    from unnest(p_delays, p_deliver_ats, p_ttls, p_keys) o (delay, deliver_at, ttl, key)
+  ) o
+  where o.wrong is not null
   limit 1;
   if v_wrong is not null then
     raise exception using

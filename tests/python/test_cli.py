@@ -132,10 +132,55 @@ def test_errors_are_one_line_with_a_hint_and_exit_code_1(dsn: str) -> None:
         ["receive", "q", "c", "--max", "0"],
         ["dlq", "requeue"],
         ["dlq", "purge", "q", "--older-than", "soon"],
+        ["dlq", "purge", "q", "--older-than", "6months"],
+        ["dlq", "purge", "q", "--older-than", "500ms"],
+        ["dlq", "purge", "q", "--older-than", "99999999999d"],
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     run(*arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    "length", ["90", "90s", "90 sec", "90 seconds", "1m", "2min", "1 hour", "3h", "1day", "30d"]
+)
+def test_lengths_of_time_have_a_unit(dsn: str, queue: str, length: str) -> None:
+    run("dlq", "purge", queue, "--older-than", length, "--dsn", dsn, code=0 if length != "90" else 2)
+
+
+def test_a_receiver_whose_messages_went_to_another_worker_while_it_printed_says_so(
+    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick, wait_until: Wait
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "x" * 1_000_000)
+    tick(queue)
+    receiving = ["receive", queue, "c", "--worker", "slow", "--visibility-timeout", "1s", "--dsn", dsn]
+    command = [sys.executable, "-m", "pgque.cli", *receiving]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as slow:
+        taken: list[pgque.Message] = []
+
+        def took() -> bool:
+            taken[:] = client.receive(queue, "c", worker="fast")
+            return bool(taken)
+
+        assert slow.stdout is not None
+        first = os.read(slow.stdout.fileno(), 1).decode()
+        wait_until(took)
+        out, err = slow.communicate(timeout=30)
+    assert first + out == "x" * 1_000_000 + "\n"
+    assert (slow.returncode, err) == (3, "batch not open any more: its messages come again\n")
+    assert client.ack(taken[0].batch_id) == 1
+
+
+def test_a_release_of_nothing_is_exit_code_3(
+    dsn: str, queue: str, client: pgque.PgqueClient, tick: Tick
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, 1)
+    tick(queue)
+    [message] = client.receive(queue, "c", worker="w")
+    assert run("release", str(message.batch_id), "--dsn", dsn) == "1 released\n"
+    assert run("release", str(message.batch_id), "--dsn", dsn, code=3) == "0 released\n"
 
 
 def test_lists_are_tables_or_json(dsn: str, queue: str, client: pgque.PgqueClient) -> None:

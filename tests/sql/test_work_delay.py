@@ -234,6 +234,14 @@ def test_a_negative_ttl_is_refused(conn: Connection, queue: str, call: str) -> N
         refused("PQ005", value, conn, "select pgque.set_queue_config(%s, 'message_ttl', '-1 second')", queue)
 
 
+@pytest.mark.parametrize("late", [{"ttl": "101 years"}, {"delay": "101 years"}, {"deliver_at": "infinity"}])
+def test_times_that_no_client_can_read_are_refused(
+    conn: Connection, queue: str, late: dict[str, str]
+) -> None:
+    error = refused("PQ005", lambda: post(conn, queue, **late))
+    assert queue in str(error) and "100 years" in str(error)
+
+
 def test_a_live_lease_survives_expiry_and_its_ack_counts(pool: Connection) -> None:
     sent = post(pool, "q", ttl="1 minute")
     tick(pool, "q")

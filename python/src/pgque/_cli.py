@@ -25,7 +25,7 @@ Exit codes:
   0  done
   1  error: the database, or pgque, refused
   2  wrong usage
-  3  nothing received, or a health check failed
+  3  nothing received or settled, or a health check failed
 
 The database is the one of --dsn or PGQUE_DSN; what they leave out comes from PGHOST, PGPORT,
 PGDATABASE, PGUSER, PGPASSWORD and the other PG* variables.
@@ -71,11 +71,13 @@ def limit_option(command: Callable[P, R]) -> Callable[P, R]:
 
 def age(text: str) -> timedelta:
     """Return a length of time such as 90s or 30d. Raises click.BadParameter."""
-    match = re.fullmatch(r"(\d+)\s*(s|m|h|d)[a-z]*", text.strip())
+    match = re.fullmatch(r"(\d+)\s*(s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?)", text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is not an age such as 90s, 15m, 12h or 30d")
-    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-    return timedelta(seconds=int(match[1]) * seconds)
+    try:
+        return timedelta(seconds=int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2][0]])
+    except OverflowError as error:
+        raise click.BadParameter(f"{text!r} is too long") from error
 
 
 def as_dict(row: object) -> dict[str, object]:

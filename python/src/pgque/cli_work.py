@@ -127,7 +127,7 @@ def receive(
     """Receive a batch and print the payloads, a line each.
 
     With --no-ack the same messages come again; with --worker only after the visibility timeout. The exit
-    code is 3 when there are none.
+    code is 3 when there are none, or when they are no longer this receiver's once they are printed.
     """
     with connect(dsn, autocommit=True) as client:
         batch = client.receive(
@@ -136,9 +136,10 @@ def receive(
         for message in batch:
             click.echo(dump(as_dict(message)) if as_json else _text(message))
         sys.stdout.flush()
-        if batch and ack:
-            client.ack(batch[0].batch_id)
-    if not batch:
+        settled = client.ack(batch[0].batch_id) if batch and ack else len(batch)
+    if batch and settled == 0:
+        click.echo("batch not open any more: its messages come again", err=True)
+    if settled == 0:
         sys.exit(NOTHING)
 
 
@@ -192,12 +193,15 @@ def dead(dsn: str, batch: int, ids: Sequence[int], reason: str | None) -> None:
     _report(outcomes)
 
 
-@click.command()
+@click.command(epilog=EXIT_CODES)
 @_outcome_arguments
 def release(dsn: str, batch: int, ids: Sequence[int]) -> None:
     """Hand messages of a worker's batch back, or all, to come again at once."""
     with connect(dsn) as client:
-        click.echo(f"{client.release(batch, ids or None)} released")
+        released = client.release(batch, ids or None)
+    click.echo(f"{released} released")
+    if released == 0:
+        sys.exit(NOTHING)
 
 
 @click.command(epilog=EXIT_CODES)
