@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import psycopg
@@ -10,6 +11,7 @@ import pytest
 from psycopg import sql
 
 import pgque
+from pgque import errors
 from pgque.errors import BY_SQLSTATE, from_psycopg
 from support import servers
 
@@ -167,3 +169,27 @@ def _pretend(dsn: str, version: str) -> None:
                 sql.Literal(f"select '{version}'::text")
             )
         )
+
+
+def test_where_sessions_lose_prepared_statements_calls_go_on_without_them(
+    dsn: str, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a pooler in transaction mode: one call fails, in a way that is worth trying again."""
+    monkeypatch.setattr(errors, "_behind_pooler", threading.Event())
+    prepared = "select count(*) from pg_prepared_statements where not from_sql"
+
+    def count_after_sends(client: pgque.PgqueClient) -> object:
+        for n in range(10):
+            client.send(queue, n)
+        return client.conn.execute(prepared).fetchone()
+
+    with pgque.connect(dsn, autocommit=True) as client:
+        assert count_after_sends(client) == (1,)
+        client.conn.execute("do $$ begin execute 'deallocate all'; end $$")
+        with pytest.raises(pgque.PgqueError) as error:
+            client.send(queue, 10)
+        assert error.value.sqlstate == "26000"
+        assert not errors.is_permanent(error.value)
+        assert count_after_sends(client) == (0,)
+    with pgque.connect(dsn, autocommit=True) as client:
+        assert count_after_sends(client) == (0,)

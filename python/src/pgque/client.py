@@ -21,7 +21,7 @@ from psycopg_pool import ConnectionPool
 from . import _encode, _otel
 from ._encode import MessageOrId
 from ._version import __version__
-from .errors import PgqueError, from_psycopg
+from .errors import PgqueError, from_psycopg, prepare_threshold
 from .types import (
     ArchivedMessage,
     BatchEvent,
@@ -79,7 +79,9 @@ class PgqueClient:
     def connect(cls, dsn: str = "", *, autocommit: bool = False) -> PgqueClient:
         """Open a connection of its own; see `connect`."""
         try:
-            conn = Connection.connect(dsn, autocommit=autocommit, row_factory=tuple_row)
+            conn = Connection.connect(
+                dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=prepare_threshold()
+            )
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         client = cls(conn)
@@ -924,7 +926,7 @@ class PgqueClient:
                 cur.execute(sql, params)
                 return cur.fetchall()
         except psycopg.Error as error:
-            raise _translated(error, params) from error
+            raise self._error(error, params) from error
 
     def _row(self, sql: str, params: Mapping[str, object], make: type[T]) -> T:
         rows = self._rows(sql, params, make)
@@ -953,16 +955,18 @@ class PgqueClient:
                 cur.execute(sql, params)
                 return cur.fetchone()
         except psycopg.Error as error:
-            raise _translated(error, params) from error
+            raise self._error(error, params) from error
+
+    def _error(self, error: psycopg.Error, params: Mapping[str, object]) -> PgqueError:
+        queue = params.get("queue")
+        translated = from_psycopg(error, queue if isinstance(queue, str) else None)
+        if self._owned:
+            self._conn.prepare_threshold = prepare_threshold()
+        return translated
 
 
 def _pair(name: str, value: str | None) -> tuple[str, str | None]:
     return name, value
-
-
-def _translated(error: psycopg.Error, params: Mapping[str, object]) -> PgqueError:
-    queue = params.get("queue")
-    return from_psycopg(error, queue if isinstance(queue, str) else None)
 
 
 def connect(dsn: str = "", *, autocommit: bool = False) -> PgqueClient:

@@ -20,7 +20,7 @@ from psycopg_pool import AsyncConnectionPool
 from . import _encode, _otel
 from ._encode import MessageOrId
 from ._version import __version__
-from .errors import PgqueError, from_psycopg
+from .errors import PgqueError, from_psycopg, prepare_threshold
 from .types import (
     ArchivedMessage,
     BatchEvent,
@@ -78,7 +78,9 @@ class AsyncPgqueClient:
     async def connect(cls, dsn: str = "", *, autocommit: bool = False) -> AsyncPgqueClient:
         """Open a connection of its own; see `connect_async`."""
         try:
-            conn = await AsyncConnection.connect(dsn, autocommit=autocommit, row_factory=tuple_row)
+            conn = await AsyncConnection.connect(
+                dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=prepare_threshold()
+            )
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         client = cls(conn)
@@ -923,7 +925,7 @@ class AsyncPgqueClient:
                 await cur.execute(sql, params)
                 return await cur.fetchall()
         except psycopg.Error as error:
-            raise _translated(error, params) from error
+            raise self._error(error, params) from error
 
     async def _row(self, sql: str, params: Mapping[str, object], make: type[T]) -> T:
         rows = await self._rows(sql, params, make)
@@ -952,16 +954,18 @@ class AsyncPgqueClient:
                 await cur.execute(sql, params)
                 return await cur.fetchone()
         except psycopg.Error as error:
-            raise _translated(error, params) from error
+            raise self._error(error, params) from error
+
+    def _error(self, error: psycopg.Error, params: Mapping[str, object]) -> PgqueError:
+        queue = params.get("queue")
+        translated = from_psycopg(error, queue if isinstance(queue, str) else None)
+        if self._owned:
+            self._conn.prepare_threshold = prepare_threshold()
+        return translated
 
 
 def _pair(name: str, value: str | None) -> tuple[str, str | None]:
     return name, value
-
-
-def _translated(error: psycopg.Error, params: Mapping[str, object]) -> PgqueError:
-    queue = params.get("queue")
-    return from_psycopg(error, queue if isinstance(queue, str) else None)
 
 
 async def connect_async(dsn: str = "", *, autocommit: bool = False) -> AsyncPgqueClient:

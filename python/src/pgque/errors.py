@@ -6,6 +6,8 @@ is chosen from the SQLSTATE alone, never from the text of a message.
 
 from __future__ import annotations
 
+import threading
+
 import psycopg
 
 
@@ -145,9 +147,21 @@ def _is_connection_loss(error: psycopg.Error) -> bool:
     return state.startswith("08") or state in _CONNECTION_STATES
 
 
+# A prepared statement is missing or there already: a pooler gives each transaction another session.
+_POOLER_STATES = frozenset({"26000", "42P05"})
+_behind_pooler = threading.Event()
+
+
+def prepare_threshold() -> int | None:
+    """Return after how many runs psycopg prepares a statement: never, once a pooler did not keep one."""
+    return None if _behind_pooler.is_set() else 5
+
+
 def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     """Return the error of this package for a psycopg error, ready to be raised `from` it."""
     diag = error.diag
+    if error.sqlstate in _POOLER_STATES:
+        _behind_pooler.set()
     message = diag.message_primary or str(error).strip() or type(error).__name__
     hint = diag.message_hint
     known = BY_SQLSTATE.get(error.sqlstate or "")
@@ -164,7 +178,7 @@ def is_permanent(error: PgqueError) -> bool:
         return True
     if isinstance(error, PgqueBadArgument):
         return True
-    if error.sqlstate == "42883":
+    if error.sqlstate in {"42883", *_POOLER_STATES}:
         # An upgrade may have taken a function from under a running call; who connects again is told whether
         # the versions fit.
         return False
