@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -195,6 +196,80 @@ def test_after_its_connection_was_lost_it_opens_another(
     work.send("b")
     tick(work.queue)
     assert [m.payload for m in work.messages(timeout=0)] == ["b"]
+
+
+def _backend(conn: Connection, queue: str) -> int:
+    row = conn.execute(
+        "select pid from pg_stat_activity where application_name = %s", [f"pgque {queue}/c"]
+    ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_what_is_sent_after_ctrl_c_in_an_ack_is_there_for_others(
+    client: pgque.PgqueClient,
+    work: pgque.WorkQueue,
+    tick: Tick,
+    conn: Connection,
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[[int], None],
+) -> None:
+    work.send_batch(["a", "b"])
+    tick(work.queue)
+    loop = work.messages(max_messages=1)
+    first = next(loop)
+    holder = connect(autocommit=False)
+    holder.execute("select pg_advisory_xact_lock(%s)", [first.batch_id])
+    pid, main = _backend(conn, work.queue), threading.get_ident()
+
+    def interrupt() -> None:
+        wait_for_lock(pid)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    thread.join(10)
+    holder.rollback()
+    work.send("c")
+    tick(work.queue)
+    assert "c" in _left(client, work.queue)
+
+
+def test_what_is_sent_after_a_cancelled_ack_is_there_for_others(
+    dsn: str,
+    client: pgque.PgqueClient,
+    queue: str,
+    tick: Tick,
+    conn: Connection,
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[[int], None],
+) -> None:
+    client.subscribe(queue, "c")
+    client.send_batch(queue, "t", ["a", "b"])
+    tick(queue)
+    holder = connect(autocommit=False)
+
+    async def call() -> None:
+        async with pgque.AsyncWorkQueue(dsn, queue, consumer="c") as work:
+            loop = work.messages(max_messages=1)
+            first = await loop.__anext__()
+            holder.execute("select pg_advisory_xact_lock(%s)", [first.batch_id])
+            asking = asyncio.ensure_future(loop.__anext__())
+            await asyncio.to_thread(wait_for_lock, _backend(conn, queue))
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            holder.rollback()
+            await work.send("c")
+            tick(queue)
+            assert "c" in _left(client, queue)
+            await work.send("d")
+            tick(queue)
+            assert [message.payload async for message in work.messages(timeout=0)] == ["d"]
+
+    asyncio.run(call())
 
 
 def test_what_is_missing_is_told(dsn: str, queue: str) -> None:

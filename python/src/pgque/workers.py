@@ -687,6 +687,8 @@ def _trip(
                 taken = conn.cursor(row_factory=args_row(make)).execute(*taking)
         refused = [row for cursor in told for row in cursor.fetchall()]
         return refused, taken.fetchall() if taken else []
-    except psycopg.Error as error:
+    except BaseException as error:  # a cancellation too: it may have come between begin and commit
         conn.close()
-        raise from_psycopg(error) from error
+        if isinstance(error, psycopg.Error):
+            raise from_psycopg(error) from error
+        raise

@@ -685,6 +685,8 @@ async def _trip(
                 taken = await conn.cursor(row_factory=args_row(make)).execute(*taking)
         refused = [row for cursor in told for row in await cursor.fetchall()]
         return refused, await taken.fetchall() if taken else []
-    except psycopg.Error as error:
+    except BaseException as error:  # a cancellation too: it may have come between begin and commit
         await conn.close()
-        raise from_psycopg(error) from error
+        if isinstance(error, psycopg.Error):
+            raise from_psycopg(error) from error
+        raise
