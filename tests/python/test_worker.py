@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -501,6 +501,49 @@ def _pauses(caplog: pytest.LogCaptureFixture) -> list[tuple[float, float]]:
         for record in caplog.records
         if "next try in" in str(record.msg) and isinstance(record.args, tuple)
     ]
+
+
+def test_what_is_left_of_a_batch_of_which_another_worker_took_a_part_is_done_once(
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    reader: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    began: dict[str, list[int]] = {"first": [], "second": []}
+    releases = {"first": threading.Event(), "second": threading.Event()}
+    workers = {
+        "first": pgque.Worker(reader.dsn, queue=pool, consumer="c", concurrency=3, visibility_timeout=1),
+        "second": pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1, prefetch=1),
+    }
+    for name, worker in workers.items():
+
+        @worker.handler("*")
+        def handle(message: pgque.Message, name: str = name) -> None:
+            began[name].append(message.msg_id)
+            assert releases[name].wait(30)
+
+    ids = _send(client, pool, tick, "a", "b", "c")
+    with caplog.at_level(logging.WARNING, logger="pgque.worker"), ExitStack() as stack:
+        stack.enter_context(running(workers["first"]))
+        wait_until(lambda: len(began["first"]) == 3)
+        with _away(conn, reader):
+            stack.enter_context(running(workers["second"]))
+            wait_until(lambda: began["second"])
+        releases["first"].set()
+        wait_until(lambda: not workers["first"]._batches)
+        assert _held(client, pool) == 1
+        releases["second"].set()
+        wait_until(lambda: _held(client, pool) == 0)
+    assert sorted(began["first"]) == ids
+    assert len(began["second"]) == 1
+    [refused] = [message for message in caplog.messages if "does not count" in message]
+    assert str(began["second"][0]) in refused
+    assert client.reclaim(pool, "c") == 0
+    assert _left(client, pool) == []
 
 
 @pytest.mark.parametrize("stopped", ["before", "meanwhile"])

@@ -125,7 +125,7 @@ class Batch(Generic[M]):
         for verdict in sorted(groups, key=lambda verdict: verdict.verb == "ack"):
             is_rest = verdict.verb == "ack" and not self._has_released
             if can_be_whole and verdict.verb in _WHOLE and (is_rest or len(groups) == 1):
-                calls.append(_settle_batch(self.batch_id, verdict))
+                calls.append(_settle_batch(self.batch_id, verdict, groups[verdict]))
             else:
                 calls.append(settle(self.batch_id, verdict, groups[verdict]))
         return calls
@@ -172,7 +172,17 @@ def settle(batch_id: int, verdict: Verdict, msg_ids: Sequence[int]) -> Call:
     )
 
 
-def _settle_batch(batch_id: int, verdict: Verdict) -> Call:
+def _settle_batch(batch_id: int, verdict: Verdict, msg_ids: Sequence[int]) -> Call:
+    """Return the statement that settles all that is left of a batch."""
+    if verdict.verb == "ack":
+        # It is refused whole when others have some of it; then those that are still held are acked. The case
+        # makes the second call wait for the first.
+        return (
+            "select o.msg_id, o.reason from (select pgque.ack(%(batch)s::bigint) offset 0) as r (done),"
+            " lateral pgque.ack(%(batch)s::bigint, case r.done when 0 then %(msg_ids)s::bigint[] end) as o"
+            " where r.done = 0 and not o.ok",
+            {"batch": batch_id, "msg_ids": msg_ids},
+        )
     if verdict.verb == "archive":
         sql = "select o.msg_id, o.reason from pgque.archive(%(batch)s::bigint) as o where not o.ok"
     else:
