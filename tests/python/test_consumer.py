@@ -493,6 +493,43 @@ def test_a_connection_lost_in_a_handler_brings_the_batch_again(
     assert client.receive(subscribed, "c") == []
 
 
+class _BillingError(Exception):
+    """What a handler makes of an error of the database."""
+
+
+def test_a_handler_that_wraps_the_loss_of_its_connection_does_not_end_the_consumer(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    calls = 0
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            conn.execute("select pg_terminate_backend(%s, 5000)", [own.info.backend_pid])
+        try:
+            _record(message, own)
+        except psycopg.Error as error:
+            raise _BillingError("no bill") from error
+
+    client.send_batch(subscribed, "t", ["a", "b", "c"])
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) == 3)
+    assert _ledger(conn) == ["a", "b", "c"]
+    assert calls == 5
+    assert client.receive(subscribed, "c") == []
+    assert client.dlq_inspect(subscribed) == []
+
+
 def test_a_commit_that_always_fails_is_tried_at_growing_distances_and_loses_nothing(
     dsn: str,
     client: pgque.PgqueClient,

@@ -23,7 +23,14 @@ from ._encode import watchful
 from ._hands import call, check_handler
 from ._stopper import Stopper, HandlerInterrupted
 from .client import PgqueClient
-from .errors import PgqueBatchNotFound, PgqueError, PgqueQueueInUse, from_psycopg, is_permanent
+from .errors import (
+    PgqueBatchNotFound,
+    PgqueConnectionError,
+    PgqueError,
+    PgqueQueueInUse,
+    from_psycopg,
+    is_permanent,
+)
 from .types import Message, Seconds
 
 Handler: TypeAlias = Callable[[Message], object]
@@ -287,7 +294,11 @@ class Consumer:
                 call(handler, message)
         except Exception as error:
             if client.conn.closed or client.conn.broken:
-                raise
+                # Whatever the handler made of that: the batch comes again.
+                raise PgqueConnectionError(
+                    f"the connection was lost while message {message.msg_id} was handled: {error}",
+                    queue=self.queue,
+                ) from error
             log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
             return _storable(f"{type(error).__name__}: {error}")
         return None
