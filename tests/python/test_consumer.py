@@ -608,6 +608,43 @@ def test_workers_share_the_messages_of_one_consumer(
     assert seen["w2"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("transactional", [False, True])
+def test_a_batch_that_another_worker_took_over_is_logged(
+    dsn: str,
+    client: pgque.PgqueClient,
+    queue: str,
+    tick: Tick,
+    wait_until: Wait,
+    caplog: pytest.LogCaptureFixture,
+    transactional: bool,
+    fails: bool,
+) -> None:
+    for name in ("slow", "quick"):
+        client.subscribe_subconsumer(queue, "group", name)
+    taken: list[pgque.Message] = []
+    consumer = pgque.Consumer(
+        dsn, queue=queue, name="group", subconsumer="slow", dead_interval=60, transactional=transactional
+    )
+
+    def take_over() -> bool:
+        taken.extend(client.receive_coop(queue, "group", "quick", dead_interval=0.1))
+        return bool(taken)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object] | None = None) -> None:
+        wait_until(take_over, "another worker takes the batch over")
+        if fails:
+            raise RuntimeError("no")
+
+    sent = client.send(queue, "x")
+    tick(queue)
+    with running(consumer):
+        wait_until(lambda: any("taken over by another worker" in line for line in caplog.messages))
+    assert [message.msg_id for message in taken] == [sent]
+    assert client.ack(taken[0].batch_id) == 1
+
+
 def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait
 ) -> None:

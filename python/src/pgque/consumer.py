@@ -54,7 +54,7 @@ _FAILED = (
 
 
 class _BatchLost(Exception):
-    """Undo the transaction of a batch that is no longer ours."""
+    """Say that a batch is no longer ours, and undo its transaction."""
 
 
 class Consumer:
@@ -247,8 +247,8 @@ class Consumer:
                 with client.conn.transaction():
                     if not self._handle_and_settle(client, batch):
                         raise _BatchLost
-            else:
-                self._handle_and_settle(client, batch)
+            elif not self._handle_and_settle(client, batch):
+                raise _BatchLost
         except (_BatchLost, PgqueBatchNotFound):
             log.warning("batch %s was taken over by another worker", batch[0].batch_id)
 

@@ -53,7 +53,7 @@ _FAILED = (
 
 
 class _BatchLost(Exception):
-    """Undo the transaction of a batch that is no longer ours."""
+    """Say that a batch is no longer ours, and undo its transaction."""
 
 
 class AsyncConsumer:
@@ -246,8 +246,8 @@ class AsyncConsumer:
                 async with client.conn.transaction():
                     if not await self._handle_and_settle(client, batch):
                         raise _BatchLost
-            else:
-                await self._handle_and_settle(client, batch)
+            elif not await self._handle_and_settle(client, batch):
+                raise _BatchLost
         except (_BatchLost, PgqueBatchNotFound):
             log.warning("batch %s was taken over by another worker", batch[0].batch_id)
 
