@@ -949,6 +949,97 @@ def test_stopping_an_async_consumer_in_a_batch_leaves_its_loop_running(
     assert [message.msg_id for message in client.receive(subscribed, "c")] == ids
 
 
+@pytest.mark.parametrize("transactional", [False, True])
+def test_a_handler_that_waited_for_something_cancelled_has_failed(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, transactional: bool
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    client.send_batch(subscribed, "t", ["bad", "good"])
+    tick(subscribed)
+    seen: list[str | None] = []
+
+    async def main() -> None:
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", transactional=transactional)
+        shared = asyncio.create_task(asyncio.Event().wait())
+
+        @consumer.on("*")
+        async def handle(message: pgque.Message, own: object = None) -> None:
+            if message.payload == "bad":
+                asyncio.get_running_loop().call_soon(shared.cancel)
+                await shared
+            seen.append(message.payload)
+
+        task = asyncio.create_task(consumer.start())
+        await asyncio.to_thread(wait_until, lambda: client.dlq_inspect(subscribed))
+        assert not task.done()
+        consumer.stop()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(main())
+    assert seen == ["good"]
+    [letter] = client.dlq_inspect(subscribed)
+    assert (letter.ev_data, letter.dl_reason) == ("bad", "RuntimeError: the handler was cancelled")
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+def test_a_cancelled_consumer_ends_and_its_batch_comes_again(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, transactional: bool
+) -> None:
+    sent = client.send(subscribed, "x")
+    tick(subscribed)
+
+    async def main() -> None:
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", transactional=transactional)
+        began = asyncio.Event()
+
+        @consumer.on("*")
+        async def handle(message: pgque.Message, own: object = None) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(consumer.start())
+        await asyncio.wait_for(began.wait(), 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+
+    asyncio.run(main())
+    assert [(m.msg_id, m.retry_count) for m in client.receive(subscribed, "c")] == [(sent, 0)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_handler_that_hangs_after_a_stop(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    signum: int,
+) -> None:
+    sent = client.send(subscribed, "x")
+    tick(subscribed)
+
+    async def main() -> None:
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
+        began = asyncio.Event()
+
+        @consumer.on("*")
+        async def handle(message: pgque.Message) -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(consumer.start())
+        await asyncio.wait_for(began.wait(), 10)
+        consumer.stop()
+        await asyncio.to_thread(wait_until, consumer._stopper.out_of_time)
+        assert not task.done()
+        os.kill(os.getpid(), signum)
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(main())
+    assert [(m.msg_id, m.retry_count) for m in client.receive(subscribed, "c")] == [(sent, 0)]
+
+
 def test_a_signal_stops_all_that_run_in_a_loop_and_the_handlers_are_put_back_behind_the_last(
     dsn: str, client: pgque.PgqueClient, subscribed: str
 ) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -17,6 +18,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from types import FrameType
 
 from psycopg import AsyncConnection, Connection
+
+from ._hands import call, call_async
 
 # After a stop, a batch is given this long to be finished, in seconds; then it is handed back.
 GRACE = 0.5
@@ -109,6 +112,10 @@ class Stopper:
         finally:
             self._interruptible = False
 
+    def handle(self, handler: Callable[..., object], *args: object) -> object:
+        """Call a handler within `call`, and return its outcome."""
+        return call(handler, *args)
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if not self._stop.is_set():
             self.set()
@@ -170,6 +177,7 @@ class AsyncStopper:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped_at = 0.0
         self._task: asyncio.Future[HandlerInterrupted | None] | None = None
+        self._cancelling = False  # Python 3.10 does not tell it of a task
 
     def set(self) -> None:
         if not self._stop.is_set():
@@ -245,12 +253,14 @@ class AsyncStopper:
                 return interrupted
             return None
 
+        self._cancelling = False
         task = self._task = asyncio.ensure_future(run())
         try:
             interrupted = await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled() and self.out_of_time():
                 raise HandlerInterrupted("interrupted by a signal") from None
+            self._cancelling = True
             task.cancel()
             with suppress(BaseException):
                 await task
@@ -259,6 +269,22 @@ class AsyncStopper:
             self._task = None
         if interrupted is not None:
             raise interrupted
+
+    async def handle(self, handler: Callable[..., object], *args: object) -> object:
+        """Call a handler within `call`, and return its outcome. Raises RuntimeError where it ends as
+        cancelled and nobody cancelled this task: something else that it waited for was."""
+        try:
+            return await call_async(handler, *args)
+        except asyncio.CancelledError as error:
+            if self._is_cancelled():
+                raise
+            raise RuntimeError("the handler was cancelled") from error
+
+    def _is_cancelled(self) -> bool:
+        task = asyncio.current_task()
+        if sys.version_info >= (3, 11) and task is not None and task.cancelling() > 0:
+            return True
+        return self._cancelling
 
     def stop_by_signal(self) -> None:
         """Stop, and interrupt what is running then half a second later; for signal handlers."""
@@ -270,9 +296,12 @@ class AsyncStopper:
         if not self._stop.is_set():
             self.set()
             asyncio.get_running_loop().call_later(GRACE + 0.05, self._interrupt)
+        elif self.out_of_time():
+            self._interrupt()
 
     def _interrupt(self) -> None:
         if self._task is not None:
+            self._cancelling = True
             self._task.cancel()
 
     @asynccontextmanager

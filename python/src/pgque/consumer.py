@@ -20,7 +20,7 @@ from psycopg.pq import TransactionStatus
 from tenacity import Retrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from ._encode import watchful
-from ._hands import call, check_handler
+from ._hands import check_handler
 from ._stopper import Stopper, HandlerInterrupted
 from .client import PgqueClient
 from .errors import (
@@ -287,11 +287,11 @@ class Consumer:
                 with (
                     client.conn.transaction()
                 ):  # a savepoint: a failed handler takes only its own work back
-                    call(handler, message, client.conn)
+                    self._stopper.handle(handler, message, client.conn)
                     if client.conn.info.transaction_status is TransactionStatus.INERROR:
                         raise RuntimeError(_FAILED)
             else:
-                call(handler, message)
+                self._stopper.handle(handler, message)
         except Exception as error:
             if client.conn.closed or client.conn.broken:
                 # Whatever the handler made of that: the batch comes again.

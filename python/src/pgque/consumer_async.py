@@ -19,7 +19,7 @@ from psycopg.pq import TransactionStatus
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from ._encode import watchful
-from ._hands import call_async, check_async_handler
+from ._hands import check_async_handler
 from ._stopper import AsyncStopper, HandlerInterrupted
 from .client_async import AsyncPgqueClient
 from .errors import (
@@ -286,11 +286,11 @@ class AsyncConsumer:
                 async with (
                     client.conn.transaction()
                 ):  # a savepoint: a failed handler takes only its own work back
-                    await call_async(handler, message, client.conn)
+                    await self._stopper.handle(handler, message, client.conn)
                     if client.conn.info.transaction_status is TransactionStatus.INERROR:
                         raise RuntimeError(_FAILED)
             else:
-                await call_async(handler, message)
+                await self._stopper.handle(handler, message)
         except Exception as error:
             if client.conn.closed or client.conn.broken:
                 # Whatever the handler made of that: the batch comes again.
