@@ -9625,7 +9625,7 @@ comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (pa
 comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
   'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
   '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
-  'ttl: not delivered after; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
+  'ttl: not delivered after, both at most 100 years; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
   'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
 comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
   'The same for jsonb, stored in its canonical form.';
