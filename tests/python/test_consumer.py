@@ -19,6 +19,7 @@ import psycopg
 import pytest
 
 import pgque
+from pgque import errors
 
 Tick = Callable[[str], int | None]
 Wait = Callable[..., None]
@@ -386,6 +387,39 @@ def test_a_failed_transactional_handler_takes_only_its_own_work_back(
         wait_until(lambda: len(_ledger(conn)) == 2)
     assert _ledger(conn) == ["a", "d"]
     assert {letter.ev_data for letter in client.dlq_inspect(subscribed)} == {"sql", "python"}
+
+
+def test_a_transactional_handler_whose_prepared_statement_was_not_kept_has_not_failed(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a pooler in transaction mode."""
+    monkeypatch.setattr(errors, "_behind_pooler", threading.Event())
+    client.set_queue_config(subscribed, "max_retries", 0)
+    sent = [str(n) for n in range(10)]
+    client.send_batch(subscribed, "t", sent)
+    tick(subscribed)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+    lost: list[int] = []
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        if message.payload == "8" and not lost:
+            lost.append(message.msg_id)
+            own.execute("do $$ begin execute 'deallocate all'; end $$")
+        _record(message, own)
+
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) == len(sent))
+    assert _ledger(conn) == sent
+    assert client.dlq_inspect(subscribed) == []
+    assert lost
 
 
 def test_a_transactional_handler_that_catches_an_error_without_a_savepoint_has_failed(
@@ -1007,6 +1041,7 @@ def test_a_cancelled_consumer_ends_and_its_batch_comes_again(
     assert [(m.msg_id, m.retry_count) for m in client.receive(subscribed, "c")] == [(sent, 0)]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_handler_that_hangs_after_a_stop(
     dsn: str,
@@ -1015,6 +1050,7 @@ def test_a_signal_ends_a_handler_that_hangs_after_a_stop(
     tick: Tick,
     wait_until: Wait,
     signum: int,
+    at_once: bool,
 ) -> None:
     sent = client.send(subscribed, "x")
     tick(subscribed)
@@ -1031,7 +1067,8 @@ def test_a_signal_ends_a_handler_that_hangs_after_a_stop(
         task = asyncio.create_task(consumer.start())
         await asyncio.wait_for(began.wait(), 10)
         consumer.stop()
-        await asyncio.to_thread(wait_until, consumer._stopper.out_of_time)
+        if not at_once:
+            await asyncio.to_thread(wait_until, consumer._stopper.out_of_time)
         assert not task.done()
         os.kill(os.getpid(), signum)
         await asyncio.wait_for(task, 5)

@@ -223,14 +223,20 @@ def test_what_is_sent_after_ctrl_c_in_an_ack_is_there_for_others(
     pid, main = _backend(conn, work.queue), threading.get_ident()
 
     def interrupt() -> None:
-        wait_for_lock(pid)
-        signal.pthread_kill(main, signal.SIGINT)
+        try:
+            wait_for_lock(pid)
+        finally:
+            signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        next(loop)
-    thread.join(10)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(loop)
+    finally:
+        thread.join(20)
+        signal.signal(signal.SIGINT, before)
     holder.rollback()
     work.send("c")
     tick(work.queue)
@@ -270,6 +276,40 @@ def test_what_is_sent_after_a_cancelled_ack_is_there_for_others(
             assert [message.payload async for message in work.messages(timeout=0)] == ["d"]
 
     asyncio.run(call())
+
+
+def test_after_a_cancelled_ack_of_one_message_the_loop_goes_on_over_the_same_connection(
+    dsn: str,
+    client: pgque.PgqueClient,
+    queue: str,
+    tick: Tick,
+    conn: Connection,
+    connect: Callable[..., Connection],
+    wait_for_lock: Callable[[int], None],
+) -> None:
+    client.subscribe(queue, "c")
+    client.send_batch(queue, "t", ["a", "b"])
+    tick(queue)
+    holder = connect(autocommit=False)
+
+    async def call() -> None:
+        async with pgque.AsyncWorkQueue(dsn, queue, consumer="c") as work:
+            loop = work.messages(max_messages=2, timeout=0)
+            first = await loop.__anext__()
+            holder.execute("select pg_advisory_xact_lock(%s)", [first.batch_id])
+            pid = _backend(conn, queue)
+            telling = asyncio.ensure_future(first.ack())
+            await asyncio.to_thread(wait_for_lock, pid)
+            telling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await telling
+            holder.rollback()
+            assert [message.payload async for message in loop] == ["b"]
+            assert _backend(conn, queue) == pid
+
+    asyncio.run(call())
+    assert _left(client, queue) == []
+    assert _held(client, queue) == 0
 
 
 def test_what_is_missing_is_told(dsn: str, queue: str) -> None:

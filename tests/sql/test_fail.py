@@ -266,8 +266,9 @@ def test_a_nack_costs_no_more_beside_transactions_that_go_on_sending(
 ) -> None:
     """Nobody looks at their rows, which come after the tick and count for no window."""
     below, above = connect(autocommit=False), connect(autocommit=False)
+    sent = [send(conn, subscribed)]
     send(below, subscribed)
-    sent = [send(conn, subscribed) for _ in range(10)]
+    sent += [send(conn, subscribed) for _ in range(9)]
     send(above, subscribed)
     sent += [send(conn, subscribed) for _ in range(2)]
     tick(conn, subscribed)
@@ -275,7 +276,7 @@ def test_a_nack_costs_no_more_beside_transactions_that_go_on_sending(
     for bulk in (below, above):
         send_many(bulk, subscribed, 20_000)
     nack_ids(conn, batch, [sent[4]])
-    nacked = [sent[0], sent[9]]
+    nacked = [sent[0], sent[1], sent[9]]
     for id_ in nacked:
         (plan,) = value(
             conn, f"explain (analyze, buffers, format json) select pgque.nack({batch}, array[{id_}])"

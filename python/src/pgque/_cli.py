@@ -71,7 +71,7 @@ def limit_option(command: Callable[P, R]) -> Callable[P, R]:
 
 def age(text: str) -> timedelta:
     """Return a length of time such as 90s or 30d. Raises click.BadParameter."""
-    match = re.fullmatch(r"(\d+)\s*(s|secs?|seconds?|m|mins?|minutes?|h|hours?|d|days?)", text.strip())
+    match = re.fullmatch(r"(\d+)\s*(s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?)", text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is not an age such as 90s, 15m, 12h or 30d")
     try:

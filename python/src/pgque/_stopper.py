@@ -51,6 +51,7 @@ class Stopper:
         self._interruptible = False
         self._signalling = threading.Lock()
         self._catching = False
+        self._timing = False  # a signal has come, and another one will
 
     def set(self) -> None:
         if not self._stop.is_set():
@@ -117,13 +118,16 @@ class Stopper:
         return call(handler, *args)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if not self._stop.is_set():
+        if self.out_of_time():
+            if self._interruptible:
+                raise HandlerInterrupted(f"interrupted by {signal.Signals(signum).name}")
+        elif not self._timing:
+            self._timing = True
             self.set()
-            timer = threading.Timer(GRACE + 0.05, self._signal_again, (threading.get_ident(), signum))
+            after = GRACE + 0.05 - self.stopped_for()
+            timer = threading.Timer(after, self._signal_again, (threading.get_ident(), signum))
             timer.daemon = True
             timer.start()
-        elif self._interruptible and self.out_of_time():
-            raise HandlerInterrupted(f"interrupted by {signal.Signals(signum).name}")
 
     def _signal_again(self, thread: int, signum: int) -> None:
         # A real signal, because that alone ends a sleep or a system call; only while our own handler is in
@@ -178,6 +182,7 @@ class AsyncStopper:
         self._stopped_at = 0.0
         self._task: asyncio.Future[HandlerInterrupted | None] | None = None
         self._cancelling = False  # Python 3.10 does not tell it of a task
+        self._timing = False  # a signal has come, and the time for the batch in hand runs
 
     def set(self) -> None:
         if not self._stop.is_set():
@@ -293,11 +298,12 @@ class AsyncStopper:
                 self._loop.call_soon_threadsafe(self._on_signal)
 
     def _on_signal(self) -> None:
-        if not self._stop.is_set():
-            self.set()
-            asyncio.get_running_loop().call_later(GRACE + 0.05, self._interrupt)
-        elif self.out_of_time():
+        if self.out_of_time():
             self._interrupt()
+        elif not self._timing:
+            self._timing = True
+            self.set()
+            asyncio.get_running_loop().call_later(GRACE + 0.05 - self.stopped_for(), self._interrupt)
 
     def _interrupt(self) -> None:
         if self._task is not None:

@@ -127,7 +127,7 @@ def receive(
     """Receive a batch and print the payloads, a line each.
 
     With --no-ack the same messages come again; with --worker only after the visibility timeout. The exit
-    code is 3 when there are none, or when they are no longer this receiver's once they are printed.
+    code is 3 when there are none, or when they could not be acked once they were printed.
     """
     with connect(dsn, autocommit=True) as client:
         batch = client.receive(
@@ -138,7 +138,7 @@ def receive(
         sys.stdout.flush()
         settled = client.ack(batch[0].batch_id) if batch and ack else len(batch)
     if batch and settled == 0:
-        click.echo("batch not open any more: its messages come again", err=True)
+        click.echo("not acked: others have finished the batch, or taken messages of it", err=True)
     if settled == 0:
         sys.exit(NOTHING)
 

@@ -960,8 +960,8 @@ class PgqueClient:
     def _error(self, error: psycopg.Error, params: Mapping[str, object]) -> PgqueError:
         queue = params.get("queue")
         translated = from_psycopg(error, queue if isinstance(queue, str) else None)
-        if self._owned:
-            self._conn.prepare_threshold = prepare_threshold()
+        if self._owned and prepare_threshold() is None:
+            self._conn.prepare_threshold = None
         return translated
 
 

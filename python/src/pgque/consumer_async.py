@@ -29,6 +29,7 @@ from .errors import (
     PgqueQueueInUse,
     from_psycopg,
     is_permanent,
+    of_pooler,
 )
 from .types import Message, Seconds
 
@@ -298,6 +299,8 @@ class AsyncConsumer:
                     f"the connection was lost while message {message.msg_id} was handled: {error}",
                     queue=self.queue,
                 ) from error
+            if self.transactional and (not_kept := of_pooler(error)) is not None:
+                raise from_psycopg(not_kept, self.queue) from error
             log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
             return _storable(f"{type(error).__name__}: {error}")
         return None

@@ -157,6 +157,15 @@ def prepare_threshold() -> int | None:
     return None if _behind_pooler.is_set() else 5
 
 
+def of_pooler(error: BaseException | None) -> psycopg.Error | None:
+    """Return the error of a prepared statement that was not kept, if this is one or was raised from one."""
+    while error is not None:
+        if isinstance(error, psycopg.Error) and error.sqlstate in _POOLER_STATES:
+            return error
+        error = error.__cause__
+    return None
+
+
 def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     """Return the error of this package for a psycopg error, ready to be raised `from` it."""
     diag = error.diag

@@ -670,7 +670,7 @@ def _trip(
     """Settle in one transaction and take messages in another, in one round trip.
 
     So that the lock under which messages are handed out is not held while the outcomes go to the disk.
-    The connection has to be in autocommit mode; after an error it is closed.
+    The connection has to be in autocommit mode; after an error it is closed, and if it is cancelled halfway.
     """
     conn = client.conn
     told: list[Cursor[Refused]] = []
@@ -687,8 +687,11 @@ def _trip(
                 taken = conn.cursor(row_factory=args_row(make)).execute(*taking)
         refused = [row for cursor in told for row in cursor.fetchall()]
         return refused, taken.fetchall() if taken else []
-    except BaseException as error:  # a cancellation too: it may have come between begin and commit
+    except psycopg.Error as error:
         conn.close()
-        if isinstance(error, psycopg.Error):
-            raise from_psycopg(error) from error
+        raise from_psycopg(error) from error
+    except BaseException:
+        # Cancelled, and perhaps between begin and commit.
+        if conn.info.transaction_status is not psycopg.pq.TransactionStatus.IDLE:
+            conn.close()
         raise

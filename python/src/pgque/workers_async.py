@@ -668,7 +668,7 @@ async def _trip(
     """Settle in one transaction and take messages in another, in one round trip.
 
     So that the lock under which messages are handed out is not held while the outcomes go to the disk.
-    The connection has to be in autocommit mode; after an error it is closed.
+    The connection has to be in autocommit mode; after an error it is closed, and if it is cancelled halfway.
     """
     conn = client.conn
     told: list[AsyncCursor[Refused]] = []
@@ -685,8 +685,11 @@ async def _trip(
                 taken = await conn.cursor(row_factory=args_row(make)).execute(*taking)
         refused = [row for cursor in told for row in await cursor.fetchall()]
         return refused, await taken.fetchall() if taken else []
-    except BaseException as error:  # a cancellation too: it may have come between begin and commit
+    except psycopg.Error as error:
         await conn.close()
-        if isinstance(error, psycopg.Error):
-            raise from_psycopg(error) from error
+        raise from_psycopg(error) from error
+    except BaseException:
+        # Cancelled, and perhaps between begin and commit.
+        if conn.info.transaction_status is not psycopg.pq.TransactionStatus.IDLE:
+            await conn.close()
         raise
