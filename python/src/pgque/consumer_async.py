@@ -299,7 +299,9 @@ class AsyncConsumer:
                     f"the connection was lost while message {message.msg_id} was handled: {error}",
                     queue=self.queue,
                 ) from error
-            if self.transactional and (not_kept := of_pooler(error)) is not None:
+            not_kept = of_pooler(error)
+            if self.transactional and client.conn.prepare_threshold is not None and not_kept is not None:
+                # Not the handler's fault, once: the next connection prepares nothing.
                 raise from_psycopg(not_kept, self.queue) from error
             log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
             return _storable(f"{type(error).__name__}: {error}")

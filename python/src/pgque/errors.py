@@ -189,7 +189,7 @@ def is_permanent(error: PgqueError) -> bool:
         return True
     if error.sqlstate in {"42883", *_POOLER_STATES}:
         # An upgrade may have taken a function from under a running call; who connects again is told whether
-        # the versions fit.
+        # the versions fit. And who connects again prepares nothing.
         return False
     # 28: authentication; 42: missing function, missing right, and the like; 3D: no such database.
     return (error.sqlstate or "")[:2] in {"28", "42", "3D"}
