@@ -185,7 +185,11 @@ def test_a_ticker_goes_on_when_an_upgrade_took_a_function_from_under_it(
             failed.append(error)
 
     def loops() -> list[int]:
-        return column(conn, "select pid from pg_stat_activity where query ~ '^call pgque.ticker_loop'")
+        return column(
+            conn,
+            "select pid from pg_stat_activity"
+            " where datname = current_database() and query ~ '^call pgque.ticker_loop'",
+        )
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()
