@@ -132,6 +132,7 @@ def test_errors_are_one_line_with_a_hint_and_exit_code_1(dsn: str) -> None:
         ["receive", "q", "c", "--max", "0"],
         ["dlq", "requeue"],
         ["dlq", "purge", "q", "--older-than", "soon"],
+        ["dlq", "purge", "q", "--older-than", "90"],
         ["dlq", "purge", "q", "--older-than", "6months"],
         ["dlq", "purge", "q", "--older-than", "500ms"],
         ["dlq", "purge", "q", "--older-than", "99999999999d"],
@@ -142,10 +143,10 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "length", ["90", "90s", "90 sec", "90 seconds", "1m", "2min", "1 hour", "3h", "12hrs", "1day", "30d"]
+    "length", ["90s", "90 sec", "90 seconds", "1m", "2min", "1 hour", "3h", "12hrs", "1day", "30d"]
 )
 def test_lengths_of_time_have_a_unit(dsn: str, queue: str, length: str) -> None:
-    run("dlq", "purge", queue, "--older-than", length, "--dsn", dsn, code=0 if length != "90" else 2)
+    run("dlq", "purge", queue, "--older-than", length, "--dsn", dsn)
 
 
 def test_a_receiver_whose_messages_went_to_another_worker_while_it_printed_says_so(

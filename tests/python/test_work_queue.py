@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -243,6 +243,15 @@ def test_what_is_sent_after_ctrl_c_in_an_ack_is_there_for_others(
     assert "c" in _left(client, work.queue)
 
 
+async def _cancel(call: Awaitable[object], wait: Callable[[], None]) -> None:
+    """Begin a call, and cancel it after a wait in a thread."""
+    task = asyncio.ensure_future(call)
+    await asyncio.to_thread(wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 def test_what_is_sent_after_a_cancelled_ack_is_there_for_others(
     dsn: str,
     client: pgque.PgqueClient,
@@ -262,11 +271,7 @@ def test_what_is_sent_after_a_cancelled_ack_is_there_for_others(
             loop = work.messages(max_messages=1)
             first = await loop.__anext__()
             holder.execute("select pg_advisory_xact_lock(%s)", [first.batch_id])
-            asking = asyncio.ensure_future(loop.__anext__())
-            await asyncio.to_thread(wait_for_lock, _backend(conn, queue))
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
+            await _cancel(loop.__anext__(), lambda: wait_for_lock(_backend(conn, queue)))
             holder.rollback()
             await work.send("c")
             tick(queue)
@@ -298,11 +303,7 @@ def test_after_a_cancelled_ack_of_one_message_the_loop_goes_on_over_the_same_con
             first = await loop.__anext__()
             holder.execute("select pg_advisory_xact_lock(%s)", [first.batch_id])
             pid = _backend(conn, queue)
-            telling = asyncio.ensure_future(first.ack())
-            await asyncio.to_thread(wait_for_lock, pid)
-            telling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await telling
+            await _cancel(first.ack(), lambda: wait_for_lock(pid))
             holder.rollback()
             assert [message.payload async for message in loop] == ["b"]
             assert _backend(conn, queue) == pid

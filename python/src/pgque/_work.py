@@ -151,8 +151,9 @@ class Batch(Generic[M]):
         self._verdicts.pop(msg_id, None)
 
 
-def settle(batch_id: int, verdict: Verdict, msg_ids: Sequence[int]) -> Call:
-    """Return the statement that settles messages; it gives those whose outcome was refused."""
+def settle(batch_id: int, verdict: Verdict, msg_ids: Sequence[int] | None) -> Call:
+    """Return the statement that settles messages (a release: None is all); it gives those whose outcome was
+    refused."""
     if verdict.verb == "release":
         return (
             f"select null::bigint, '{_NOT_HELD}'"
@@ -185,12 +186,8 @@ def _settle_batch(batch_id: int, verdict: Verdict, msg_ids: Sequence[int]) -> Ca
         )
     if verdict.verb == "archive":
         sql = "select o.msg_id, o.reason from pgque.archive(%(batch)s::bigint) as o where not o.ok"
-    else:
-        sql = (
-            f"select null::bigint, '{_NOT_HELD}'"
-            f" from pgque.{verdict.verb}(%(batch)s::bigint) as r (done) where r.done = 0"
-        )
-    return sql, {"batch": batch_id}
+        return sql, {"batch": batch_id}
+    return settle(batch_id, verdict, None)
 
 
 def take(queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds) -> Call:
