@@ -402,6 +402,17 @@ def test_a_connection_with_another_row_factory_can_be_wrapped(dsn: str, queue: s
         assert pgque.PgqueClient(own).send(queue, "x") > 0
 
 
+def test_a_connection_whose_cursors_read_text_only_can_be_wrapped(
+    dsn: str, client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
+) -> None:
+    client.send(queue, {"n": 1}, headers={"n": 2}, ttl=60)
+    tick(queue)
+    with psycopg.connect(dsn, cursor_factory=psycopg.ClientCursor) as own:
+        [message] = pgque.PgqueClient(own).receive(queue, consumer)
+    assert (message.json(), message.headers) == ({"n": 1}, {"n": 2})
+    assert isinstance(message.expires_at, datetime)
+
+
 def test_a_pool_lends_a_connection_for_one_transaction(
     dsn: str, client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
 ) -> None:

@@ -19,6 +19,7 @@ from psycopg.rows import args_row, tuple_row
 from psycopg_pool import ConnectionPool
 
 from . import _encode, _otel
+from ._decode import reading
 from ._encode import MessageOrId
 from ._version import __version__
 from .errors import PgqueError, from_psycopg, prepare_threshold
@@ -922,7 +923,7 @@ class PgqueClient:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
         self._ensure_version()
         try:
-            with self._conn.cursor(row_factory=args_row(make)) as cur:
+            with reading(self._conn.cursor(row_factory=args_row(make))) as cur:
                 cur.execute(sql, params)
                 return cur.fetchall()
         except psycopg.Error as error:
@@ -951,7 +952,7 @@ class PgqueClient:
         """Run one statement and return its first row."""
         self._ensure_version()
         try:
-            with self._conn.cursor(row_factory=tuple_row) as cur:
+            with reading(self._conn.cursor(row_factory=tuple_row)) as cur:
                 cur.execute(sql, params)
                 return cur.fetchone()
         except psycopg.Error as error:

@@ -18,6 +18,7 @@ from psycopg.rows import args_row, tuple_row
 from psycopg_pool import AsyncConnectionPool
 
 from . import _encode, _otel
+from ._decode import reading
 from ._encode import MessageOrId
 from ._version import __version__
 from .errors import PgqueError, from_psycopg, prepare_threshold
@@ -921,7 +922,7 @@ class AsyncPgqueClient:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
         await self._ensure_version()
         try:
-            async with self._conn.cursor(row_factory=args_row(make)) as cur:
+            async with reading(self._conn.cursor(row_factory=args_row(make))) as cur:
                 await cur.execute(sql, params)
                 return await cur.fetchall()
         except psycopg.Error as error:
@@ -950,7 +951,7 @@ class AsyncPgqueClient:
         """Run one statement and return its first row."""
         await self._ensure_version()
         try:
-            async with self._conn.cursor(row_factory=tuple_row) as cur:
+            async with reading(self._conn.cursor(row_factory=tuple_row)) as cur:
                 await cur.execute(sql, params)
                 return await cur.fetchone()
         except psycopg.Error as error:

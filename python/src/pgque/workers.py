@@ -22,6 +22,7 @@ from psycopg import Cursor, sql
 from psycopg.rows import args_row
 
 from . import _encode, _otel, _work
+from ._decode import reading
 from ._hands import Hands, Lock, call, check_handler, serve
 from ._stopper import Stopper, HandlerInterrupted
 from ._work import Batch, Call, Refused, Verdict
@@ -684,7 +685,7 @@ def _trip(
             if calls and taking:
                 conn.execute("commit")
             if taking:
-                taken = conn.cursor(row_factory=args_row(make)).execute(*taking)
+                taken = reading(conn.cursor(row_factory=args_row(make))).execute(*taking)
         refused = [row for cursor in told for row in cursor.fetchall()]
         return refused, taken.fetchall() if taken else []
     except psycopg.Error as error:

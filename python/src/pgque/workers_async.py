@@ -21,6 +21,7 @@ from psycopg import AsyncCursor, sql
 from psycopg.rows import args_row
 
 from . import _encode, _otel, _work
+from ._decode import reading
 from ._hands import AsyncHands, AsyncLock, call_async, check_async_handler, serve_async
 from ._stopper import AsyncStopper, HandlerInterrupted
 from ._work import Batch, Call, Refused, Verdict
@@ -682,7 +683,7 @@ async def _trip(
             if calls and taking:
                 await conn.execute("commit")
             if taking:
-                taken = await conn.cursor(row_factory=args_row(make)).execute(*taking)
+                taken = await reading(conn.cursor(row_factory=args_row(make))).execute(*taking)
         refused = [row for cursor in told for row in await cursor.fetchall()]
         return refused, await taken.fetchall() if taken else []
     except psycopg.Error as error:
