@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import TypeAlias
+
+from ._decode import parse_json
 
 # str travels as text, byte for byte; bytes as bytes; dict, list, numbers and booleans as JSON; None as NULL.
 Payload: TypeAlias = (
@@ -26,6 +27,9 @@ class Message:
 
     `receive_count` is 1 at the first delivery. A message is settled by its batch: `ack(batch_id)` finishes
     all of the batch that was not nacked before. Columns that the server does not fill yet are None.
+
+    `headers` are read as `json` reads a payload; if they are nested too deeply, who looks into them gets a
+    ValueError.
     """
 
     msg_id: int
@@ -47,14 +51,13 @@ class Message:
     queue: str | None = None
 
     def json(self) -> object:
-        """Parse the payload as JSON.
+        """Parse the payload as JSON. A whole number of more than 4,300 digits is a Decimal.
 
-        Raises ValueError when it is not JSON, and also when the message has no payload.
+        Raises ValueError when it is not JSON or nested too deeply, and also when the message has no payload.
         """
         if self.payload is None:
             raise ValueError(f"message {self.msg_id} has no payload")
-        value: object = json.loads(self.payload)
-        return value
+        return parse_json(self.payload)
 
 
 @dataclass(frozen=True, slots=True)
