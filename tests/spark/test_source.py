@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
@@ -149,6 +150,29 @@ def test_every_column_of_a_message_is_read(source: Source, conn: Connection) -> 
     )
     # Spark hands out times of the machine's zone without saying so.
     assert second.created_at.astimezone(timezone.utc) == created
+
+
+def test_headers_that_python_does_not_read_arrive(source: Source, conn: Connection) -> None:
+    conn.execute("set max_stack_depth = '4MB'")  # the deepest need more than the default
+    digits, deep = "7" * 5000, f"{'[' * 12_000}{']' * 12_000}"
+    odd: dict[str, object] = {
+        'a "b"': "\\ ]}, {ä",
+        "none": None,
+        "list": ["]", {}, "a, b"],
+        "": 1.5,
+        "empty": {},
+        "yes": True,
+    }
+    plain = json.dumps(odd, ensure_ascii=False)
+    for headers in (f'{{"n": {digits}, "x": [-{digits}]}}', f'{plain[:-1]}, "deep": {deep}}}'):
+        conn.execute("select pgque.send(%s, 'order', 'x'::text, %s::jsonb)", [source.queue, headers])
+    forced_tick(conn, source.queue)
+    found = [row.headers for row in source.batch(includeHeaders=True).orderBy("msg_id").collect()]
+    texts = {
+        name: item if item is None or isinstance(item, str) else json.dumps(item)
+        for name, item in odd.items()
+    }
+    assert found == [{"n": digits, "x": f"[-{digits}]"}, {**texts, "deep": deep}]
 
 
 def test_text_of_every_kind_survives(source: Source, conn: Connection) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ _PATIENCE = 5.0
 # From the epoch of Unix to that of PostgreSQL, in microseconds.
 _EPOCH = 946_684_800_000_000
 _NO_LIMIT = 2**62
+# What divides JSON into its parts, and strings, which may hold the like.
+_MARK = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[][{},]')
 # When the driver's host is lost, nothing closes its connection. The server would keep the session, and with
 # it the consumer's lock, until the system's keepalives notice, mostly after two hours; all that time a
 # restarted query would fail with PQ006.
@@ -552,8 +555,26 @@ def _headers(value: bytes | None) -> list[tuple[str, str | None]] | None:
     """Return headers as a map of text; what is not a string stays JSON. A jsonb begins with a version."""
     if value is None:
         return None
-    found: Mapping[str, object] = json.loads(value[1:])
-    return [
-        (name, item if item is None or isinstance(item, str) else json.dumps(item, ensure_ascii=False))
-        for name, item in found.items()
-    ]
+    try:
+        found: Mapping[str, object] = json.loads(value[1:])
+        return [
+            (name, item if item is None or isinstance(item, str) else json.dumps(item, ensure_ascii=False))
+            for name, item in found.items()
+        ]
+    except (ValueError, RecursionError):  # too many digits for Python, or nested too deeply
+        return list(_members(value[1:].decode()))
+
+
+def _members(text: str) -> Iterator[tuple[str, str | None]]:
+    """Split an object that jsonb printed, without a look into its numbers and what is nested."""
+    name, start, depth = "", 0, 0
+    for found in _MARK.finditer(text):
+        mark = found[0]
+        if depth == 1 and not name and mark[0] == '"':
+            name, start = mark, found.end() + len(": ")
+            continue
+        depth += (mark in "[{") - (mark in "]}")
+        if depth == 0 or (depth == 1 and mark == ","):
+            item = text[start : found.start()]
+            yield json.loads(name), json.loads(item) if item == "null" or item[0] == '"' else item
+            name = ""
