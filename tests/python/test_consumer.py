@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 
 import pgque
 from pgque import errors
@@ -127,6 +129,70 @@ def test_a_notification_wakes_the_consumer_long_before_the_next_poll(
             client.send(subscribed, str(n))
             tick(subscribed)
             wait_until(lambda n=n: len(seen) == n, "the message arrives", timeout=3)
+
+
+@pytest.fixture
+def by_id(client: pgque.PgqueClient, new_queue: Callable[[str], str], conn: Connection) -> tuple[str, str]:
+    """The name of a queue, as long as one can be, and its id; with the consumer c."""
+    name = new_queue(f"{'Ž%' * 18}{secrets.token_hex(1)} ")
+    assert len(name.encode()) == 57
+    client.subscribe(name, "c")
+    row = conn.execute("select i.queue_uid::text from pgque.get_queue_info(%s) as i", [name]).fetchone()
+    assert row is not None
+    return name, row[0]
+
+
+@pytest.mark.parametrize("subconsumer", [None, "w"])
+def test_a_consumer_that_names_its_queue_by_the_id_is_woken_too(
+    dsn: str,
+    client: pgque.PgqueClient,
+    by_id: tuple[str, str],
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    subconsumer: str | None,
+) -> None:
+    queue, uid = by_id
+    seen: list[pgque.Message] = []
+    if subconsumer is not None:
+        client.subscribe_subconsumer(queue, "c", subconsumer, convert_normal=True)
+    consumer = pgque.Consumer(
+        f"{dsn} application_name=by_id", queue=uid, name="c", poll_interval=600, subconsumer=subconsumer
+    )
+    consumer.on("*")(seen.append)
+    with running(consumer):
+        for n in range(1, 4):
+            _listening(conn, wait_until, "by_id")
+            client.send(queue, str(n))
+            tick(queue)
+            wait_until(lambda n=n: len(seen) == n, "the message arrives", timeout=3)
+
+
+def test_after_its_queue_was_renamed_a_consumer_listens_to_the_new_name(
+    dsn: str,
+    client: pgque.PgqueClient,
+    by_id: tuple[str, str],
+    new_queue: Any,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+) -> None:
+    queue, uid = by_id
+    seen: list[pgque.Message] = []
+    consumer = pgque.Consumer(f"{dsn} application_name=renamed", queue=uid, name="c", poll_interval=600)
+    consumer.on("*")(seen.append)
+    with running(consumer):
+        _listening(conn, wait_until, "renamed")
+        client.rename_queue(queue, "of another name")
+        new_queue.names.append("of another name")
+        client.send(uid, "found at the next look")
+        tick(uid)
+        conn.execute(sql.SQL("notify {}").format(sql.Identifier(f"pgque_{queue}")))  # instead of the poll
+        wait_until(lambda: len(seen) == 1, "the next look")
+        _listening(conn, wait_until, "renamed")
+        client.send(uid, "announced")
+        tick(uid)
+        wait_until(lambda: len(seen) == 2, "the message arrives", timeout=3)
 
 
 def test_without_a_notification_the_queue_is_polled(

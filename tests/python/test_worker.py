@@ -138,11 +138,20 @@ def test_handlers_run_at_a_time_as_many_as_asked_for(
         wait_until(lambda: len(seen) == 8)
 
 
+@pytest.mark.parametrize("named_by", ["name", "uid"])
 def test_a_new_message_is_handled_long_before_the_next_look(
-    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+    dsn: str,
+    client: pgque.PgqueClient,
+    conn: Connection,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    named_by: str,
 ) -> None:
     taken: list[float] = []
-    worker = pgque.Worker(dsn, queue=pool, consumer="c")
+    info = conn.execute("select queue_uid::text from pgque.get_queue_info(%s)", [pool]).fetchone()
+    assert info is not None
+    worker = pgque.Worker(dsn, queue=pool if named_by == "name" else info[0], consumer="c")
     worker.handler("*")(lambda message: taken.append(time.monotonic()))
     delays = []
     with running(worker):

@@ -78,7 +78,8 @@ class AsyncConsumer:
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
-        queue: name of the queue. The consumer must be subscribed to it, but for one with subconsumers.
+        queue: name or `queue_uid` of the queue. The consumer must be subscribed to it, but for one with
+            subconsumers.
         name: name of the consumer.
         poll_interval: seconds between looks at the queue when no notification comes.
         max_messages: most messages in one batch.
@@ -185,13 +186,14 @@ class AsyncConsumer:
         try:
             async with await AsyncPgqueClient.connect(self._conninfo(), autocommit=True) as client:
                 client.conn.add_notify_handler(self._on_notify)
-                channel = sql.Identifier(f"pgque_{self.queue}")
-                await client.conn.execute(sql.SQL("listen {}").format(channel))
+                name = await listen(client, self.queue)
                 while not self._stopper.is_set():
                     self._notified = False
                     batch = await self._receive(client)
                     if batch:
                         await self._work(client, batch)
+                        if batch[0].queue != name:  # it was renamed
+                            name = await listen(client, self.queue)
                     worked = True
                     if not batch and not self._notified:
                         await self._stopper.wait(client.conn, self.poll_interval)
@@ -321,6 +323,16 @@ class AsyncConsumer:
 def _storable(reason: str) -> str:
     """Return a text that the database can store: no NUL, no half characters, and not without end."""
     return reason.replace("\x00", "")[:_LONGEST_REASON].encode("utf-8", "replace").decode("utf-8")
+
+
+async def listen(client: AsyncPgqueClient, queue: str) -> str:
+    """Have a connection notified of new messages, and return the name of the queue, which may be given by its
+    `queue_uid`. Calls `pgque.get_queue_info`. Raises PgqueQueueNotFound."""
+    name = await client._value(
+        str, "select i.queue_name from pgque.get_queue_info(%(queue)s::text) as i", {"queue": queue}
+    )
+    await client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{name}")))
+    return name
 
 
 async def keep_connected(

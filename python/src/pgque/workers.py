@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Literal, TypeAlias, TypeVar
 
 import psycopg
-from psycopg import Cursor, sql
+from psycopg import Cursor
 from psycopg.rows import args_row
 
 from . import _encode, _otel, _work
@@ -27,7 +27,7 @@ from ._hands import Hands, Lock, call, check_handler, serve
 from ._stopper import Stopper, HandlerInterrupted
 from ._work import Batch, Call, Refused, Verdict
 from .client import PgqueClient
-from .consumer import FIRST_PAUSE, keep_connected
+from .consumer import FIRST_PAUSE, keep_connected, listen
 from .errors import PgqueError, from_psycopg, is_permanent
 from .outcomes import HandlerOutcome
 from .types import Event, Message, Payload, Seconds
@@ -122,7 +122,7 @@ class WorkQueue:
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
-        queue: name of the queue.
+        queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed; not needed for sending.
     """
 
@@ -311,7 +311,8 @@ class WorkQueue:
     def _listen(self) -> PgqueClient:
         client = self._connected()
         if self._listening is not client:
-            _listen(client, self.queue, self._on_notify)
+            client.conn.add_notify_handler(self._on_notify)
+            listen(client, self.queue)
             self._listening = client
         return client
 
@@ -355,7 +356,7 @@ class Worker:
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
-        queue: name of the queue.
+        queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed to the queue.
         concurrency: how many handlers run at a time.
         use: "threads"; or "processes", and then handlers must be functions of a module, and the program
@@ -486,7 +487,8 @@ class Worker:
 
         self._stopper.call(connect)
         try:
-            _listen(found[0], self.queue, self._on_notify)
+            found[0].conn.add_notify_handler(self._on_notify)
+            listen(found[0], self.queue)
         except BaseException:
             found[0].close()
             raise
@@ -608,13 +610,6 @@ class Worker:
             log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
             return _work.failure(error, retry_after)
         return _work.verdict_of(outcome, success, retry_after)
-
-
-def _listen(client: PgqueClient, queue: str, on_notify: Callable[[psycopg.Notify], None]) -> None:
-    """Have `on_notify` called when there are new messages. Raises PgqueQueueNotFound."""
-    [info] = client.queue_info(queue)  # the name, where `queue` is an id
-    client.conn.add_notify_handler(on_notify)
-    client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{info.queue_name}")))
 
 
 def _wait(

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Literal, TypeAlias, TypeVar
 
 import psycopg
-from psycopg import AsyncCursor, sql
+from psycopg import AsyncCursor
 from psycopg.rows import args_row
 
 from . import _encode, _otel, _work
@@ -26,7 +26,7 @@ from ._hands import AsyncHands, AsyncLock, call_async, check_async_handler, serv
 from ._stopper import AsyncStopper, HandlerInterrupted
 from ._work import Batch, Call, Refused, Verdict
 from .client_async import AsyncPgqueClient
-from .consumer_async import FIRST_PAUSE, keep_connected
+from .consumer_async import FIRST_PAUSE, keep_connected, listen
 from .errors import PgqueError, from_psycopg, is_permanent
 from .outcomes import HandlerOutcome
 from .types import Event, Message, Payload, Seconds
@@ -121,7 +121,7 @@ class AsyncWorkQueue:
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
-        queue: name of the queue.
+        queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed; not needed for sending.
     """
 
@@ -310,7 +310,8 @@ class AsyncWorkQueue:
     async def _listen(self) -> AsyncPgqueClient:
         client = await self._connected()
         if self._listening is not client:
-            await _listen(client, self.queue, self._on_notify)
+            client.conn.add_notify_handler(self._on_notify)
+            await listen(client, self.queue)
             self._listening = client
         return client
 
@@ -354,7 +355,7 @@ class AsyncWorker:
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
-        queue: name of the queue.
+        queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed to the queue.
         concurrency: how many handlers run at a time.
         use: "tasks".
@@ -484,7 +485,8 @@ class AsyncWorker:
 
         await self._stopper.call(connect)
         try:
-            await _listen(found[0], self.queue, self._on_notify)
+            found[0].conn.add_notify_handler(self._on_notify)
+            await listen(found[0], self.queue)
         except BaseException:
             await found[0].close()
             raise
@@ -606,13 +608,6 @@ class AsyncWorker:
             log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
             return _work.failure(error, retry_after)
         return _work.verdict_of(outcome, success, retry_after)
-
-
-async def _listen(client: AsyncPgqueClient, queue: str, on_notify: Callable[[psycopg.Notify], None]) -> None:
-    """Have `on_notify` called when there are new messages. Raises PgqueQueueNotFound."""
-    [info] = await client.queue_info(queue)  # the name, where `queue` is an id
-    client.conn.add_notify_handler(on_notify)
-    await client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{info.queue_name}")))
 
 
 async def _wait(
