@@ -1,4 +1,4 @@
-"""Times and lengths of time are the same whatever DateStyle and IntervalStyle a role or a database has."""
+"""Times and lengths of time are the same whatever DateStyle, IntervalStyle and TimeZone a session has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -238,3 +239,72 @@ def test_the_command_prints_the_same(dsn: str, styled_dsn: str, busy: tuple[str,
         ["archive", "list", queue],
     ):
         assert printed(*command, dsn=styled_dsn) == printed(*command, dsn=dsn)
+
+
+@pytest.fixture
+def far_zones(monkeypatch: pytest.MonkeyPatch, conn: Connection) -> Iterator[None]:
+    """The process is in India, its session in New York."""
+    conn.execute("set timezone = 'America/New_York'")
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Kolkata")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("far_zones")
+def test_a_time_without_zone_is_local_time_of_the_process(client: pgque.PgqueClient, queue: str) -> None:
+    local = datetime(2041, 3, 4, 5, 6)
+    wanted = datetime(2041, 3, 3, 23, 36, tzinfo=timezone.utc)
+    client.send(queue, "send", deliver_at=local)
+    client.send(queue, pgque.Event("t", "event", deliver_at=local))
+    client.send_batch(queue, "t", ["batch", "zone"], deliver_ats=[local, wanted])
+    client.send_batch(queue, "t", [pgque.Event("t", "event of a batch", deliver_at=local)])
+    due = {message.payload: message.available_at for message in client.list_messages(queue)}
+    assert due == dict.fromkeys(("send", "event", "batch", "zone", "event of a batch"), wanted)
+
+
+@pytest.mark.usefixtures("far_zones")
+def test_a_consumer_starts_at_a_local_time(client: pgque.PgqueClient, queue: str, tick: Tick) -> None:
+    client.send(queue, "before")
+    tick(queue)
+    now = datetime.now()
+    client.send(queue, "after")
+    tick(queue)
+    client.subscribe(queue, "c", now)
+    assert [message.payload for message in client.receive(queue, "c")] == ["after"]
+
+
+@pytest.mark.usefixtures("far_zones")
+def test_an_event_is_put_aside_until_a_local_time(client: pgque.PgqueClient, queue: str, tick: Tick) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "x")
+    tick(queue)
+    [message] = client.receive(queue, "c")
+    client.event_retry(message.batch_id, message.msg_id, datetime(2041, 3, 4, 5, 6))
+    [status] = client.message_status(queue, message.msg_id)
+    assert status.available_at is not None
+    assert abs(status.available_at - datetime(2041, 3, 3, 23, 36, tzinfo=timezone.utc)) < timedelta(minutes=1)
+
+
+@pytest.mark.usefixtures("far_zones")
+def test_the_archive_is_searched_and_cut_at_a_local_time(
+    client: pgque.PgqueClient, queue: str, tick: Tick
+) -> None:
+    client.subscribe(queue, "c")
+    client.send(queue, "x")
+    tick(queue)
+    [message] = client.receive(queue, "c")
+    client.archive(message.batch_id)
+    [archived] = client.archive_list(queue)
+    local = archived.archived_at.astimezone().replace(tzinfo=None)
+    minute = timedelta(minutes=1)
+    assert client.archive_list(queue, since=local - minute) == [archived]
+    assert client.archive_list(queue, since=local + minute) == []
+    assert client.archive_list(queue, since=datetime.min) == [archived]
+    assert client.archive_list(queue, since=datetime.max) == []
+    # The day (UTC) ends at half past five in India, before it does in New York.
+    day = archived.archived_at.astimezone(timezone.utc).date() + timedelta(days=1)
+    end = datetime(day.year, day.month, day.day, 5, 30)
+    assert client.archive_purge(queue, end - minute) == 0
+    assert client.archive_purge(queue, end + minute) == 1

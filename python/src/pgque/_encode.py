@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
-from typing import TypeAlias, TypeGuard, TypeVar
+from datetime import datetime, timedelta, timezone
+from typing import TypeAlias, TypeGuard, TypeVar, overload
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -81,7 +81,7 @@ def send_arguments(event: Event) -> tuple[str, dict[str, object]]:
             "headers": ("jsonb", None if event.headers is None else as_json(event.headers)),
             "key": ("text", event.key),
             "delay": ("interval", interval(event.delay)),
-            "deliver_at": ("timestamptz", event.deliver_at),
+            "deliver_at": ("timestamptz", moment(event.deliver_at)),
             "ttl": ("interval", interval(event.ttl)),
             "partition_key": ("text", event.partition_key),
         }
@@ -132,7 +132,7 @@ def batch_arguments(batch: Sequence[Event]) -> tuple[str, dict[str, object]]:
             "headers": ("jsonb[]", _unless_empty(headers)),
             "keys": ("text[]", _unless_empty([event.key for event in batch])),
             "delays": ("interval[]", _unless_empty([interval(event.delay) for event in batch])),
-            "deliver_ats": ("timestamptz[]", _unless_empty([event.deliver_at for event in batch])),
+            "deliver_ats": ("timestamptz[]", _unless_empty([moment(event.deliver_at) for event in batch])),
             "ttls": ("interval[]", _unless_empty([interval(event.ttl) for event in batch])),
             "partition_keys": ("text[]", _unless_empty([event.partition_key for event in batch])),
         }
@@ -149,6 +149,25 @@ def interval(value: Seconds | None) -> timedelta | None:
     if value is None or isinstance(value, timedelta):
         return value
     return timedelta(seconds=value)
+
+
+@overload
+def moment(value: datetime) -> datetime: ...
+
+
+@overload
+def moment(value: datetime | None) -> datetime | None: ...
+
+
+def moment(value: datetime | None) -> datetime | None:
+    """Return a time with its zone. One without is local time, as everywhere in Python; the server would take
+    it for one of the session's zone."""
+    if value is None or value.tzinfo is not None:
+        return value
+    try:
+        return value.astimezone()
+    except (OverflowError, ValueError):  # at an end of the calendar
+        return value.replace(tzinfo=timezone.utc)
 
 
 def setting_text(value: Setting) -> str | None:
@@ -172,7 +191,7 @@ def config_json(config: Mapping[str, Setting]) -> str:
 
 def start_text(start_at: str | int | datetime) -> str:
     """Return where to start as the text that `subscribe` takes."""
-    return start_at.isoformat() if isinstance(start_at, datetime) else str(start_at)
+    return moment(start_at).isoformat() if isinstance(start_at, datetime) else str(start_at)
 
 
 def message_id(message: MessageOrId) -> int:

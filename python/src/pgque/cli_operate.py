@@ -352,7 +352,7 @@ def archive() -> None:
 def archive_list(dsn: str, as_json: bool, limit: int, queue: str, since: datetime | None) -> None:
     """List archived messages of a queue."""
     with connect(dsn) as client:
-        rows = client.archive_list(queue, limit, since.astimezone() if since else None)
+        rows = client.archive_list(queue, limit, since)
     shown = (
         "archive_id",
         "msg_id",

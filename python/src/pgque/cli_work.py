@@ -95,7 +95,7 @@ def send(
             headers=[_pairs(headers)] * count if headers else None,
             keys=[key] * count if key is not None else None,
             delays=[delay] * count if delay is not None else None,
-            deliver_ats=[deliver_at.astimezone()] * count if deliver_at is not None else None,
+            deliver_ats=[deliver_at] * count if deliver_at is not None else None,
             ttls=[ttl] * count if ttl is not None else None,
             partition_keys=[partition_key] * count if partition_key is not None else None,
         )

@@ -161,7 +161,8 @@ class PgqueClient:
             headers: travel with the message as a JSON object.
             key: while a message with this key was not handed out, it is replaced, and its id returned.
             delay: seconds until it can be received.
-            deliver_at: the time from which it can be received, instead of `delay`.
+            deliver_at: the time from which it can be received, instead of `delay`; a datetime without time
+                zone is local time.
             ttl: seconds after which it expires; 0 is never, None as the queue's `message_ttl` says.
             partition_key: goes to `extra1`, and is the key for keyed order where there is no `key`.
 
@@ -259,7 +260,8 @@ class PgqueClient:
         """Subscribe a consumer and return 1, or 0 when it was subscribed already. Calls `pgque.subscribe`.
 
         Without `start_at` it sees what is sent from now on. `start_at` is "latest", "earliest", a tick id
-        or a time. With `keyed_order` its workers get the messages of one key one at a time and in order.
+        or a time; a datetime without time zone is local time. With `keyed_order` its workers get the
+        messages of one key one at a time and in order.
         """
         sql, params = _encode.arguments(
             {
@@ -456,8 +458,10 @@ class PgqueClient:
 
     def event_retry(self, batch_id: int, event_id: int, retry_after: int | datetime) -> int:
         """Put an event of a batch aside until a time or for some seconds: 1, or 0 when it was. Calls
-        `pgque.event_retry`."""
-        cast = "timestamptz" if isinstance(retry_after, datetime) else "int"
+        `pgque.event_retry`. A datetime without time zone is local time."""
+        cast = "int"
+        if isinstance(retry_after, datetime):
+            cast, retry_after = "timestamptz", _encode.moment(retry_after)
         return self._value(
             int,
             f"select pgque.event_retry(%(batch)s::bigint, %(event)s::bigint, %(after)s::{cast})",
@@ -801,11 +805,11 @@ class PgqueClient:
         self, queue: str, limit: int = 100, since: datetime | None = None
     ) -> list[ArchivedMessage]:
         """Return the newest archived messages of a queue, at most `limit`, or those archived `since` then.
-        Calls `pgque.archive_list`."""
+        Calls `pgque.archive_list`. A datetime without time zone is local time."""
         return self._rows(
             f"select {columns(ArchivedMessage, 'a')}"
             " from pgque.archive_list(%(queue)s::text, %(limit)s::int, %(since)s::timestamptz) as a",
-            {"queue": queue, "limit": limit, "since": since},
+            {"queue": queue, "limit": limit, "since": _encode.moment(since)},
             ArchivedMessage,
         )
 
@@ -818,11 +822,11 @@ class PgqueClient:
 
     def archive_purge(self, queue: str, before: datetime) -> int:
         """Drop the days (UTC) of the archive that ended before a time, and return their count. Calls
-        `pgque.archive_purge`."""
+        `pgque.archive_purge`. A datetime without time zone is local time."""
         return self._value(
             int,
             "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
-            {"queue": queue, "before": before},
+            {"queue": queue, "before": _encode.moment(before)},
         )
 
     # -- dead letters

@@ -64,7 +64,8 @@ class Message:
 class Event:
     """Hold a message to be sent, with all that goes with it; for `send` and `send_batch`.
 
-    `delay` and `ttl` are seconds or a timedelta; for the other fields see `send`.
+    `delay` and `ttl` are seconds or a timedelta; a `deliver_at` without time zone is local time. For the
+    other fields see `send`.
     """
 
     type: str
