@@ -118,7 +118,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.4.2'::text $$;
+language sql immutable as $$ select '0.4.3'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -7557,14 +7557,16 @@ language sql stable as $$
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
 $$;
 
--- How many messages the slowest consumer has before it or in its workers' hands,
--- and how many are delayed.
+-- How many messages the slowest consumer has before it or in the hands of its
+-- workers and subconsumers, and how many are delayed.
 create or replace function pgque._depth(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
+  v_held   pgque.position_0;
   v_count  bigint;
+  v_part   bigint;
   v_own    bigint := 0;
   v_most   bigint := 0;
 begin
@@ -7596,6 +7598,21 @@ begin
         cross join lateral pgque._lease(v_sub.sub_id, o.token) l
         cross join lateral pgque._lease_state(o.token) s
         where not s.closed), 0);
+    for v_held in
+      select p.*
+      from pgque.subscriber s
+      cross join lateral pgque._position(s.sub_id) p
+      where s.sub_main = v_sub.sub_id and p.pos_batch is not null
+    loop
+      execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
+        pgque._slice_condition(coalesce(pgque._xid_condition(v_held.pos_snapshot, v_held.pos_next_snapshot), 'false'),
+          v_sub.sub_id, v_held.pos_done_id, v_held.pos_last_id)
+        || ' and (e.ev_expires is null or e.ev_expires > $1)'
+        || ' and not exists (select from pgque.settled_0 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'
+        || ' and not exists (select from pgque.settled_1 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'))
+      into v_part using pgque.clock(), v_held.pos_batch;
+      v_count := v_count + v_part;
+    end loop;
     v_most := greatest(v_most, v_count);
   end loop;
   return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);
@@ -9007,16 +9024,24 @@ begin
   end loop;
 
   check_name := 'open transactions'; queue := null;
-  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
-  from pg_stat_activity a
-  where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
-  order by a.xact_start limit 1;
+  select w.who, w.gid, pgque.clock() - w.since as age, bool_or(w.since is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
+  from (
+    select 'pid ' || a.pid as who, null as gid, a.xact_start as since
+    from pg_stat_activity a
+    where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
+    union all
+    select format('prepared by %I as %L', p.owner, p.gid), p.gid, p.prepared
+    from pg_prepared_xacts p
+    where p.database = current_database()
+  ) w
+  order by w.since limit 1;
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
   detail := coalesce(nullif(concat_ws('; ',
-    'oldest writing transaction: pid ' || v_found.pid || ', ' || date_trunc('seconds', v_found.age),
+    'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
     case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
   advice := nullif(concat_ws(' ',
     case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
+    case when status <> 'ok' and v_found.gid is not null then format('Nobody ends it by itself: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
     case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
 

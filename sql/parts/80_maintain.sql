@@ -435,14 +435,16 @@ language sql stable as $$
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
 $$;
 
--- How many messages the slowest consumer has before it or in its workers' hands,
--- and how many are delayed.
+-- How many messages the slowest consumer has before it or in the hands of its
+-- workers and subconsumers, and how many are delayed.
 create or replace function pgque._depth(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber;
   v_pos    pgque.position_0;
+  v_held   pgque.position_0;
   v_count  bigint;
+  v_part   bigint;
   v_own    bigint := 0;
   v_most   bigint := 0;
 begin
@@ -474,6 +476,21 @@ begin
         cross join lateral pgque._lease(v_sub.sub_id, o.token) l
         cross join lateral pgque._lease_state(o.token) s
         where not s.closed), 0);
+    for v_held in
+      select p.*
+      from pgque.subscriber s
+      cross join lateral pgque._position(s.sub_id) p
+      where s.sub_main = v_sub.sub_id and p.pos_batch is not null
+    loop
+      execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
+        pgque._slice_condition(coalesce(pgque._xid_condition(v_held.pos_snapshot, v_held.pos_next_snapshot), 'false'),
+          v_sub.sub_id, v_held.pos_done_id, v_held.pos_last_id)
+        || ' and (e.ev_expires is null or e.ev_expires > $1)'
+        || ' and not exists (select from pgque.settled_0 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'
+        || ' and not exists (select from pgque.settled_1 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'))
+      into v_part using pgque.clock(), v_held.pos_batch;
+      v_count := v_count + v_part;
+    end loop;
     v_most := greatest(v_most, v_count);
   end loop;
   return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);

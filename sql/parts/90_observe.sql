@@ -625,16 +625,24 @@ begin
   end loop;
 
   check_name := 'open transactions'; queue := null;
-  select a.pid, pgque.clock() - a.xact_start as age, bool_or(a.xact_start is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
-  from pg_stat_activity a
-  where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
-  order by a.xact_start limit 1;
+  select w.who, w.gid, pgque.clock() - w.since as age, bool_or(w.since is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
+  from (
+    select 'pid ' || a.pid as who, null as gid, a.xact_start as since
+    from pg_stat_activity a
+    where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
+    union all
+    select format('prepared by %I as %L', p.owner, p.gid), p.gid, p.prepared
+    from pg_prepared_xacts p
+    where p.database = current_database()
+  ) w
+  order by w.since limit 1;
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
   detail := coalesce(nullif(concat_ws('; ',
-    'oldest writing transaction: pid ' || v_found.pid || ', ' || date_trunc('seconds', v_found.age),
+    'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
     case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
   advice := nullif(concat_ws(' ',
     case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
+    case when status <> 'ok' and v_found.gid is not null then format('Nobody ends it by itself: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
     case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
 

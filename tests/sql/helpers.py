@@ -214,6 +214,12 @@ def refused(sqlstate: str, call: Callable[..., Any], *args: Any) -> psycopg.Erro
     return error
 
 
+def need_prepared_transactions(conn: Connection) -> None:
+    """Skip the test on a server that has none, as one that is not the tests' own may."""
+    if value(conn, "show max_prepared_transactions") == "0":
+        pytest.skip("the server has max_prepared_transactions = 0")
+
+
 def move_clock(conn: Connection, by: str) -> None:
     """Set the engine's clock ahead. Only in a database of one's own."""
     conn.execute(

@@ -14,6 +14,7 @@ from sql.helpers import (
     forced_tick,
     move_clock,
     nack,
+    need_prepared_transactions,
     queue_bytes,
     receive,
     refused,
@@ -244,6 +245,30 @@ def test_health_names_the_consumer_whose_worker_holds_rotation_up(own: Connectio
         assert len(rows(own, take, 1, "v")) == 1
     rotation = "select h.detail from pgque.health() as h where h.queue = 'q' and h.check_name = 'rotation'"
     assert str(value(own, rotation)).endswith("slowest consumer b")
+
+
+def test_health_names_a_prepared_transaction_that_was_forgotten(
+    own: Connection, transaction: Callable[..., Connection]
+) -> None:
+    need_prepared_transactions(own)
+    value(own, "select pgque.create_queue('q')")
+    task = transaction("read committed", own.info.dsn)
+    send(task, "q")
+    task.execute("prepare transaction 'it''s old'")
+    check = "select status, detail, advice from pgque.health() where check_name = 'open transactions'"
+    try:
+        (young,) = rows(own, check)
+        assert young[0] == "ok"
+        move_clock(own, "2 hours")
+        ((status, detail, advice),) = rows(own, check)
+        assert status == "warn"
+        assert detail.startswith(
+            f"oldest writing transaction: prepared by {own.info.user} as 'it''s old', 02:00:"
+        )
+        assert "rollback prepared 'it''s old'" in advice
+    finally:
+        own.execute("rollback prepared 'it''s old'")
+    assert rows(own, check) == [("ok", "none", None)]
 
 
 def test_metrics_are_one_row_a_figure(own: Connection) -> None:

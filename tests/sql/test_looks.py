@@ -16,6 +16,7 @@ from sql.helpers import (
     configure,
     drain,
     nack,
+    need_prepared_transactions,
     post,
     pump,
     receive,
@@ -157,8 +158,7 @@ def test_what_is_rolled_back_leaves_nothing_to_look_at(
 def test_a_prepared_transaction_is_a_writer_until_it_is_finished(
     quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
 ) -> None:
-    if value(quiet, "show max_prepared_transactions") == "0":
-        pytest.skip("the server has max_prepared_transactions = 0")
+    need_prepared_transactions(quiet)
     writer = transaction("read committed", quiet.info.dsn)
     sent = send(writer, "q")
     writer.execute("prepare transaction 'looks'")

@@ -14,6 +14,7 @@ from sql.helpers import (
     drain,
     forced_tick,
     leaf,
+    need_prepared_transactions,
     payloads,
     receive,
     rotate,
@@ -247,11 +248,6 @@ def test_many_transactions_open_at_a_tick_are_all_delivered_once(
     tick(conn, subscribed)
     got = drain(conn, subscribed, count=9)
     assert sorted(got) == [s for n, s in enumerate(sent) if n % 3 != 2]
-
-
-def need_prepared_transactions(conn: Connection) -> None:
-    if value(conn, "show max_prepared_transactions") == "0":
-        pytest.skip("the server has max_prepared_transactions = 0")
 
 
 def test_a_prepared_transaction_is_delivered_when_it_commits(

@@ -21,6 +21,7 @@ from sql.helpers import (
     forced_tick,
     leaf,
     move_clock,
+    need_prepared_transactions,
     payloads,
     pump,
     receive,
@@ -976,8 +977,7 @@ def test_a_prepared_transaction_keeps_its_parts(
     conn: Connection, connect: Callable[..., Connection], subscribed: str, background: Callable[..., Any],
     wait_for_lock: Callable[..., None], transaction: Callable[..., Connection],
 ) -> None:  # fmt: skip
-    if value(conn, "show max_prepared_transactions") == "0":
-        pytest.skip("the server has max_prepared_transactions = 0")
+    need_prepared_transactions(conn)
     task = transaction()
     insert(task, "sink", part_of(subscribed, "first"))
     task.execute(f"prepare transaction '{subscribed}'".encode())

@@ -21,6 +21,7 @@ from sql.helpers import (
     outcome,
     post,
     receive,
+    receive_coop,
     refused,
     rows,
     send,
@@ -79,6 +80,23 @@ def test_what_is_in_flight_counts_until_it_is_acked(conn: Connection, subscribed
     assert ack(conn, batch[0].batch_id) == 1
     send_many(conn, subscribed, 3)
     refused("PQ003", send, conn, subscribed)
+
+
+def test_what_subconsumers_hold_counts_until_it_is_acked(conn: Connection, queue: str) -> None:
+    value(conn, "select pgque.register_subconsumer(%s, 'c', 'one')", queue)
+    configure(conn, queue, max_depth=4)
+    sent = offer(conn, queue, 4)
+    first, second = receive_coop(conn, queue, "one", 2), receive_coop(conn, queue, "two", 1)
+    assert ids([*first, *second]) == sent[:3]
+    refused("PQ003", send, conn, queue)
+    nack(conn, first[0])  # it waits elsewhere, and is not counted twice
+    refused("PQ003", send, conn, queue)
+    ack(conn, first[0].batch_id)
+    send(conn, queue)
+    refused("PQ003", send, conn, queue)
+    ack(conn, second[0].batch_id)
+    send(conn, queue)
+    refused("PQ003", send, conn, queue)
 
 
 def test_room_is_made_message_by_message(conn: Connection, subscribed: str) -> None:
