@@ -38,7 +38,7 @@
 --     either saw the transaction finished or lists it as running;
 --   * a leaf is emptied only under its own lock, after looking at its rows.
 --
--- Install:  psql -q1f pgque.sql      (again to upgrade; prints nothing)
+-- Install:  psql -qv ON_ERROR_STOP=1 -1f pgque.sql      (again to upgrade; prints nothing)
 -- ---------------------------------------------------------------------------
 -- base: schema, roles, clock, errors
 -- ---------------------------------------------------------------------------
@@ -2876,7 +2876,10 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
 begin
-  if v_queue.queue_external_ticker then
+  if v_queue.queue_restored and (v_queue.queue_external_ticker or v_queue.queue_ticker_paused) then
+    perform pgque._rebase(v_queue.queue_id);
+    return null;
+  elsif v_queue.queue_external_ticker then
     raise exception using
       errcode = 'PQ005',
       message = format('queue %I has an external ticker', v_queue.queue_name),
@@ -3024,6 +3027,7 @@ begin
     raise exception using
       errcode = 'PQ005',
       message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
+      detail = format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time),
       hint = 'Tick ids rise, event sequences and times do not fall.';
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
     raise exception using
@@ -3890,7 +3894,7 @@ begin
       ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
       ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
       ' from (%s) e order by e.ev_id limit ',
-      v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows);
+      v_batch.pos_batch, v_batch.pos_attempt, v_queue.queue_name, v_rows);
     if v_sifts then
       v_sifted := pgque._sift_batch(v_queue, v_sub, v_rows, v_max, v_look);
       v_count := v_sifted.looked;
@@ -4914,7 +4918,7 @@ declare
   v_looked   bigint := 0;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
-  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0'
+  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0' or p_timeout > '100 years'
     or pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
   then
     perform pgque._refuse_worker(v_queue.queue_name, p_timeout);
@@ -5076,10 +5080,10 @@ create or replace function pgque._refuse_worker(p_queue text, p_timeout interval
 language plpgsql as $$
 begin
   perform pgque._need_read_committed('receive() for a worker');
-  if p_timeout <= '0' then
+  if p_timeout <= '0' or p_timeout > '100 years' then
     raise exception using
       errcode = 'PQ005',
-      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', p_queue),
+      message = pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
       hint = 'It is how long the worker has before others get its messages.';
   end if;
   raise exception using
@@ -6324,7 +6328,8 @@ begin
 end
 $$;
 
--- A span of time that must not be negative.
+-- A span of time from now that must neither be negative nor end when no client
+-- can read the time any more.
 create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
 language plpgsql immutable as $$
 begin
@@ -6333,6 +6338,11 @@ begin
       errcode = 'PQ005',
       message = pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
       hint = 'It is a time from now on, such as ''30 seconds''.';
+  elsif p_span > '100 years' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
+      hint = 'Not every client can read the time when that ends.';
   end if;
   return p_span;
 end
@@ -6522,10 +6532,14 @@ $$;
 -- that was done already.
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_now  timestamptz := pgque.clock();
 begin
   return (
     select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null, true) f);
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
+      -- An infinite one has no distance from now.
+      pgque._not_negative(least(greatest($3, v_now), v_now + interval '101 years') - v_now, 'the time until then', $1), null, true) f);
 end
 $$;
 
@@ -7821,7 +7835,12 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true), pgque.clock(), pgque._tick_snapshot(), null, false);
+  if v_queue.queue_external_ticker then
+    -- What comes next is not ours to say: it goes on behind the same tick.
+    perform pgque._store_tick(v_queue, v_last.tick_id, v_last.tick_time, pgque._tick_snapshot(), v_last.tick_event_seq, false);
+  else
+    perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true), pgque.clock(), pgque._tick_snapshot(), null, false);
+  end if;
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);
@@ -8263,9 +8282,23 @@ begin
 end
 $$;
 
+-- Whether there is pg_cron for the owner of pgque: null if it is not in this
+-- database, false if its schema is closed.
 create or replace function pgque._has_cron() returns boolean
 language sql stable as $$
-  select pg_catalog.to_regprocedure('cron.schedule(text,text,text)') is not null
+  select pg_catalog.has_schema_privilege(n.oid, 'usage')
+  from pg_catalog.pg_namespace n
+  where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule')
+$$;
+
+create or replace function pgque._no_cron_rights() returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ014',
+    message = pg_catalog.format('role %I may not schedule jobs', current_user),
+    hint = pg_catalog.format('grant usage on schema cron to %I;', current_user);
+end
 $$;
 
 -- Schedules the loop with pg_cron, in this database, once; PQ014 without it.
@@ -8275,30 +8308,48 @@ create or replace function pgque.start() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_job     bigint;
+  v_hint    text;
+  v_other   text;
   v_minute  text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '59.7 seconds' - clock_timestamp())$q$;
 begin
-  if not pgque._has_cron() then
+  if pgque._has_cron() is null then
     raise exception using
       errcode = 'PQ014',
       message = format('pg_cron is not in database %I', current_database()),
       hint = 'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
         'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.';
+  elsif not pgque._has_cron() then
+    perform pgque._no_cron_rights();
   end if;
   perform pgque._unschedule();
+  -- A job keeps its database when it is scheduled again under its name.
+  execute 'select string_agg(format(''select cron.unschedule(%s)'', j.jobid), ''; '' order by j.jobid), min(j.database) from cron.job j'
+    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
+  into v_hint, v_other;
+  if v_other is not null then
+    raise exception using
+      errcode = 'PQ014',
+      message = format('pg_cron has jobs of these names for database %I', v_other),
+      hint = format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint);
+  end if;
   update pgque.config c set stopped_at = null;
   begin
     execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '1 second', 'call pgque.ticker_loop()';
   exception
     when insufficient_privilege then
-      raise exception using
-        errcode = 'PQ014',
-        message = format('role %I may not schedule jobs', current_user),
-        hint = format('grant usage on schema cron to %I;', current_user);
+      perform pgque._no_cron_rights();
     when invalid_parameter_value then
       execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', v_minute;
       execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', v_minute;
       execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', v_minute;
   end;
+  execute 'select j.database from cron.job j where j.jobid = $1 and j.database <> pg_catalog.current_database()' into v_other using v_job;
+  if v_other is not null then
+    raise exception using
+      errcode = 'PQ014',
+      message = format('pg_cron works for database %I, not for %I', v_other, current_database()),
+      hint = format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database());
+  end if;
   return v_job;
 end
 $$;
@@ -8313,12 +8364,15 @@ begin
 end
 $$;
 
+-- Removes our jobs of this database, and of those that are gone: one that was
+-- renamed leaves them behind.
 create or replace function pgque._unschedule() returns void
 language plpgsql as $$
 begin
   if pgque._has_cron() then
     execute 'select cron.unschedule(j.jobid) from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()';
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   end if;
 end
 $$;
@@ -8358,6 +8412,9 @@ begin
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
+  elsif not pgque._has_cron() then
+    status := 'hidden';
+    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
   end if;
   return next;
   -- Between two transactions the loop holds no lock for a moment: look twice.
@@ -8429,6 +8486,20 @@ begin
 end
 $$;
 
+-- Who holds locks on a queue's tables, or keeps all others from one; null if nobody.
+create or replace function pgque._lockers(p_queue_id int, p_alone boolean) returns text
+language sql stable as $$
+  select pg_catalog.string_agg(distinct coalesce('pid ' || l.pid, 'a prepared transaction'), ', ')
+  from pg_catalog.pg_locks l
+  join pgque._leaves(p_queue_id) f on l.relation = pg_catalog.to_regclass(f.leaf)
+  where l.locktype = 'relation' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
+    and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+    and (l.mode = 'AccessExclusiveLock' or not p_alone)
+$$;
+
+-- What follows looks at every queue, so it waits for none: of one whose tables
+-- somebody has locked it says what it knows.
+
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
@@ -8439,7 +8510,7 @@ create or replace function pgque.get_queue_info(
   out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
   out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
@@ -8456,11 +8527,7 @@ begin
     begin
       v_last := null;
       v_old := null;
-      if pgque._missing_leaf(v_queue.queue_id) is null then
-        v_last := pgque._last_tick(v_queue);
-        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using v_last.tick_time - interval '1 minute';
-      end if;
+      ev_new := null;
       queue_name := v_queue.queue_name;
       queue_ntables := v_queue.queue_ntables;
       queue_cur_table := v_queue.queue_cur_table;
@@ -8471,13 +8538,21 @@ begin
       queue_ticker_max_count := v_queue.queue_ticker_max_count;
       queue_ticker_max_lag := v_queue.queue_ticker_max_lag;
       queue_ticker_idle_period := v_queue.queue_ticker_idle_period;
+      queue_paused := v_queue.queue_paused;
+      queue_max_retries := v_queue.queue_max_retries;
+      queue_uid := v_queue.queue_uid;
+      ticker_lag := null;
+      ev_per_sec := null;
+      last_tick_id := null;
+      if pgque._missing_leaf(v_queue.queue_id) is null then
+        v_last := pgque._last_tick(v_queue);
+        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_old using v_last.tick_time - interval '1 minute';
+      end if;
       ticker_lag := pgque.clock() - v_last.tick_time;
       ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
       ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
       last_tick_id := v_last.tick_id;
-      queue_paused := v_queue.queue_paused;
-      queue_max_retries := v_queue.queue_max_retries;
-      queue_uid := v_queue.queue_uid;
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
         perform pgque._no_queue(queue_name);
       end if;
@@ -8486,6 +8561,8 @@ begin
     exception
       when sqlstate 'PQ099' then
         null;
+      when lock_not_available then
+        return next;
       when others then
         if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -8502,11 +8579,12 @@ create or replace function pgque.get_consumer_info(
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_sub   pgque.subscriber;
   v_pos   pgque.position_0;
   v_tick  pgque.tick;
+  v_due   record;
 begin
   if $1 is not null then
     i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
@@ -8529,28 +8607,39 @@ begin
         v_pos := pgque._next_from(v_pos);
       end if;
       v_tick := null;
-      if pgque._missing_leaf(v_sub.sub_queue) is null then
-        v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
-      end if;
-      select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
-      into queue_name, pending_events
-      from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      lag := null;
+      pending_events := null;
+      select q.queue_name into queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue;
       if not found then
         perform pgque._no_queue($1);
       end if;
       consumer_name := pgque._subscriber_name(v_sub);
-      lag := pgque.clock() - v_tick.tick_time;
       last_seen := pgque.clock() - v_pos.pos_time;
       last_tick := v_pos.pos_tick;
       current_batch := v_pos.pos_batch;
       next_tick := v_pos.pos_next_tick;
       role := v_sub.sub_role;
       skipped_events := v_pos.pos_skipped;
+      if pgque._missing_leaf(v_sub.sub_queue) is null then
+        v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
+      end if;
+      select coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq into pending_events
+      from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      lag := pgque.clock() - v_tick.tick_time;
+      if v_sub.sub_role = 'pool' then
+        -- What its workers may take again, or were not given yet for the sake of the order.
+        select count(*) as n, min(r.ev_retry_after) as since into v_due
+        from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock();
+        pending_events := pending_events + v_due.n;
+        lag := greatest(lag, pgque.clock() - v_due.since);
+      end if;
       return next;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
         null;
+      when lock_not_available then
+        return next;
       when others then
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
@@ -8561,7 +8650,8 @@ end
 $$;
 
 -- The next n messages nobody has finished, without touching anything: what the
--- slowest consumer, or the one named, has before it, ticked or not.
+-- slowest consumer, or the one named, has before it, ticked or not, and what is due
+-- to come again.
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -8581,6 +8671,9 @@ begin
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
     v_pos := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
@@ -8598,9 +8691,19 @@ begin
     select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
       e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
       coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, v_queue.queue_name
-    from unnest(v_rows) with ordinality e
+    from unnest(v_rows) e
     where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
-    order by e.ordinality;
+    union all (
+      select distinct on (r.ev_id) r.ev_id, null::bigint, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
+        r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
+        greatest(r.ev_receives, r.ev_retry, 0), r.ev_error, r.ev_expires, v_queue.queue_name
+      from pgque.retry_queue r
+      where r.ev_queue = v_queue.queue_id and r.ev_retry_after <= pgque.clock() and (v_sub.sub_id is null or r.ev_owner in (0, v_sub.sub_id))
+        and not exists (select from unnest(v_rows) e where e.ev_id = r.ev_id)
+      order by r.ev_id
+      limit $2)
+    order by 1
+    limit $2;
 end
 $$;
 
@@ -8869,23 +8972,28 @@ $$;
 -- One figure a row, for a collector: name, queue, consumer, value.  Counts of
 -- events are taken from sequences and are exact up to rolled-back sends.
 create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
 begin
   return query
     select 'pgque_dead_tuples', null::text, null::text, coalesce(sum(t.n_dead_tup), 0)::double precision
     from pg_stat_all_tables t where t.schemaname = 'pgque';
-  return query
-    select 'pgque_schema_bytes', null::text, null::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::double precision
-    from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
+  begin
+    return query
+      select 'pgque_schema_bytes', null::text, null::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::double precision
+      from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
+  exception
+    when lock_not_available then
+      null;
+  end;
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
       return query select f.* from pgque._queue_metrics(v_queue) f;
       perform pgque._let_go();
     exception
-      when sqlstate 'PQ099' then
+      when sqlstate 'PQ099' or lock_not_available then
         null;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
@@ -8945,7 +9053,7 @@ begin
   detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
     case when v_new then ', committed events wait for one' else '' end);
   advice := case
-    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', null)', queue)
+    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', queue)
     when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
   end;
   return next;
@@ -8959,15 +9067,16 @@ begin
   limit 1;
   status := case
     when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
-      and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
+      and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
     else 'ok'
   end;
   detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
-  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
+  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
+    || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end;
   return next;
 
   check_name := 'consumers';
-  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.last_tick limit 1;
+  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.lag desc nulls last limit 1;
   status := case
     when v_found.lag > p_queue.queue_retention_period then 'fail'
     when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'
@@ -8982,7 +9091,12 @@ begin
   from pgque.retry_queue r
   where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
   status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-  detail := format('%s due', v_found.n);
+  detail := format('%s due', v_found.n) || coalesce((
+    select format(', %s wait for workers', count(*))
+    from pgque.subscriber s
+    join pgque.retry_queue r on r.ev_owner = s.sub_id
+    where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
+    having count(*) > 0), '');
   advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
   return next;
 
@@ -8997,7 +9111,7 @@ $$;
 
 -- One check a row: ok, warn or fail, what was found, and what to do about it.
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue    pgque.queue;
   v_found    record;
@@ -9016,6 +9130,11 @@ begin
     exception
       when sqlstate 'PQ099' then
         null;
+      when lock_not_available then
+        check_name := 'tables'; queue := v_queue.queue_name; status := 'fail';
+        detail := 'locked by ' || coalesce(pgque._lockers(v_queue.queue_id, true), 'somebody');
+        advice := 'No tick and no rotation of this queue until that transaction ends (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed).';
+        return next;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -9040,7 +9159,7 @@ begin
     'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
     case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
   advice := nullif(concat_ws(' ',
-    case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
+    case when status <> 'ok' then 'What it sent is delivered when it commits, and until then the tables that it used are not emptied; other messages are not held up.' end,
     case when status <> 'ok' and v_found.gid is not null then format('Nobody ends it by itself: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
     case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
@@ -9315,7 +9434,7 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
   'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
   'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
-  'visibility_timeout is not positive or the consumer has workers and none is named, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
+  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
   'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
   'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
@@ -9330,7 +9449,7 @@ comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.call
   'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
   'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
-  'PQ005 retry_after is negative.';
+  'PQ005 retry_after is negative or above 100 years.';
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
@@ -9350,7 +9469,7 @@ comment on function pgque.get_batch_cursor(bigint, text, int) is
   'Same as get_batch_cursor without extra_where.';
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
   'Delivers one event of an open batch to this consumer again at retry_time, however often it failed before. Returns 1, or 0 if it was failed already. '
-  'PQ007 the event is not in this batch, PQ012 the batch is not open.';
+  'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.event_retry(bigint, bigint, int) is
   'Same as event_retry with a time, in so many seconds from now.';
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
@@ -9431,6 +9550,7 @@ comment on function pgque.ticker() is
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 comment on function pgque.ticker(text, pgque.caller) is
   'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
+  'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
   'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
   'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
@@ -9445,9 +9565,9 @@ comment on procedure pgque.ticker_loop(interval) is
 comment on function pgque.set_tick_period_ms(int) is
   'Sets how often the loop looks for work, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
 comment on function pgque.start() is
-  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database, or you may not schedule jobs.';
+  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 comment on function pgque.stop() is
-  'Ends the running loop, whoever runs it, and removes the pg_cron jobs.';
+  'Ends the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
 comment on function pgque.maint() is
   'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
@@ -9473,9 +9593,10 @@ comment on function pgque.version() is
 comment on function pgque.clock() is
   'The time as pgque sees it. Tests replace it to move time.';
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick. PQ001 no such queue.';
+  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
+  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out, or how long something waits to be handed out again, if that is more), last_seen, ticks, open batch, '
+  'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.tick_for(text, text, pgque.caller) is
   'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
@@ -9501,12 +9622,12 @@ comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
   'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not. Changes nothing; batch_id is NULL. '
+  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value.';
+  'One figure a row for a monitoring system: name, queue, consumer, value. It waits for no lock: figures of a queue whose tables somebody keeps locked are left out.';
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it.';
+  'One check a row: ok, warn or fail, what was found, and what to do about it. It waits for no lock, and says of a locked queue who has it.';
 comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
@@ -9673,9 +9794,9 @@ comment on function pgque.archive(bigint, bigint[], pgque.caller) is
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 comment on function pgque.extend(bigint, interval, pgque.caller) is
-  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is

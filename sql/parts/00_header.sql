@@ -38,4 +38,4 @@
 --     either saw the transaction finished or lists it as running;
 --   * a leaf is emptied only under its own lock, after looking at its rows.
 --
--- Install:  psql -q1f pgque.sql      (again to upgrade; prints nothing)
+-- Install:  psql -qv ON_ERROR_STOP=1 -1f pgque.sql      (again to upgrade; prints nothing)

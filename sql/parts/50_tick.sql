@@ -186,7 +186,10 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
 begin
-  if v_queue.queue_external_ticker then
+  if v_queue.queue_restored and (v_queue.queue_external_ticker or v_queue.queue_ticker_paused) then
+    perform pgque._rebase(v_queue.queue_id);
+    return null;
+  elsif v_queue.queue_external_ticker then
     raise exception using
       errcode = 'PQ005',
       message = format('queue %I has an external ticker', v_queue.queue_name),
@@ -334,6 +337,7 @@ begin
     raise exception using
       errcode = 'PQ005',
       message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
+      detail = format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time),
       hint = 'Tick ids rise, event sequences and times do not fall.';
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
     raise exception using

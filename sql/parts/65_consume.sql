@@ -504,7 +504,7 @@ begin
       ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
       ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
       ' from (%s) e order by e.ev_id limit ',
-      v_batch.pos_batch, v_batch.pos_attempt, receive.queue_name, v_rows);
+      v_batch.pos_batch, v_batch.pos_attempt, v_queue.queue_name, v_rows);
     if v_sifts then
       v_sifted := pgque._sift_batch(v_queue, v_sub, v_rows, v_max, v_look);
       v_count := v_sifted.looked;

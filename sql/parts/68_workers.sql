@@ -232,7 +232,7 @@ declare
   v_looked   bigint := 0;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
-  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0'
+  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0' or p_timeout > '100 years'
     or pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
   then
     perform pgque._refuse_worker(v_queue.queue_name, p_timeout);
@@ -394,10 +394,10 @@ create or replace function pgque._refuse_worker(p_queue text, p_timeout interval
 language plpgsql as $$
 begin
   perform pgque._need_read_committed('receive() for a worker');
-  if p_timeout <= '0' then
+  if p_timeout <= '0' or p_timeout > '100 years' then
     raise exception using
       errcode = 'PQ005',
-      message = pg_catalog.format('visibility_timeout must be positive, for queue %I', p_queue),
+      message = pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
       hint = 'It is how long the worker has before others get its messages.';
   end if;
   raise exception using

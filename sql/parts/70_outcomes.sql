@@ -252,7 +252,8 @@ begin
 end
 $$;
 
--- A span of time that must not be negative.
+-- A span of time from now that must neither be negative nor end when no client
+-- can read the time any more.
 create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
 language plpgsql immutable as $$
 begin
@@ -261,6 +262,11 @@ begin
       errcode = 'PQ005',
       message = pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
       hint = 'It is a time from now on, such as ''30 seconds''.';
+  elsif p_span > '100 years' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
+      hint = 'Not every client can read the time when that ends.';
   end if;
   return p_span;
 end
@@ -450,10 +456,14 @@ $$;
 -- that was done already.
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_now  timestamptz := pgque.clock();
 begin
   return (
     select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry', greatest($3 - pgque.clock(), '0'), null, true) f);
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
+      -- An infinite one has no distance from now.
+      pgque._not_negative(least(greatest($3, v_now), v_now + interval '101 years') - v_now, 'the time until then', $1), null, true) f);
 end
 $$;
 

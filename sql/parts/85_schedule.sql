@@ -208,9 +208,23 @@ begin
 end
 $$;
 
+-- Whether there is pg_cron for the owner of pgque: null if it is not in this
+-- database, false if its schema is closed.
 create or replace function pgque._has_cron() returns boolean
 language sql stable as $$
-  select pg_catalog.to_regprocedure('cron.schedule(text,text,text)') is not null
+  select pg_catalog.has_schema_privilege(n.oid, 'usage')
+  from pg_catalog.pg_namespace n
+  where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule')
+$$;
+
+create or replace function pgque._no_cron_rights() returns void
+language plpgsql as $$
+begin
+  raise exception using
+    errcode = 'PQ014',
+    message = pg_catalog.format('role %I may not schedule jobs', current_user),
+    hint = pg_catalog.format('grant usage on schema cron to %I;', current_user);
+end
 $$;
 
 -- Schedules the loop with pg_cron, in this database, once; PQ014 without it.
@@ -220,30 +234,48 @@ create or replace function pgque.start() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_job     bigint;
+  v_hint    text;
+  v_other   text;
   v_minute  text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '59.7 seconds' - clock_timestamp())$q$;
 begin
-  if not pgque._has_cron() then
+  if pgque._has_cron() is null then
     raise exception using
       errcode = 'PQ014',
       message = format('pg_cron is not in database %I', current_database()),
       hint = 'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
         'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.';
+  elsif not pgque._has_cron() then
+    perform pgque._no_cron_rights();
   end if;
   perform pgque._unschedule();
+  -- A job keeps its database when it is scheduled again under its name.
+  execute 'select string_agg(format(''select cron.unschedule(%s)'', j.jobid), ''; '' order by j.jobid), min(j.database) from cron.job j'
+    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
+  into v_hint, v_other;
+  if v_other is not null then
+    raise exception using
+      errcode = 'PQ014',
+      message = format('pg_cron has jobs of these names for database %I', v_other),
+      hint = format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint);
+  end if;
   update pgque.config c set stopped_at = null;
   begin
     execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '1 second', 'call pgque.ticker_loop()';
   exception
     when insufficient_privilege then
-      raise exception using
-        errcode = 'PQ014',
-        message = format('role %I may not schedule jobs', current_user),
-        hint = format('grant usage on schema cron to %I;', current_user);
+      perform pgque._no_cron_rights();
     when invalid_parameter_value then
       execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', v_minute;
       execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', v_minute;
       execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', v_minute;
   end;
+  execute 'select j.database from cron.job j where j.jobid = $1 and j.database <> pg_catalog.current_database()' into v_other using v_job;
+  if v_other is not null then
+    raise exception using
+      errcode = 'PQ014',
+      message = format('pg_cron works for database %I, not for %I', v_other, current_database()),
+      hint = format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database());
+  end if;
   return v_job;
 end
 $$;
@@ -258,12 +290,15 @@ begin
 end
 $$;
 
+-- Removes our jobs of this database, and of those that are gone: one that was
+-- renamed leaves them behind.
 create or replace function pgque._unschedule() returns void
 language plpgsql as $$
 begin
   if pgque._has_cron() then
     execute 'select cron.unschedule(j.jobid) from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()';
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   end if;
 end
 $$;
@@ -303,6 +338,9 @@ begin
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
+  elsif not pgque._has_cron() then
+    status := 'hidden';
+    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
   end if;
   return next;
   -- Between two transactions the loop holds no lock for a moment: look twice.

@@ -30,6 +30,20 @@ begin
 end
 $$;
 
+-- Who holds locks on a queue's tables, or keeps all others from one; null if nobody.
+create or replace function pgque._lockers(p_queue_id int, p_alone boolean) returns text
+language sql stable as $$
+  select pg_catalog.string_agg(distinct coalesce('pid ' || l.pid, 'a prepared transaction'), ', ')
+  from pg_catalog.pg_locks l
+  join pgque._leaves(p_queue_id) f on l.relation = pg_catalog.to_regclass(f.leaf)
+  where l.locktype = 'relation' and l.granted and l.pid is distinct from pg_catalog.pg_backend_pid()
+    and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+    and (l.mode = 'AccessExclusiveLock' or not p_alone)
+$$;
+
+-- What follows looks at every queue, so it waits for none: of one whose tables
+-- somebody has locked it says what it knows.
+
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
@@ -40,7 +54,7 @@ create or replace function pgque.get_queue_info(
   out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
   out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
@@ -57,11 +71,7 @@ begin
     begin
       v_last := null;
       v_old := null;
-      if pgque._missing_leaf(v_queue.queue_id) is null then
-        v_last := pgque._last_tick(v_queue);
-        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using v_last.tick_time - interval '1 minute';
-      end if;
+      ev_new := null;
       queue_name := v_queue.queue_name;
       queue_ntables := v_queue.queue_ntables;
       queue_cur_table := v_queue.queue_cur_table;
@@ -72,13 +82,21 @@ begin
       queue_ticker_max_count := v_queue.queue_ticker_max_count;
       queue_ticker_max_lag := v_queue.queue_ticker_max_lag;
       queue_ticker_idle_period := v_queue.queue_ticker_idle_period;
+      queue_paused := v_queue.queue_paused;
+      queue_max_retries := v_queue.queue_max_retries;
+      queue_uid := v_queue.queue_uid;
+      ticker_lag := null;
+      ev_per_sec := null;
+      last_tick_id := null;
+      if pgque._missing_leaf(v_queue.queue_id) is null then
+        v_last := pgque._last_tick(v_queue);
+        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_old using v_last.tick_time - interval '1 minute';
+      end if;
       ticker_lag := pgque.clock() - v_last.tick_time;
       ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
       ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
       last_tick_id := v_last.tick_id;
-      queue_paused := v_queue.queue_paused;
-      queue_max_retries := v_queue.queue_max_retries;
-      queue_uid := v_queue.queue_uid;
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
         perform pgque._no_queue(queue_name);
       end if;
@@ -87,6 +105,8 @@ begin
     exception
       when sqlstate 'PQ099' then
         null;
+      when lock_not_available then
+        return next;
       when others then
         if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -103,11 +123,12 @@ create or replace function pgque.get_consumer_info(
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_sub   pgque.subscriber;
   v_pos   pgque.position_0;
   v_tick  pgque.tick;
+  v_due   record;
 begin
   if $1 is not null then
     i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
@@ -130,28 +151,39 @@ begin
         v_pos := pgque._next_from(v_pos);
       end if;
       v_tick := null;
-      if pgque._missing_leaf(v_sub.sub_queue) is null then
-        v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
-      end if;
-      select q.queue_name, coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq
-      into queue_name, pending_events
-      from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      lag := null;
+      pending_events := null;
+      select q.queue_name into queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue;
       if not found then
         perform pgque._no_queue($1);
       end if;
       consumer_name := pgque._subscriber_name(v_sub);
-      lag := pgque.clock() - v_tick.tick_time;
       last_seen := pgque.clock() - v_pos.pos_time;
       last_tick := v_pos.pos_tick;
       current_batch := v_pos.pos_batch;
       next_tick := v_pos.pos_next_tick;
       role := v_sub.sub_role;
       skipped_events := v_pos.pos_skipped;
+      if pgque._missing_leaf(v_sub.sub_queue) is null then
+        v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
+      end if;
+      select coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq into pending_events
+      from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      lag := pgque.clock() - v_tick.tick_time;
+      if v_sub.sub_role = 'pool' then
+        -- What its workers may take again, or were not given yet for the sake of the order.
+        select count(*) as n, min(r.ev_retry_after) as since into v_due
+        from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock();
+        pending_events := pending_events + v_due.n;
+        lag := greatest(lag, pgque.clock() - v_due.since);
+      end if;
       return next;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
         null;
+      when lock_not_available then
+        return next;
       when others then
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
@@ -162,7 +194,8 @@ end
 $$;
 
 -- The next n messages nobody has finished, without touching anything: what the
--- slowest consumer, or the one named, has before it, ticked or not.
+-- slowest consumer, or the one named, has before it, ticked or not, and what is due
+-- to come again.
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -182,6 +215,9 @@ begin
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
     v_pos := pgque._position(v_sub.sub_id);
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
@@ -199,9 +235,19 @@ begin
     select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
       e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
       coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, v_queue.queue_name
-    from unnest(v_rows) with ordinality e
+    from unnest(v_rows) e
     where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
-    order by e.ordinality;
+    union all (
+      select distinct on (r.ev_id) r.ev_id, null::bigint, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
+        r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
+        greatest(r.ev_receives, r.ev_retry, 0), r.ev_error, r.ev_expires, v_queue.queue_name
+      from pgque.retry_queue r
+      where r.ev_queue = v_queue.queue_id and r.ev_retry_after <= pgque.clock() and (v_sub.sub_id is null or r.ev_owner in (0, v_sub.sub_id))
+        and not exists (select from unnest(v_rows) e where e.ev_id = r.ev_id)
+      order by r.ev_id
+      limit $2)
+    order by 1
+    limit $2;
 end
 $$;
 
@@ -470,23 +516,28 @@ $$;
 -- One figure a row, for a collector: name, queue, consumer, value.  Counts of
 -- events are taken from sequences and are exact up to rolled-back sends.
 create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue  pgque.queue;
 begin
   return query
     select 'pgque_dead_tuples', null::text, null::text, coalesce(sum(t.n_dead_tup), 0)::double precision
     from pg_stat_all_tables t where t.schemaname = 'pgque';
-  return query
-    select 'pgque_schema_bytes', null::text, null::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::double precision
-    from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
+  begin
+    return query
+      select 'pgque_schema_bytes', null::text, null::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::double precision
+      from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
+  exception
+    when lock_not_available then
+      null;
+  end;
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
       return query select f.* from pgque._queue_metrics(v_queue) f;
       perform pgque._let_go();
     exception
-      when sqlstate 'PQ099' then
+      when sqlstate 'PQ099' or lock_not_available then
         null;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
@@ -546,7 +597,7 @@ begin
   detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
     case when v_new then ', committed events wait for one' else '' end);
   advice := case
-    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', null)', queue)
+    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', queue)
     when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
   end;
   return next;
@@ -560,15 +611,16 @@ begin
   limit 1;
   status := case
     when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
-      and (select sum(pg_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
+      and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
     else 'ok'
   end;
   detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
-  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction).' end;
+  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
+    || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end;
   return next;
 
   check_name := 'consumers';
-  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.last_tick limit 1;
+  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.lag desc nulls last limit 1;
   status := case
     when v_found.lag > p_queue.queue_retention_period then 'fail'
     when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'
@@ -583,7 +635,12 @@ begin
   from pgque.retry_queue r
   where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
   status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-  detail := format('%s due', v_found.n);
+  detail := format('%s due', v_found.n) || coalesce((
+    select format(', %s wait for workers', count(*))
+    from pgque.subscriber s
+    join pgque.retry_queue r on r.ev_owner = s.sub_id
+    where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
+    having count(*) > 0), '');
   advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
   return next;
 
@@ -598,7 +655,7 @@ $$;
 
 -- One check a row: ok, warn or fail, what was found, and what to do about it.
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
   v_queue    pgque.queue;
   v_found    record;
@@ -617,6 +674,11 @@ begin
     exception
       when sqlstate 'PQ099' then
         null;
+      when lock_not_available then
+        check_name := 'tables'; queue := v_queue.queue_name; status := 'fail';
+        detail := 'locked by ' || coalesce(pgque._lockers(v_queue.queue_id, true), 'somebody');
+        advice := 'No tick and no rotation of this queue until that transaction ends (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed).';
+        return next;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
@@ -641,7 +703,7 @@ begin
     'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
     case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
   advice := nullif(concat_ws(' ',
-    case when status <> 'ok' then 'What it sent is delivered when it commits; everything else is not held up.' end,
+    case when status <> 'ok' then 'What it sent is delivered when it commits, and until then the tables that it used are not emptied; other messages are not held up.' end,
     case when status <> 'ok' and v_found.gid is not null then format('Nobody ends it by itself: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
     case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;

@@ -77,7 +77,7 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
   'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
   'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
-  'visibility_timeout is not positive or the consumer has workers and none is named, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
+  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
   'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
   'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
@@ -92,7 +92,7 @@ comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.call
   'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
   'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
-  'PQ005 retry_after is negative.';
+  'PQ005 retry_after is negative or above 100 years.';
 comment on function pgque.next_batch(text, text) is
   'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
@@ -112,7 +112,7 @@ comment on function pgque.get_batch_cursor(bigint, text, int) is
   'Same as get_batch_cursor without extra_where.';
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
   'Delivers one event of an open batch to this consumer again at retry_time, however often it failed before. Returns 1, or 0 if it was failed already. '
-  'PQ007 the event is not in this batch, PQ012 the batch is not open.';
+  'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.event_retry(bigint, bigint, int) is
   'Same as event_retry with a time, in so many seconds from now.';
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
@@ -193,6 +193,7 @@ comment on function pgque.ticker() is
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 comment on function pgque.ticker(text, pgque.caller) is
   'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
+  'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
   'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
   'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
@@ -207,9 +208,9 @@ comment on procedure pgque.ticker_loop(interval) is
 comment on function pgque.set_tick_period_ms(int) is
   'Sets how often the loop looks for work, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
 comment on function pgque.start() is
-  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database, or you may not schedule jobs.';
+  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 comment on function pgque.stop() is
-  'Ends the running loop, whoever runs it, and removes the pg_cron jobs.';
+  'Ends the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
 comment on function pgque.maint() is
   'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
@@ -235,9 +236,10 @@ comment on function pgque.version() is
 comment on function pgque.clock() is
   'The time as pgque sees it. Tests replace it to move time.';
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick. PQ001 no such queue.';
+  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out), last_seen, ticks, open batch, pending_events, and skipped_events lost to retention. '
+  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out, or how long something waits to be handed out again, if that is more), last_seen, ticks, open batch, '
+  'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.tick_for(text, text, pgque.caller) is
   'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
@@ -263,12 +265,12 @@ comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
   'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not. Changes nothing; batch_id is NULL. '
+  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value.';
+  'One figure a row for a monitoring system: name, queue, consumer, value. It waits for no lock: figures of a queue whose tables somebody keeps locked are left out.';
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it.';
+  'One check a row: ok, warn or fail, what was found, and what to do about it. It waits for no lock, and says of a locked queue who has it.';
 comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
@@ -435,9 +437,9 @@ comment on function pgque.archive(bigint, bigint[], pgque.caller) is
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 comment on function pgque.extend(bigint, interval, pgque.caller) is
-  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative.';
+  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+
+from support import servers
+
+from .conftest import DATABASE
 
 if TYPE_CHECKING:
     from .conftest import CronServer
@@ -224,10 +229,64 @@ def test_uninstall_ends_the_loop_and_removes_its_jobs(cron: CronServer, wait_unt
     assert row == (0,)
 
 
+def test_start_schedules_for_this_database_whatever_a_renaming_or_a_dump_left(cron: CronServer) -> None:
+    with cron.connect() as connection:
+
+        def databases() -> set[str]:
+            return {row[0] for row in connection.execute("select j.database from cron.job as j").fetchall()}
+
+        connection.execute("select pgque.start()")
+        for leave in ("start", "stop"):
+            connection.execute("update cron.job set database = 'no_such_database'")
+            connection.execute(f"select pgque.{leave}()".encode())
+            assert databases() == ({DATABASE} if leave == "start" else set())
+        connection.execute("select pgque.start()")
+        connection.execute("update cron.job set database = 'postgres'")
+        with pytest.raises(psycopg.Error) as caught:
+            connection.execute("select pgque.start()")
+        assert caught.value.sqlstate == "PQ014"
+        assert "postgres" in str(caught.value)
+        assert databases() == {"postgres"}
+        for statement in re.findall(r"select cron[^;]*", caught.value.diag.message_hint or ""):
+            connection.execute(statement.encode())
+        connection.execute("select pgque.start()")
+        assert databases() == {DATABASE}
+        connection.execute("select pgque.stop()")
+
+
+def test_an_owner_who_may_not_use_pg_cron_is_told_what_it_takes(cron: CronServer) -> None:
+    with cron.connect() as connection:
+        connection.execute("select pgque.uninstall()")
+        connection.execute("drop role if exists no_cron")
+        connection.execute("create role no_cron createrole")
+        connection.execute(f"grant create on database {DATABASE} to no_cron".encode())
+        connection.execute("set role no_cron")
+        connection.execute(servers.SQL_FILE.read_bytes())
+        shown = connection.execute("select status, detail from pgque.status() where component = 'scheduler'")
+        assert shown.fetchone() == (
+            "hidden",
+            "pg_cron is here, but closed to role no_cron: grant usage on schema cron to no_cron;",
+        )
+        assert connection.execute("select count(*) from pgque.health()").fetchone() != (0,)
+        connection.execute("select pgque.maint()")
+        connection.execute("select pgque.stop()")
+        with pytest.raises(psycopg.Error) as caught:
+            connection.execute("select pgque.start()")
+        assert caught.value.sqlstate == "PQ014"
+        connection.execute("reset role")
+        connection.execute((caught.value.diag.message_hint or "").encode())
+        connection.execute("set role no_cron")
+        connection.execute("select pgque.start()")
+        assert jobs(cron)
+        connection.execute("select pgque.uninstall()")
+        assert jobs(cron) == []
+        connection.execute("reset role")
+        connection.execute("drop owned by no_cron")
+        connection.execute("drop role no_cron")
+
+
 @pytest.mark.slow
 def test_installing_again_keeps_the_loop_running(cron: CronServer, wait_until: WaitUntil) -> None:
-    from support import servers
-
     prepare(cron)
     start_and_flow(cron, wait_until)
     with psycopg.connect(cron.dsn) as connection:

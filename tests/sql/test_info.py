@@ -271,6 +271,71 @@ def test_health_names_a_prepared_transaction_that_was_forgotten(
     assert rows(own, check) == [("ok", "none", None)]
 
 
+@pytest.mark.parametrize("how", ["lock", "drop"])
+def test_who_looks_is_told_of_a_locked_queue_and_does_not_wait_for_it(
+    own: Connection, transaction: Callable[..., Connection], how: str
+) -> None:
+    for name in ("free", "held"):
+        value(own, "select pgque.create_queue(%s)", name)
+        subscribe(own, name)
+    other = transaction("read committed", own.info.dsn)
+    if how == "drop":
+        value(other, "select pgque.drop_queue('held', true)")
+    else:
+        leaf = value(
+            own, "select 'pgque.tick_' || queue_id || '_0' from pgque.queue where queue_name = 'held'"
+        )
+        other.execute(f"lock table {leaf}".encode())
+    own.execute("set statement_timeout = '30s'")
+    checks = rows(own, "select check_name, status, detail from pgque.health() where queue = 'held'")
+    assert checks == [("tables", "fail", f"locked by pid {other.info.backend_pid}")]
+    free = {r[0] for r in rows(own, "select status from pgque.health() where queue = 'free'")}
+    assert free == {"ok"}
+    queues = rows(own, "select queue_name, queue_ntables, ticker_lag is null from pgque.get_queue_info()")
+    assert queues == [("free", 3, False), ("held", 3, True)]
+    consumers = rows(own, "select queue_name, consumer_name, lag is null from pgque.get_consumer_info()")
+    assert consumers == [("free", "c", False), ("held", "c", True)]
+    figures = {r[0] for r in rows(own, "select queue from pgque.metrics()")}
+    assert figures == {None, "free"}
+    other.rollback()
+    assert {r[0] for r in rows(own, "select status from pgque.health() where queue = 'held'")} == {"ok"}
+
+
+def test_what_waits_for_workers_again_is_pending_and_makes_them_lag(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send_many(own, "q", 5)
+    forced_tick(own, "q")
+    info = "select pending_events, lag > '1 hour' from pgque.get_consumer_info('q', 'c')"
+    (message, *_) = rows(own, "select m.batch_id from pgque.receive('q', 'c', worker => 'w') as m")
+    assert rows(own, info) == [(0, False)]
+    value(own, "select count(*) from pgque.nack(%s, %s, '1 day')", message[0], sent[:1])
+    value(own, "select pgque.release(%s)", message[0])
+    move_clock(own, "2 hours")
+    value(own, "select pgque.ticker()")
+    forced_tick(own, "q")
+    assert rows(own, info) == [(4, True)]
+    figure = "select value from pgque.metrics() where metric = 'pgque_consumer_pending_events'"
+    assert value(own, figure) == 4
+    checks = "select detail from pgque.health() where queue = 'q' and check_name in ('consumers', 'retries')"
+    lag, retries = (r[0] for r in rows(own, checks))
+    assert lag.startswith("consumer c lags 02:00")
+    assert retries == "0 due, 4 wait for workers"
+    assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 10, 'c')")] == sent[1:]
+    assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 2, 'c')")] == sent[1:3]
+
+
+def test_a_table_that_is_full_of_large_payloads_is_worth_a_warning(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q", "gone")
+    own.execute("alter table pgque.event_1_0 alter ev_data set storage external")
+    value(own, "select count(pgque.send('q', repeat('x', 1000000))) from generate_series(1, 70)")
+    forced_tick(own, "q")
+    move_clock(own, "10 hours")
+    rotation = "select status, advice from pgque.health() where queue = 'q' and check_name = 'rotation'"
+    assert rows(own, rotation)[0][0] == "warn"
+
+
 def test_metrics_are_one_row_a_figure(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")

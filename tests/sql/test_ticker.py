@@ -10,6 +10,7 @@ import pytest
 
 from sql.helpers import (
     Connection,
+    column,
     configure,
     drain,
     forced_tick,
@@ -380,6 +381,41 @@ def test_a_tick_goes_to_the_disk_though_the_session_does_not_wait_for_it(
         conn.execute("set local synchronous_commit = off")
         assert tick(conn, subscribed) is not None
         assert value(conn, "show synchronous_commit") == "local"
+
+
+@pytest.mark.parametrize("first", ["tick", "advice", "send"])
+def test_an_external_ticker_goes_on_behind_its_last_tick_after_a_restore(own: Connection, first: str) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    external = (
+        "select pgque.ticker('q', %s, clock_timestamp() - interval '1 hour' + %s * interval '1 minute', %s)"
+    )
+    configure(own, "q", external_ticker="true")
+    own.execute("update pgque.tick set tick_time = tick_time - interval '1 day'")
+    assert value(own, external, 7, 7, 10) == 7
+    sent = [send(own, "q")]
+    own.execute("update pgque.queue set queue_xid = '7'")
+    if first == "advice":
+        (advice,) = column(own, "select advice from pgque.health() where queue = 'q'")
+        own.execute(advice.encode())
+    elif first == "send":
+        sent.append(send(own, "q"))
+    assert value(own, external, 8, 8, 20) == 8
+    value(own, "select pgque.maint()")
+    assert value(own, external, 9, 9, 30) == 9
+    assert drain(own, "q") == sent
+
+
+def test_a_paused_queue_that_was_restored_is_repaired_as_its_advice_says(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", ticker_paused="true")
+    own.execute("update pgque.queue set queue_xid = '7'")
+    (advice,) = column(own, "select advice from pgque.health() where queue = 'q' and check_name = 'tables'")
+    own.execute(advice.encode())
+    checks = dict(rows(own, "select check_name, advice from pgque.health() where queue = 'q'"))
+    assert checks["tables"] is None
+    own.execute(checks["ticks"].encode())
+    assert rows(own, "select * from pgque.health() where queue = 'q' and status <> 'ok'") == []
 
 
 def test_an_external_ticker_has_its_ids_to_itself(conn: Connection, subscribed: str) -> None:

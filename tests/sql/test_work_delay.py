@@ -242,6 +242,29 @@ def test_times_that_no_client_can_read_are_refused(
     assert queue in str(error) and "100 years" in str(error)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "select * from pgque.nack(%(batch)s, array[%(id)s], '101 years')",
+        "select pgque.event_retry(%(batch)s, %(id)s, now() + interval '101 years')",
+        "select pgque.event_retry(%(batch)s, %(id)s, timestamptz 'infinity')",
+        "select pgque.set_visibility(%(batch)s, '101 years')",
+        "select pgque.extend(%(batch)s, '101 years')",
+        "select * from pgque.receive('q', 'c', 10, worker => 'v', visibility_timeout => '101 years')",
+    ],
+)
+def test_a_message_is_not_put_aside_until_a_time_that_no_client_can_read(pool: Connection, call: str) -> None:
+    sent = offer(pool, "q", 2)
+    (message,) = take(pool, "q", "w", 1)
+
+    def put_aside() -> None:
+        pool.execute(call.encode(), {"batch": message.batch_id, "id": message.msg_id})
+
+    assert "100 years" in str(refused("PQ005", put_aside))
+    assert outcome(pool, "ack", message.batch_id, sent[:1]) == {sent[0]: None}
+    assert ids(take(pool, "q", "w")) == sent[1:]
+
+
 def test_a_live_lease_survives_expiry_and_its_ack_counts(pool: Connection) -> None:
     sent = post(pool, "q", ttl="1 minute")
     tick(pool, "q")

@@ -151,6 +151,21 @@ def test_an_id_is_shown_wherever_queues_are_listed(own: Connection) -> None:
     assert str(value(own, "select i.queue_uid from pgque.get_queue_info('q') as i")) == uid(own)
 
 
+def test_a_message_names_its_queue_also_to_those_who_ask_by_id(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("alone", "pool"):
+        subscribe(own, "q", consumer)
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    send(own, "q")
+    tick(own, "q")
+    for call in (
+        "receive(%s, 'alone')",
+        "receive(%s, 'pool', worker => 'w')",
+        "receive_coop(%s, 'group', 'w')",
+    ):
+        assert rows(own, f"select m.queue from pgque.{call} as m", uid(own)) == [("q",)]
+
+
 @pytest.mark.parametrize("how", ["create", "rename"])
 def test_a_name_that_is_the_id_of_another_queue_captures_nothing(own: Connection, how: str) -> None:
     value(own, "select pgque.create_queue('q')")
