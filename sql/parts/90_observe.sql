@@ -154,9 +154,6 @@ begin
       lag := null;
       pending_events := null;
       select q.queue_name into queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue;
-      if not found then
-        perform pgque._no_queue($1);
-      end if;
       consumer_name := pgque._subscriber_name(v_sub);
       last_seen := pgque.clock() - v_pos.pos_time;
       last_tick := v_pos.pos_tick;
@@ -169,6 +166,9 @@ begin
       end if;
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq into pending_events
       from pgque.queue q where q.queue_id = v_sub.sub_queue;
+      if not found then
+        perform pgque._no_queue($1);
+      end if;
       lag := pgque.clock() - v_tick.tick_time;
       if v_sub.sub_role = 'pool' then
         -- What its workers may take again, or were not given yet for the sake of the order.
@@ -183,7 +183,9 @@ begin
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        return next;
+        if queue_name is not null then
+          return next;
+        end if;
       when others then
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,10 +306,8 @@ def test_the_ticker_stops_while_it_waits_for_a_server_that_is_not_there() -> Non
         try:
             assert process.stderr is not None
             assert "cannot tick" in process.stderr.readline()
-            began = time.monotonic()
             process.terminate()
-            assert process.wait(10) == 0
-            assert time.monotonic() - began < 1
+            assert process.wait(5) == 0
         finally:
             process.kill()
 

