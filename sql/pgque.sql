@@ -7835,12 +7835,10 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  if v_queue.queue_external_ticker then
-    -- What comes next is not ours to say: it goes on behind the same tick.
-    perform pgque._store_tick(v_queue, v_last.tick_id, v_last.tick_time, pgque._tick_snapshot(), v_last.tick_event_seq, false);
-  else
-    perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true), pgque.clock(), pgque._tick_snapshot(), null, false);
-  end if;
+  -- An external ticker may go on at times that are past here.
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
+    case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
+    case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);
@@ -8373,6 +8371,10 @@ begin
     execute 'select cron.unschedule(j.jobid) from cron.job j'
       ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
+  elsif not pgque._has_cron() then
+    raise warning using
+      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: those of pgque go on, if there are any', current_user),
+      hint = pg_catalog.format('grant usage on schema cron to %I; and call it again.', current_user);
   end if;
 end
 $$;
@@ -8497,8 +8499,11 @@ language sql stable as $$
     and (l.mode = 'AccessExclusiveLock' or not p_alone)
 $$;
 
--- What follows looks at every queue, so it waits for none: of one whose tables
--- somebody has locked it says what it knows.
+-- What follows looks at every queue, and hardly waits for the tables of one that
+-- somebody has locked: it says what it knows without them.  The caller is about to
+-- take back its look, and this with it.
+create or replace function pgque._hurry() returns void
+language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
 -- All queues, or one: settings in force, ticker lag, events a second over the
 -- last minute, events since the last tick.
@@ -8510,7 +8515,7 @@ create or replace function pgque.get_queue_info(
   out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
   out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
@@ -8544,6 +8549,7 @@ begin
       ticker_lag := null;
       ev_per_sec := null;
       last_tick_id := null;
+      perform pgque._hurry();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
         execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
@@ -8572,6 +8578,21 @@ begin
 end
 $$;
 
+-- The hand-outs of a pool that have lapsed and that nobody asked for since.
+create or replace function pgque._lapsed(
+  p_sub int, p_pos pgque.position_0,
+  out pos_tick bigint, out pos_snapshot pg_snapshot, out pos_next_snapshot pg_snapshot, out pos_done_id bigint, out pos_last_id bigint,
+  out pos_done_count bigint, out pos_last_batch bigint, out settled bigint, out until timestamptz
+) returns setof record
+language sql as $$
+  select l.pos_tick, l.pos_snapshot, l.pos_next_snapshot, l.pos_done_id, l.pos_last_id, l.pos_done_count, l.pos_last_batch, s.settled,
+    coalesce(s.until, l.pos_until)
+  from pg_catalog.unnest(p_pos.pos_open) o (token)
+  cross join lateral pgque._lease(p_sub, o.token) l
+  cross join lateral pgque._lease_state(o.token) s
+  where p_pos.pos_lapse <= pgque.clock() and not s.closed and coalesce(s.until, l.pos_until) <= pgque.clock()
+$$;
+
 -- All consumers and workers, of one queue, or one consumer: how far behind,
 -- when last seen, what is pending.
 create or replace function pgque.get_consumer_info(
@@ -8579,12 +8600,13 @@ create or replace function pgque.get_consumer_info(
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub   pgque.subscriber;
   v_pos   pgque.position_0;
   v_tick  pgque.tick;
   v_due   record;
+  v_held  int;       -- a queue whose tables are locked
 begin
   if $1 is not null then
     i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
@@ -8602,13 +8624,16 @@ begin
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     begin
+      v_tick := null;
+      lag := null;
+      pending_events := null;
+      if v_held <> v_sub.sub_queue then
+        v_held := null;
+      end if;
       v_pos := pgque._position(v_sub.sub_id);
       if v_sub.sub_role = 'pool' then
         v_pos := pgque._next_from(v_pos);
       end if;
-      v_tick := null;
-      lag := null;
-      pending_events := null;
       select q.queue_name into queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue;
       consumer_name := pgque._subscriber_name(v_sub);
       last_seen := pgque.clock() - v_pos.pos_time;
@@ -8617,6 +8642,12 @@ begin
       next_tick := v_pos.pos_next_tick;
       role := v_sub.sub_role;
       skipped_events := v_pos.pos_skipped;
+      if v_sub.sub_queue = v_held then
+        return next;
+        continue;
+      end if;
+      v_held := v_sub.sub_queue;   -- unless it turns out otherwise
+      perform pgque._hurry();
       if pgque._missing_leaf(v_sub.sub_queue) is null then
         v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
       end if;
@@ -8627,22 +8658,33 @@ begin
       end if;
       lag := pgque.clock() - v_tick.tick_time;
       if v_sub.sub_role = 'pool' then
-        -- What its workers may take again, or were not given yet for the sake of the order.
-        select count(*) as n, min(r.ev_retry_after) as since into v_due
-        from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock();
+        -- What its workers may take again, or were not given yet for the sake of the
+        -- order; of the window that is open it is among those that are pending.
+        select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
+        from (
+          select count(*) as n, min(r.ev_retry_after) as since, r.ev_id <= v_pos.pos_event_seq as behind
+          from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock()
+          group by 3
+          union all
+          select l.pos_done_count - l.settled, l.until, l.pos_tick < v_pos.pos_tick
+          from pgque._lapsed(v_sub.sub_id, v_pos) l
+        ) w;
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
       end if;
+      v_held := null;
       return next;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        if queue_name is not null then
-          return next;
+        if v_held is null then
+          raise;   -- as the session wants it
         end if;
+        return next;
       when others then
+        v_held := null;
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
         end if;   -- else it was dropped meanwhile
@@ -8663,6 +8705,7 @@ declare
   v_cond   text;
   v_rows   pgque.event[];
   v_said   pgque.event[];
+  v_lapsed record;
 begin
   if $2 is null or $2 < 1 then
     raise exception using
@@ -8683,6 +8726,12 @@ begin
     || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
       v_pos.pos_next_snapshot), '');
+  for v_lapsed in select l.* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
+    v_cond := '(' || v_cond || ') or (' || pgque._slice_condition(
+      coalesce(pgque._xid_condition(v_lapsed.pos_snapshot, v_lapsed.pos_next_snapshot), 'false'), v_sub.sub_id, v_lapsed.pos_done_id, v_lapsed.pos_last_id)
+      || format(' and not exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
+        ' and not exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id))', v_lapsed.pos_last_batch);
+  end loop;
   execute format('select array_agg(row(e.*)::pgque.event) from (select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s) e',
     pgque._rows_sql(v_queue.queue_id, v_cond), $2) into v_rows;
   if v_queue.queue_keyed then
@@ -8702,6 +8751,9 @@ begin
       from pgque.retry_queue r
       where r.ev_queue = v_queue.queue_id and r.ev_retry_after <= pgque.clock() and (v_sub.sub_id is null or r.ev_owner in (0, v_sub.sub_id))
         and not exists (select from unnest(v_rows) e where e.ev_id = r.ev_id)
+        and not exists (
+          select from unnest(case when r.ev_key is not null and r.ev_receives = 0 then pgque._said(v_queue.queue_id, array[pgque._event(r)]) end) s
+          where s.ev_owner = -2)
       order by r.ev_id
       limit $2)
     order by 1
@@ -8974,17 +9026,20 @@ $$;
 -- One figure a row, for a collector: name, queue, consumer, value.  Counts of
 -- events are taken from sequences and are exact up to rolled-back sends.
 create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue;
+  v_wait   text := current_setting('lock_timeout');
 begin
   return query
     select 'pgque_dead_tuples', null::text, null::text, coalesce(sum(t.n_dead_tup), 0)::double precision
     from pg_stat_all_tables t where t.schemaname = 'pgque';
   begin
+    perform pgque._hurry();
     return query
       select 'pgque_schema_bytes', null::text, null::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::double precision
       from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
+    perform set_config('lock_timeout', v_wait, true);
   exception
     when lock_not_available then
       null;
@@ -8992,6 +9047,7 @@ begin
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     continue when pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
+      perform pgque._hurry();
       return query select f.* from pgque._queue_metrics(v_queue) f;
       perform pgque._let_go();
     exception
@@ -9079,6 +9135,9 @@ begin
 
   check_name := 'consumers';
   select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.lag desc nulls last limit 1;
+  if found and v_found.lag is null then
+    raise lock_not_available;   -- as get_consumer_info() had to find
+  end if;
   status := case
     when v_found.lag > p_queue.queue_retention_period then 'fail'
     when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'
@@ -9113,7 +9172,7 @@ $$;
 
 -- One check a row: ok, warn or fail, what was found, and what to do about it.
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue    pgque.queue;
   v_found    record;
@@ -9127,6 +9186,7 @@ begin
 
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
     begin
+      perform pgque._hurry();
       return query select h.* from pgque._queue_health(v_queue) h;
       perform pgque._let_go();
     exception
@@ -9627,9 +9687,9 @@ comment on function pgque.peek(text, int, text, pgque.caller) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value. It waits for no lock: figures of a queue whose tables somebody keeps locked are left out.';
+  'One figure a row for a monitoring system: name, queue, consumer, value. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it. It waits for no lock, and says of a locked queue who has it.';
+  'One check a row: ok, warn or fail, what was found, and what to do about it. Of a queue whose tables somebody keeps locked it says who.';
 comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 

@@ -699,12 +699,10 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
-  if v_queue.queue_external_ticker then
-    -- What comes next is not ours to say: it goes on behind the same tick.
-    perform pgque._store_tick(v_queue, v_last.tick_id, v_last.tick_time, pgque._tick_snapshot(), v_last.tick_event_seq, false);
-  else
-    perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true), pgque.clock(), pgque._tick_snapshot(), null, false);
-  end if;
+  -- An external ticker may go on at times that are past here.
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
+    case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
+    case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
     v_position := pgque._position(v_sub.sub_id);

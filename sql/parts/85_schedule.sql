@@ -299,6 +299,10 @@ begin
     execute 'select cron.unschedule(j.jobid) from cron.job j'
       ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
+  elsif not pgque._has_cron() then
+    raise warning using
+      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: those of pgque go on, if there are any', current_user),
+      hint = pg_catalog.format('grant usage on schema cron to %I; and call it again.', current_user);
   end if;
 end
 $$;

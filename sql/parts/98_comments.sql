@@ -268,9 +268,9 @@ comment on function pgque.peek(text, int, text, pgque.caller) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value. It waits for no lock: figures of a queue whose tables somebody keeps locked are left out.';
+  'One figure a row for a monitoring system: name, queue, consumer, value. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it. It waits for no lock, and says of a locked queue who has it.';
+  'One check a row: ok, warn or fail, what was found, and what to do about it. Of a queue whose tables somebody keeps locked it says who.';
 comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 

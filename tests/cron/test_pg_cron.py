@@ -269,7 +269,10 @@ def test_an_owner_who_may_not_use_pg_cron_is_told_what_it_takes(cron: CronServer
         )
         assert connection.execute("select count(*) from pgque.health()").fetchone() != (0,)
         connection.execute("select pgque.maint()")
+        told: list[str] = []
+        connection.add_notice_handler(lambda notice: told.append(notice.message_primary or ""))
         connection.execute("select pgque.stop()")
+        assert any("pg_cron" in text and "no_cron" in text for text in told)
         with pytest.raises(psycopg.Error) as caught:
             connection.execute("select pgque.start()")
         assert caught.value.sqlstate == "PQ014"

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 import pgque
+from support import servers
 
 Tick = Callable[[str], int | None]
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -55,6 +56,25 @@ def _send(client: pgque.PgqueClient, queue: str, tick: Tick, **headers: str) -> 
             "select pgque.send(%s, 't', %s::text, headers => %s::jsonb)", [queue, payload, value]
         )
     tick(queue)
+
+
+def test_headers_are_read_in_the_encoding_of_the_session(fresh_dsn: str) -> None:
+    with psycopg.connect(fresh_dsn, autocommit=True) as admin:
+        admin.execute("create database pgque_latin1 encoding 'LATIN1' locale 'C' template template0")
+        try:
+            dsn = psycopg.conninfo.make_conninfo(fresh_dsn, dbname="pgque_latin1")
+            with psycopg.connect(dsn) as install:
+                install.execute(servers.SQL_FILE.read_bytes())
+            with pgque.PgqueClient.connect(dsn, autocommit=True) as client:
+                assert client.conn.info.encoding == "iso8859-1"
+                client.create_queue("q")
+                client.subscribe("q", "c")
+                client.send("q", "x", headers={"name": "Zo\xeb"})
+                client.ticker("q")
+                (message,) = client.receive("q", "c")
+                assert message.headers == {"name": "Zo\xeb"}
+        finally:
+            admin.execute("drop database pgque_latin1 with (force)")
 
 
 def test_numbers_in_headers_keep_their_digits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -271,21 +272,20 @@ def test_health_names_a_prepared_transaction_that_was_forgotten(
     assert rows(own, check) == [("ok", "none", None)]
 
 
-@pytest.mark.parametrize("how", ["lock", "drop"])
+@pytest.mark.parametrize("how", ["lock 0", "lock 1", "drop"])
 def test_who_looks_is_told_of_a_locked_queue_and_does_not_wait_for_it(
     own: Connection, transaction: Callable[..., Connection], how: str
 ) -> None:
     for name in ("free", "held"):
         value(own, "select pgque.create_queue(%s)", name)
         subscribe(own, name)
+    subscribe(own, "held", "d")
     other = transaction("read committed", own.info.dsn)
     if how == "drop":
         value(other, "select pgque.drop_queue('held', true)")
     else:
-        leaf = value(
-            own, "select 'pgque.tick_' || queue_id || '_0' from pgque.queue where queue_name = 'held'"
-        )
-        other.execute(f"lock table {leaf}".encode())
+        leaf = "select 'pgque.tick_' || queue_id || '_' || %s from pgque.queue where queue_name = 'held'"
+        other.execute(f"lock table {value(own, leaf, how[-1])}".encode())
     own.execute("set statement_timeout = '30s'")
     checks = rows(own, "select check_name, status, detail from pgque.health() where queue = 'held'")
     assert checks == [("tables", "fail", f"locked by pid {other.info.backend_pid}")]
@@ -294,11 +294,79 @@ def test_who_looks_is_told_of_a_locked_queue_and_does_not_wait_for_it(
     queues = rows(own, "select queue_name, queue_ntables, ticker_lag is null from pgque.get_queue_info()")
     assert queues == [("free", 3, False), ("held", 3, True)]
     consumers = rows(own, "select queue_name, consumer_name, lag is null from pgque.get_consumer_info()")
-    assert consumers == [("free", "c", False), ("held", "c", True)]
+    assert consumers == [("free", "c", False), ("held", "c", True), ("held", "d", True)]
     figures = {r[0] for r in rows(own, "select queue from pgque.metrics()")}
     assert figures == {None, "free"}
     other.rollback()
     assert {r[0] for r in rows(own, "select status from pgque.health() where queue = 'held'")} == {"ok"}
+
+
+def test_who_looks_waits_for_what_all_queues_share(
+    own: Connection,
+    transaction: Callable[..., Connection],
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("a", "b"):
+        subscribe(own, "q", consumer)
+    look = "select consumer_name, lag is null from pgque.get_consumer_info()"
+    for table in ("position_0", "queue"):
+        other = transaction("read committed", own.info.dsn)
+        other.execute(f"lock table pgque.{table}".encode())
+        job = background(lambda c: rows(c, look), connect(own.info.dsn))
+        wait_for_lock(job.pid)
+        other.execute("select pg_sleep(0.5)")  # longer than it waits for a queue's own tables
+        other.commit()
+        assert job.result() == [("a", False), ("b", False)]
+
+
+def test_what_lapsed_is_pending_though_nobody_asked_for_it(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send_many(own, "q", 5)
+    forced_tick(own, "q")
+    take = "select m.msg_id, m.batch_id from pgque.receive('q', 'c', %s, worker => 'w') as m"
+    ((_, first),) = rows(own, take, 1)
+    ((_, second), _) = rows(own, take, 2)
+    assert len(rows(own, take, 100)) == 2
+    ack(own, first)
+    rows(own, "select * from pgque.ack(%s, %s)", second, [sent[1]])
+    info = "select pending_events, lag > '1 hour' from pgque.get_consumer_info('q', 'c')"
+    assert rows(own, info) == [(0, False)]
+    move_clock(own, "2 hours")
+    value(own, "select pgque.ticker()")
+    forced_tick(own, "q")
+    assert rows(own, info) == [(3, True)]
+    waiting = rows(own, "select msg_id from pgque.peek('q', 10, 'c')")
+    assert [w[0] for w in waiting] == sent[2:]
+
+
+def test_what_was_released_of_an_open_window_is_pending_once(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send_many(own, "q", 10)
+    forced_tick(own, "q")
+    ((batch,), *_) = rows(own, "select m.batch_id from pgque.receive('q', 'c', 5, worker => 'w') as m")
+    value(own, "select pgque.release(%s)", batch)
+    assert value(own, "select pending_events from pgque.get_consumer_info('q', 'c')") == 10
+    assert [r[0] for r in rows(own, "select msg_id from pgque.peek('q', 20, 'c')")] == sent
+
+
+def test_peek_shows_nothing_that_was_purged_where_it_waits_for_its_turn(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.subscribe('q', 'c', 'latest', keyed_order => true)")
+    take = "select m.payload from pgque.receive('q', 'c', worker => 'w', visibility_timeout => '1 day') as m"
+    for turn in ("first", "second"):
+        for key in ("a", "b"):
+            value(own, "select pgque.send('q', 't', %s::text, key => %s)", f"{turn} {key}", key)
+        forced_tick(own, "q")
+        assert len(rows(own, take)) == (2 if turn == "first" else 0)
+    waiting = "select payload from pgque.peek('q', 10, 'c')"
+    assert rows(own, waiting) == [("second a",), ("second b",)]
+    assert value(own, "select pgque.purge_key('q', 'b')") == 1
+    assert rows(own, waiting) == [("second a",)]
 
 
 def test_what_waits_for_workers_again_is_pending_and_makes_them_lag(own: Connection) -> None:

@@ -400,10 +400,12 @@ def test_an_external_ticker_goes_on_behind_its_last_tick_after_a_restore(own: Co
         own.execute(advice.encode())
     elif first == "send":
         sent.append(send(own, "q"))
-    assert value(own, external, 8, 8, 20) == 8
+    assert value(own, external, 9, 9, 20) == 9
     value(own, "select pgque.maint()")
-    assert value(own, external, 9, 9, 30) == 9
+    assert value(own, external, 10, 10, 30) == 10
     assert drain(own, "q") == sent
+    # Who keeps offsets of his own is told that there is more than these ticks say.
+    refused("PQ015", rows, own, "select * from pgque.read_window('q', 7, 10)")
 
 
 def test_a_paused_queue_that_was_restored_is_repaired_as_its_advice_says(own: Connection) -> None:

@@ -66,8 +66,9 @@ class Unreadable(Mapping[str, object]):
 
 class _HeadersLoader(Loader):
     def load(self, data: Buffer) -> object:
+        encoding = self.connection.info.encoding if self.connection else "utf-8"
         try:
-            return parse_json(bytes(data))
+            return parse_json(bytes(data).decode("utf-8" if encoding == "ascii" else encoding))
         except ValueError as error:
             return Unreadable(str(error))
 
