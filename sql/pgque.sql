@@ -8286,7 +8286,7 @@ create or replace function pgque._has_cron() returns boolean
 language sql stable as $$
   select pg_catalog.has_schema_privilege(n.oid, 'usage')
   from pg_catalog.pg_namespace n
-  where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule')
+  where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
 create or replace function pgque._no_cron_rights() returns void
@@ -9193,9 +9193,12 @@ begin
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        check_name := 'tables'; queue := v_queue.queue_name; status := 'fail';
-        detail := 'locked by ' || coalesce(pgque._lockers(v_queue.queue_id, true), 'somebody');
-        advice := 'No tick and no rotation of this queue until that transaction ends (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed).';
+        check_name := 'tables'; queue := v_queue.queue_name;
+        detail := 'locked by ' || pgque._lockers(v_queue.queue_id, true);
+        status := case when detail is null then 'warn' else 'fail' end;
+        advice := case when detail is null then 'Look again. If it stays so, see pg_locks for tables of schema pgque.'
+          else 'No tick and no rotation of this queue until that transaction ends (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed).' end;
+        detail := coalesce(detail, 'a table that the queues share was locked');
         return next;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then

@@ -214,7 +214,7 @@ create or replace function pgque._has_cron() returns boolean
 language sql stable as $$
   select pg_catalog.has_schema_privilege(n.oid, 'usage')
   from pg_catalog.pg_namespace n
-  where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule')
+  where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
 create or replace function pgque._no_cron_rights() returns void
