@@ -5377,6 +5377,38 @@ begin
 end
 $$;
 
+-- Those of a pool's hand-outs that are open: how many of their messages have an
+-- outcome, and until when they are held.
+create or replace function pgque._open_leases(p_sub int, p_tokens bigint[], out lease pgque.position_0, out settled bigint, out until timestamptz)
+returns setof record
+language sql as $$
+  select l, s.settled, coalesce(s.until, l.pos_until)
+  from pg_catalog.unnest(p_tokens) o (token)
+  cross join lateral pgque._lease(p_sub, o.token) l
+  cross join lateral pgque._lease_state(o.token) s
+  where not s.closed
+$$;
+
+-- Those that have lapsed and that nobody asked for since.
+create or replace function pgque._lapsed_leases(p_sub int, p_pos pgque.position_0, out lease pgque.position_0, out settled bigint, out until timestamptz)
+returns setof record
+language sql as $$
+  -- Until the first of them may have lapsed none is looked at.
+  select o.lease, o.settled, o.until
+  from pgque._open_leases(p_sub, case when p_pos.pos_lapse <= pgque.clock() then p_pos.pos_open end) o
+  where o.until <= pgque.clock()
+$$;
+
+-- The condition on e for the messages of a batch from the log that have no outcome
+-- yet: what lies in its slice of the window, less what is settled.
+create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position_0, p_batch bigint) returns text
+language sql stable as $$
+  select pgque._slice_condition(
+      coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
+    || pg_catalog.format(' and not exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
+      ' and not exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)', p_batch)
+$$;
+
 -- The rows of a batch from the log that have no outcome yet.
 create or replace function pgque._unsettled_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -7607,11 +7639,8 @@ begin
       ) s)
       + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
       + coalesce((
-        select sum(l.pos_done_count - s.settled)
-        from pg_catalog.unnest(v_pos.pos_open) o (token)
-        cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-        cross join lateral pgque._lease_state(o.token) s
-        where not s.closed), 0);
+        select sum((o.lease).pos_done_count - o.settled)
+        from pgque._open_leases(v_sub.sub_id, v_pos.pos_open) o), 0);
     for v_held in
       select p.*
       from pgque.subscriber s
@@ -7619,12 +7648,8 @@ begin
       where s.sub_main = v_sub.sub_id and p.pos_batch is not null
     loop
       execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
-        pgque._slice_condition(coalesce(pgque._xid_condition(v_held.pos_snapshot, v_held.pos_next_snapshot), 'false'),
-          v_sub.sub_id, v_held.pos_done_id, v_held.pos_last_id)
-        || ' and (e.ev_expires is null or e.ev_expires > $1)'
-        || ' and not exists (select from pgque.settled_0 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'
-        || ' and not exists (select from pgque.settled_1 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'))
-      into v_part using pgque.clock(), v_held.pos_batch;
+        pgque._undone_condition(v_sub.sub_id, v_held, v_held.pos_batch) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+      into v_part using pgque.clock();
       v_count := v_count + v_part;
     end loop;
     v_most := greatest(v_most, v_count);
@@ -8289,6 +8314,7 @@ language sql stable as $$
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
+-- PQ014 for an owner whom pg_cron does not let in.
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
 begin
@@ -8578,21 +8604,6 @@ begin
 end
 $$;
 
--- The hand-outs of a pool that have lapsed and that nobody asked for since.
-create or replace function pgque._lapsed(
-  p_sub int, p_pos pgque.position_0,
-  out pos_tick bigint, out pos_snapshot pg_snapshot, out pos_next_snapshot pg_snapshot, out pos_done_id bigint, out pos_last_id bigint,
-  out pos_done_count bigint, out pos_last_batch bigint, out settled bigint, out until timestamptz
-) returns setof record
-language sql as $$
-  select l.pos_tick, l.pos_snapshot, l.pos_next_snapshot, l.pos_done_id, l.pos_last_id, l.pos_done_count, l.pos_last_batch, s.settled,
-    coalesce(s.until, l.pos_until)
-  from pg_catalog.unnest(p_pos.pos_open) o (token)
-  cross join lateral pgque._lease(p_sub, o.token) l
-  cross join lateral pgque._lease_state(o.token) s
-  where p_pos.pos_lapse <= pgque.clock() and not s.closed and coalesce(s.until, l.pos_until) <= pgque.clock()
-$$;
-
 -- All consumers and workers, of one queue, or one consumer: how far behind,
 -- when last seen, what is pending.
 create or replace function pgque.get_consumer_info(
@@ -8606,7 +8617,8 @@ declare
   v_pos   pgque.position_0;
   v_tick  pgque.tick;
   v_due   record;
-  v_held  int;       -- a queue whose tables are locked
+  v_held  int;       -- the last queue whose tables were locked
+  v_hurries  boolean;
 begin
   if $1 is not null then
     i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
@@ -8627,9 +8639,7 @@ begin
       v_tick := null;
       lag := null;
       pending_events := null;
-      if v_held <> v_sub.sub_queue then
-        v_held := null;
-      end if;
+      v_hurries := false;
       v_pos := pgque._position(v_sub.sub_id);
       if v_sub.sub_role = 'pool' then
         v_pos := pgque._next_from(v_pos);
@@ -8646,7 +8656,7 @@ begin
         return next;
         continue;
       end if;
-      v_held := v_sub.sub_queue;   -- unless it turns out otherwise
+      v_hurries := true;
       perform pgque._hurry();
       if pgque._missing_leaf(v_sub.sub_queue) is null then
         v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
@@ -8666,25 +8676,24 @@ begin
           from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock()
           group by 3
           union all
-          select l.pos_done_count - l.settled, l.until, l.pos_tick < v_pos.pos_tick
-          from pgque._lapsed(v_sub.sub_id, v_pos) l
+          select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
+          from pgque._lapsed_leases(v_sub.sub_id, v_pos) l
         ) w;
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
       end if;
-      v_held := null;
       return next;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        if v_held is null then
+        if not v_hurries then
           raise;   -- as the session wants it
         end if;
+        v_held := v_sub.sub_queue;
         return next;
       when others then
-        v_held := null;
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
         end if;   -- else it was dropped meanwhile
@@ -8705,7 +8714,7 @@ declare
   v_cond   text;
   v_rows   pgque.event[];
   v_said   pgque.event[];
-  v_lapsed record;
+  v_lapsed pgque.position_0;
 begin
   if $2 is null or $2 < 1 then
     raise exception using
@@ -8726,11 +8735,8 @@ begin
     || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
       v_pos.pos_next_snapshot), '');
-  for v_lapsed in select l.* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
-    v_cond := '(' || v_cond || ') or (' || pgque._slice_condition(
-      coalesce(pgque._xid_condition(v_lapsed.pos_snapshot, v_lapsed.pos_next_snapshot), 'false'), v_sub.sub_id, v_lapsed.pos_done_id, v_lapsed.pos_last_id)
-      || format(' and not exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
-        ' and not exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id))', v_lapsed.pos_last_batch);
+  for v_lapsed in select (l.lease).* from pgque._lapsed_leases(v_sub.sub_id, v_pos) l loop
+    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed, v_lapsed.pos_last_batch));
   end loop;
   execute format('select array_agg(row(e.*)::pgque.event) from (select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s) e',
     pgque._rows_sql(v_queue.queue_id, v_cond), $2) into v_rows;

@@ -691,6 +691,38 @@ begin
 end
 $$;
 
+-- Those of a pool's hand-outs that are open: how many of their messages have an
+-- outcome, and until when they are held.
+create or replace function pgque._open_leases(p_sub int, p_tokens bigint[], out lease pgque.position_0, out settled bigint, out until timestamptz)
+returns setof record
+language sql as $$
+  select l, s.settled, coalesce(s.until, l.pos_until)
+  from pg_catalog.unnest(p_tokens) o (token)
+  cross join lateral pgque._lease(p_sub, o.token) l
+  cross join lateral pgque._lease_state(o.token) s
+  where not s.closed
+$$;
+
+-- Those that have lapsed and that nobody asked for since.
+create or replace function pgque._lapsed_leases(p_sub int, p_pos pgque.position_0, out lease pgque.position_0, out settled bigint, out until timestamptz)
+returns setof record
+language sql as $$
+  -- Until the first of them may have lapsed none is looked at.
+  select o.lease, o.settled, o.until
+  from pgque._open_leases(p_sub, case when p_pos.pos_lapse <= pgque.clock() then p_pos.pos_open end) o
+  where o.until <= pgque.clock()
+$$;
+
+-- The condition on e for the messages of a batch from the log that have no outcome
+-- yet: what lies in its slice of the window, less what is settled.
+create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position_0, p_batch bigint) returns text
+language sql stable as $$
+  select pgque._slice_condition(
+      coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
+    || pg_catalog.format(' and not exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
+      ' and not exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)', p_batch)
+$$;
+
 -- The rows of a batch from the log that have no outcome yet.
 create or replace function pgque._unsettled_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$

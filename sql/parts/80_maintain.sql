@@ -471,11 +471,8 @@ begin
       ) s)
       + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
       + coalesce((
-        select sum(l.pos_done_count - s.settled)
-        from pg_catalog.unnest(v_pos.pos_open) o (token)
-        cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-        cross join lateral pgque._lease_state(o.token) s
-        where not s.closed), 0);
+        select sum((o.lease).pos_done_count - o.settled)
+        from pgque._open_leases(v_sub.sub_id, v_pos.pos_open) o), 0);
     for v_held in
       select p.*
       from pgque.subscriber s
@@ -483,12 +480,8 @@ begin
       where s.sub_main = v_sub.sub_id and p.pos_batch is not null
     loop
       execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
-        pgque._slice_condition(coalesce(pgque._xid_condition(v_held.pos_snapshot, v_held.pos_next_snapshot), 'false'),
-          v_sub.sub_id, v_held.pos_done_id, v_held.pos_last_id)
-        || ' and (e.ev_expires is null or e.ev_expires > $1)'
-        || ' and not exists (select from pgque.settled_0 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'
-        || ' and not exists (select from pgque.settled_1 s where s.set_batch = $2 and s.set_ev_id = e.ev_id)'))
-      into v_part using pgque.clock(), v_held.pos_batch;
+        pgque._undone_condition(v_sub.sub_id, v_held, v_held.pos_batch) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+      into v_part using pgque.clock();
       v_count := v_count + v_part;
     end loop;
     v_most := greatest(v_most, v_count);

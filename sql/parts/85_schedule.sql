@@ -217,6 +217,7 @@ language sql stable as $$
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
+-- PQ014 for an owner whom pg_cron does not let in.
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
 begin

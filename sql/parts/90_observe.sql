@@ -120,21 +120,6 @@ begin
 end
 $$;
 
--- The hand-outs of a pool that have lapsed and that nobody asked for since.
-create or replace function pgque._lapsed(
-  p_sub int, p_pos pgque.position_0,
-  out pos_tick bigint, out pos_snapshot pg_snapshot, out pos_next_snapshot pg_snapshot, out pos_done_id bigint, out pos_last_id bigint,
-  out pos_done_count bigint, out pos_last_batch bigint, out settled bigint, out until timestamptz
-) returns setof record
-language sql as $$
-  select l.pos_tick, l.pos_snapshot, l.pos_next_snapshot, l.pos_done_id, l.pos_last_id, l.pos_done_count, l.pos_last_batch, s.settled,
-    coalesce(s.until, l.pos_until)
-  from pg_catalog.unnest(p_pos.pos_open) o (token)
-  cross join lateral pgque._lease(p_sub, o.token) l
-  cross join lateral pgque._lease_state(o.token) s
-  where p_pos.pos_lapse <= pgque.clock() and not s.closed and coalesce(s.until, l.pos_until) <= pgque.clock()
-$$;
-
 -- All consumers and workers, of one queue, or one consumer: how far behind,
 -- when last seen, what is pending.
 create or replace function pgque.get_consumer_info(
@@ -148,7 +133,8 @@ declare
   v_pos   pgque.position_0;
   v_tick  pgque.tick;
   v_due   record;
-  v_held  int;       -- a queue whose tables are locked
+  v_held  int;       -- the last queue whose tables were locked
+  v_hurries  boolean;
 begin
   if $1 is not null then
     i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
@@ -169,9 +155,7 @@ begin
       v_tick := null;
       lag := null;
       pending_events := null;
-      if v_held <> v_sub.sub_queue then
-        v_held := null;
-      end if;
+      v_hurries := false;
       v_pos := pgque._position(v_sub.sub_id);
       if v_sub.sub_role = 'pool' then
         v_pos := pgque._next_from(v_pos);
@@ -188,7 +172,7 @@ begin
         return next;
         continue;
       end if;
-      v_held := v_sub.sub_queue;   -- unless it turns out otherwise
+      v_hurries := true;
       perform pgque._hurry();
       if pgque._missing_leaf(v_sub.sub_queue) is null then
         v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
@@ -208,25 +192,24 @@ begin
           from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock()
           group by 3
           union all
-          select l.pos_done_count - l.settled, l.until, l.pos_tick < v_pos.pos_tick
-          from pgque._lapsed(v_sub.sub_id, v_pos) l
+          select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
+          from pgque._lapsed_leases(v_sub.sub_id, v_pos) l
         ) w;
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
       end if;
-      v_held := null;
       return next;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        if v_held is null then
+        if not v_hurries then
           raise;   -- as the session wants it
         end if;
+        v_held := v_sub.sub_queue;
         return next;
       when others then
-        v_held := null;
         if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
           raise;
         end if;   -- else it was dropped meanwhile
@@ -247,7 +230,7 @@ declare
   v_cond   text;
   v_rows   pgque.event[];
   v_said   pgque.event[];
-  v_lapsed record;
+  v_lapsed pgque.position_0;
 begin
   if $2 is null or $2 < 1 then
     raise exception using
@@ -268,11 +251,8 @@ begin
     || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
       v_pos.pos_next_snapshot), '');
-  for v_lapsed in select l.* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
-    v_cond := '(' || v_cond || ') or (' || pgque._slice_condition(
-      coalesce(pgque._xid_condition(v_lapsed.pos_snapshot, v_lapsed.pos_next_snapshot), 'false'), v_sub.sub_id, v_lapsed.pos_done_id, v_lapsed.pos_last_id)
-      || format(' and not exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
-        ' and not exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id))', v_lapsed.pos_last_batch);
+  for v_lapsed in select (l.lease).* from pgque._lapsed_leases(v_sub.sub_id, v_pos) l loop
+    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed, v_lapsed.pos_last_batch));
   end loop;
   execute format('select array_agg(row(e.*)::pgque.event) from (select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s) e',
     pgque._rows_sql(v_queue.queue_id, v_cond), $2) into v_rows;
