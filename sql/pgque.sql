@@ -109,16 +109,19 @@ begin
   end if;
   -- Who calls a function.  Inside one that runs with its owner's rights nothing
   -- says so any more; but the default of an argument is evaluated outside, and
-  -- so is the check of a value that somebody passes there himself.
+  -- so is the check of a value that somebody passes there himself.  A value that
+  -- was stored is not checked again: nobody but the owner may make a column, a
+  -- function or a type of it.
   if to_regtype('pgque.caller') is null then
     create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
+  revoke usage on type pgque.caller from public;
 end
 $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.4.3'::text $$;
+language sql immutable as $$ select '0.4.4'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -916,7 +919,7 @@ begin
   if not found and p_queue ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     select q.* into v_queue from pgque.queue q where q.queue_uid = p_queue::uuid;
   end if;
-  if not pgque._may(p_caller, p_right, v_queue.queue_id) then
+  if pgque._may(p_caller, p_right, v_queue.queue_id) is not true then
     perform pgque._no_right(p_caller, p_right, p_queue);
   elsif v_queue.queue_id is null then
     perform pgque._no_queue(p_queue);
@@ -1520,25 +1523,39 @@ $$;
 -- stays a member: roles are of the cluster, rights of the database.
 
 -- Whether a role has a right to a queue: produce, consume, admin, which is both
--- and more, or see, which is any.  The owner's own functions have all.
+-- and more, or see, which is any.  The owner's own functions have all.  The
+-- answer is true or false.  A caller that is null has no right: the domain
+-- pgque.caller refuses null only where a value becomes one of it, and an outer
+-- join or an empty subquery makes a null of it later.
 create or replace function pgque._may(p_caller name, p_right text, p_queue_id int) returns boolean
 language plpgsql as $$
 begin
-  return p_caller = current_user
+  return coalesce(
+    p_caller = current_user
     or pg_catalog.pg_has_role(p_caller, case p_right when 'produce' then 'pgque_writer' when 'admin' then 'pgque_admin' else 'pgque_reader' end, 'usage')
     or exists (
       select from pgque.queue_right r
       where r.right_queue = p_queue_id and (r.right_name in (p_right, 'admin') or p_right = 'see')
-        and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage'));
+        and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage')),
+    false);
 end
 $$;
 
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
+declare
+  v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
+  if p_caller is null then
+    raise exception using
+      errcode = 'insufficient_privilege',
+      message = v_message,
+      detail = 'The argument caller is null.',
+      hint = 'Leave the argument caller out: its default is the role that calls.';
+  end if;
   raise exception using
     errcode = 'insufficient_privilege',
-    message = pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    message = v_message,
     detail = pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end),
     hint = pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
       case p_right when 'see' then 'consume' else p_right end);
@@ -7064,7 +7081,7 @@ begin
     end;
     exit when v_row.archive_id is not null;
   end loop;
-  if v_row.archive_id is null or not pgque._may(caller, 'admin', v_row.arc_queue) then
+  if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
     raise exception using
       errcode = 'PQ010',
       message = format('not in the archive: %s', coalesce($1::text, 'null')),
@@ -9704,7 +9721,7 @@ comment on function pgque.status() is
 
 -- types
 comment on domain pgque.caller is
-  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave it out.';
+  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
 comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
 comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';

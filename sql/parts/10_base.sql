@@ -68,16 +68,19 @@ begin
   end if;
   -- Who calls a function.  Inside one that runs with its owner's rights nothing
   -- says so any more; but the default of an argument is evaluated outside, and
-  -- so is the check of a value that somebody passes there himself.
+  -- so is the check of a value that somebody passes there himself.  A value that
+  -- was stored is not checked again: nobody but the owner may make a column, a
+  -- function or a type of it.
   if to_regtype('pgque.caller') is null then
     create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
+  revoke usage on type pgque.caller from public;
 end
 $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.4.3'::text $$;
+language sql immutable as $$ select '0.4.4'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz

@@ -13,7 +13,7 @@ begin
   if not found and p_queue ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     select q.* into v_queue from pgque.queue q where q.queue_uid = p_queue::uuid;
   end if;
-  if not pgque._may(p_caller, p_right, v_queue.queue_id) then
+  if pgque._may(p_caller, p_right, v_queue.queue_id) is not true then
     perform pgque._no_right(p_caller, p_right, p_queue);
   elsif v_queue.queue_id is null then
     perform pgque._no_queue(p_queue);

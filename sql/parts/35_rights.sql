@@ -8,25 +8,39 @@
 -- stays a member: roles are of the cluster, rights of the database.
 
 -- Whether a role has a right to a queue: produce, consume, admin, which is both
--- and more, or see, which is any.  The owner's own functions have all.
+-- and more, or see, which is any.  The owner's own functions have all.  The
+-- answer is true or false.  A caller that is null has no right: the domain
+-- pgque.caller refuses null only where a value becomes one of it, and an outer
+-- join or an empty subquery makes a null of it later.
 create or replace function pgque._may(p_caller name, p_right text, p_queue_id int) returns boolean
 language plpgsql as $$
 begin
-  return p_caller = current_user
+  return coalesce(
+    p_caller = current_user
     or pg_catalog.pg_has_role(p_caller, case p_right when 'produce' then 'pgque_writer' when 'admin' then 'pgque_admin' else 'pgque_reader' end, 'usage')
     or exists (
       select from pgque.queue_right r
       where r.right_queue = p_queue_id and (r.right_name in (p_right, 'admin') or p_right = 'see')
-        and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage'));
+        and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage')),
+    false);
 end
 $$;
 
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
+declare
+  v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
+  if p_caller is null then
+    raise exception using
+      errcode = 'insufficient_privilege',
+      message = v_message,
+      detail = 'The argument caller is null.',
+      hint = 'Leave the argument caller out: its default is the role that calls.';
+  end if;
   raise exception using
     errcode = 'insufficient_privilege',
-    message = pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    message = v_message,
     detail = pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end),
     hint = pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
       case p_right when 'see' then 'consume' else p_right end);

@@ -90,7 +90,7 @@ begin
     end;
     exit when v_row.archive_id is not null;
   end loop;
-  if v_row.archive_id is null or not pgque._may(caller, 'admin', v_row.arc_queue) then
+  if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
     raise exception using
       errcode = 'PQ010',
       message = format('not in the archive: %s', coalesce($1::text, 'null')),

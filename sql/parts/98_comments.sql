@@ -276,7 +276,7 @@ comment on function pgque.status() is
 
 -- types
 comment on domain pgque.caller is
-  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave it out.';
+  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
 comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
 comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';

@@ -550,6 +550,9 @@ union all
 select p.oid::regprocedure::text
 from pg_proc p, aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a where p.pronamespace = 'pgque'::regnamespace and a.grantee = 0
 union all
+select 'domain ' || t.typname
+from pg_type t, aclexplode(coalesce(t.typacl, acldefault('T', t.typowner))) a where t.typnamespace = 'pgque'::regnamespace and t.typtype = 'd' and a.grantee = 0
+union all
 select 'schema ' || a.privilege_type
 from pg_namespace n, aclexplode(n.nspacl) a where n.nspname = 'pgque' and a.grantee = 0
 order by 1

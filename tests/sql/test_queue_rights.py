@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -268,29 +269,35 @@ order by p.oid::regprocedure::text
 """
 
 
+def spelled(arguments: list[list[str]], known: dict[str, str], ident: str) -> str:
+    """The arguments of a call but the caller: known ones as they are, samples for the others, with this message id."""
+    given = []
+    for argument, type_name in arguments[:-1]:
+        if argument in known:
+            given.append(known[argument])
+        elif type_name == "pgque.message":
+            given.append(f"row({ident}, null, null, null, null, null, null, null, null, null)::pgque.message")
+        elif type_name == "pgque.delivery":
+            given.append(
+                f"(select d from (select ({ident}, null, null, null, null, null, null, null, null, null,"
+                " null, null, null, null, null, null, null)::pgque.delivery as d) s)"
+            )
+        elif argument == "msg_ids":
+            given.append(f"array[{ident}]::bigint[]")
+        elif type_name.endswith("[]"):
+            given.append(f"array[{SAMPLES[type_name[:-2]]}]::{type_name}")
+        else:
+            given.append(f"{SAMPLES[type_name]}::{type_name}")
+    return ", ".join(given)
+
+
 def calls_by_id(conn: Connection, name: str, ident: str) -> Iterator[str]:
     """A call of each function that takes such an id, with {id} for it."""
     for function, arguments in rows(conn, ASKING):
         names = [argument for argument, _ in arguments]
         if name in names or (name == "batch_id" and "p_batch" in names):
-            given = []
-            for argument, type_name in arguments[:-1]:
-                if argument in (name, "p_batch"):
-                    given.append("{id}")
-                elif type_name == "pgque.message":
-                    given.append(
-                        f"row({ident}, null, null, null, null, null, null, null, null, null)::pgque.message"
-                    )
-                elif type_name == "pgque.delivery":
-                    given.append(
-                        f"(select d from (select ({ident}, null, null, null, null, null, null, null, null, null,"
-                        " null, null, null, null, null, null, null)::pgque.delivery as d) s)"
-                    )
-                elif type_name.endswith("[]"):
-                    given.append(f"array[{ident}]::{type_name}")
-                else:
-                    given.append(f"{SAMPLES[type_name]}::{type_name}")
-            yield f"select * from pgque.{function}({', '.join(given)})"
+            given = spelled(arguments, {name: "{id}", "p_batch": "{id}"}, ident)
+            yield f"select * from pgque.{function}({given})"
 
 
 def answer(connection: Connection, call: str) -> Any:
@@ -298,6 +305,14 @@ def answer(connection: Connection, call: str) -> Any:
         return rows(connection, call)
     except psycopg.Error as error:
         return error.sqlstate, error.diag.message_primary
+
+
+UNKNOWN = 2**40 + 4095
+
+
+def of_unknown(got: Any, ident: int) -> str:
+    """The answer to an id, as it would be for one that never was."""
+    return re.sub(rf"\b{ident}\b", str(UNKNOWN), str(got))
 
 
 def test_an_id_of_another_queue_is_as_good_as_one_that_never_was(
@@ -311,10 +326,10 @@ def test_an_id_of_another_queue_is_as_good_as_one_that_never_was(
     tried = 0
     for name, taken in found.items():
         for call in calls_by_id(conn, name, str(message)):
-            unknown = answer(user, call.format(id=2**40 + 4095))
+            unknown = answer(user, call.format(id=UNKNOWN))
             for ident in taken:
                 got = answer(user, call.format(id=ident))
-                assert str(got).replace(str(ident), str(2**40 + 4095)) == str(unknown), call
+                assert of_unknown(got, ident) == str(unknown), call
                 tried += 1
     assert tried >= 2 * 12 + 3
     assert rows(user, f"select * from pgque.ack({found['batch_id'][0]})") == [(0,)]
@@ -330,6 +345,10 @@ def test_an_id_of_another_queue_is_as_good_as_one_that_never_was(
     assert state(conn, other) == before
 
 
+QUEUES = {"queue_name", "queue", "p_queue", "i_queue_name"}
+IDS = {"batch_id", "p_batch", "dl_id", "archive_id"}
+
+
 def test_every_function_that_a_single_right_lets_call_asks_who_calls(conn: Connection) -> None:
     silent = rows(
         conn,
@@ -339,12 +358,87 @@ def test_every_function_that_a_single_right_lets_call_asks_who_calls(conn: Conne
         " and 'pgque.caller'::regtype <> all (p.proargtypes)",
     )
     assert silent == []
-    queues = {"queue_name", "queue", "p_queue", "i_queue_name"}
-    known = {"batch_id", "p_batch", "dl_id", "archive_id"}
     for function, arguments in rows(conn, ASKING):
         names = {name for name, _ in arguments}
-        assert names & queues or names & known, function
+        assert names & QUEUES or names & IDS, function
         assert arguments[-1] == ["caller", "pgque.caller"], function
+
+
+# A null whose type is pgque.caller already: the domain's check has no part in it. FROM clause, expression.
+NULLS = {
+    "an empty subquery": ("(values (1)) o", "(select current_user::pgque.caller where false)"),
+    "nullif": ("(values (1)) o", "nullif(current_user::pgque.caller, current_user)"),
+    "a column of an outer join": (
+        "(values (1)) o left join (select current_user::pgque.caller as c where false) n on true",
+        "n.c",
+    ),
+    "an element that is not there": ("(values (1)) o", "(array[current_user]::pgque.caller[])[2]"),
+    "a window function": ("(select lag(current_user::pgque.caller) over () as c) n", "n.c"),
+    "a subtotal": (
+        "(select g.c from (select current_user::pgque.caller as c) g group by rollup (g.c) having g.c is null) n",
+        "n.c",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", NULLS)
+@pytest.mark.parametrize("right", [None, "consume", "admin"])
+def test_a_caller_that_is_null_has_no_right_whatever_function_is_called(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection, form: str, right: str | None
+) -> None:
+    """Of every function that takes a caller, on a queue the role has no right to, and on its own."""
+    grant(conn, one, nobody.name, right or "admin")
+    if right is None:
+        revoke(conn, one, nobody.name, "admin")
+    before, own = state(conn, other), state(conn, one)
+    ids = by_id(conn, other)
+    message = str(value(conn, "select max(msg_id) from pgque.list_messages(%s)", other))
+    source, null = NULLS[form]
+    through, tried = [], 0
+    for function, arguments in rows(conn, ASKING):
+        names = {name for name, _ in arguments}
+
+        def call(
+            known: dict[str, str], function: str = function, arguments: list[list[str]] = arguments
+        ) -> Any:
+            given = spelled(arguments, known, message)
+            return answer(user, f"select f.* from {source} cross join lateral pgque.{function}({given}, {null}) f")
+
+        for queue in (one, other) if names & QUEUES else ():
+            known = {name: f"'{queue}'" for name in QUEUES}
+            known |= {"consumer_name": "'c'", "i_consumer_name": "'c'", "p_bytes": "null"}
+            got = call(known)
+            tried += 1
+            if got not in (
+                (DENIED, f"permission denied for queue {queue}"),
+                ("23502", "domain pgque.caller does not allow null values"),
+            ):
+                through.append((function, queue, got))
+        for name in names & IDS:
+            unknown = call({name: str(UNKNOWN)})
+            for ident in ids["batch_id" if name == "p_batch" else name]:
+                got = call({name: str(ident)})
+                tried += 1
+                if of_unknown(got, ident) != str(unknown):
+                    through.append((function, ident, got))
+    assert through == [], "\n".join(map(str, through))
+    assert tried > 120
+    lists = ("get_queue_info(null, ", "get_consumer_info(null, null, ", "list_workers(null, null, ")
+    for start in lists:
+        got = answer(user, f"select f.* from {source} cross join lateral pgque.{start}{null}) f")
+        assert got in ([], ("23502", "domain pgque.caller does not allow null values")), start
+    assert (state(conn, other), state(conn, one)) == (before, own)
+
+
+def test_who_passes_null_as_the_caller_hears_what_to_do(
+    conn: Connection, one: str, nobody: Any, user: Connection
+) -> None:
+    grant(conn, one, nobody.name, "consume")
+    source, null = NULLS["an empty subquery"]
+    error = refused(DENIED, rows, user, f"select * from pgque.peek('{one}', 10, null, {null})")
+    assert "caller is null" in str(error.diag.message_detail)
+    assert "Leave the argument caller out" in str(error.diag.message_hint)
+    assert rows(user, f"select * from pgque.peek('{one}')") == []
 
 
 FORGED = {
@@ -355,14 +449,14 @@ FORGED = {
     "a field of a record": "select r.* from jsonb_to_record(jsonb_build_object('a', {owner})) j (a pgque.caller),"
     " pgque.receive({q}, 'c', caller => j.a) r",
     "a variable": "do $$ declare v pgque.caller := {owner}; begin perform pgque.receive({q}, 'c', caller => v); end $$",
-    "a column": "create temp table t (a pgque.caller); insert into t values ({owner})",
-    "a column of another type": "create temp table u (a name); insert into u values ({owner});"
-    " alter table u alter a type pgque.caller",
-    "a domain on top": "create domain pg_temp.d as pgque.caller; select {owner}::pg_temp.d",
-    "a range of it": "create function pg_temp.f(anyelement, text) returns anyelement language sql as 'select $2';"
+    "a letter of a variable": "do $$ declare v pgque.caller := current_user; begin v[0] := 'x'; end $$",
+    "names turned into an array of it": "select (array[{owner}::name]::pgque.caller[])[1]",
+    "a polymorphic function": "create function pg_temp.f(anyelement, text) returns anyelement language sql as 'select $2';"
     " select pg_temp.f(current_user::pgque.caller, {owner})",
-    "a function's result": "create function pg_temp.g() returns pgque.caller language plpgsql as $$ begin return {owner}; end $$;"
-    " select pg_temp.g()",
+    "a polymorphic variable": "create function pg_temp.h(anyarray, text) returns anyelement language plpgsql"
+    " as 'begin $1[1] := $2; return $1[1]; end'; select pg_temp.h(array[current_user]::pgque.caller[], {owner})",
+    "a column list for a record": "create function pg_temp.r() returns setof record language sql as 'select {owner_quoted}::name';"
+    " select a from pg_temp.r() r (a pgque.caller)",
     "the owner's name as a role": "set role {bare}",
 }
 
@@ -373,10 +467,38 @@ def test_the_caller_can_not_be_forged(
 ) -> None:
     grant(conn, one, nobody.name, "admin")
     owner = value(conn, "select current_user")
-    call = FORGED[how].format(q=f"'{other}'", owner=f"'{owner}'", bare=owner)
+    call = FORGED[how].format(q=f"'{other}'", owner=f"'{owner}'", owner_quoted=f"''{owner}''", bare=owner)
     with pytest.raises(psycopg.Error) as error:
         user.execute(call.encode())
     assert error.value.sqlstate in ("23514", "23502", DENIED), error.value
+
+
+# What would keep a value: it is not checked again when it is read, by whoever it is.
+KEPT = {
+    "a table": "create table mine.t (a pgque.caller)",
+    "a temporary table": "create temp table t (a pgque.caller)",
+    "an array in a table": "create table mine.t (a pgque.caller[])",
+    "a table made of a query": "create table mine.t as select current_user::pgque.caller as a",
+    "select into": "select current_user::pgque.caller as a into mine.t",
+    "a column added": "create table mine.t (a name); alter table mine.t add b pgque.caller default current_user",
+    "a column of another type": "create table mine.t (a name); alter table mine.t alter a type pgque.caller",
+    "a view": "create view mine.v as select current_user::pgque.caller as a",
+    "a materialized view": "create materialized view mine.v as select current_user::pgque.caller as a",
+    "a domain on top": "create domain mine.d as pgque.caller",
+    "a composite type": "create type mine.c as (a pgque.caller)",
+    "an attribute added": "create type mine.c as (a name); alter type mine.c add attribute b pgque.caller",
+    "a function's result": "create function mine.g() returns pgque.caller language sql as 'select current_user'",
+    "a function's argument": "create function mine.g(pgque.caller) returns int language sql as 'select 1'",
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_nobody_can_keep_a_caller_and_pass_it_on(roles: Any, own: Connection, how: str) -> None:
+    role = roles("pgque_admin", dbname=own.info.dbname)
+    own.execute(f"create schema mine authorization {role.name}".encode())
+    with psycopg.connect(role.dsn, autocommit=True) as session:
+        error = refused(DENIED, session.execute, KEPT[how].encode())
+        assert error.diag.message_primary == "permission denied for type pgque.caller"
 
 
 def test_who_runs_as_somebody_else_has_his_rights_and_not_the_sessions(roles: Any, own: Connection) -> None:

@@ -34,6 +34,17 @@ GRANTS = """
     ) as g), '-')
 """
 
+DOMAINS = f"""
+select t.typname, pg_catalog.format_type(t.typbasetype, t.typtypmod), t.typnotnull,
+       (select string_agg(k.conname || ' ' || pg_catalog.pg_get_constraintdef(k.oid), ' ' order by k.conname collate "C")
+        from pg_catalog.pg_constraint as k where k.contypid = t.oid and k.contype = 'c') as checks,
+       {GRANTS.format(acl="t.typacl", kind="T", owner="t.typowner")} as grants,
+       pg_catalog.obj_description(t.oid, 'pg_type') as comment
+from pg_catalog.pg_type as t
+where t.typnamespace = 'pgque'::regnamespace and t.typtype = 'd'
+order by t.typname collate "C"
+"""
+
 FUNCTIONS = f"""
 select p.oid, p.proname, p.prokind::text,
        pg_catalog.pg_get_function_arguments(p.oid) as arguments,
@@ -169,6 +180,14 @@ def schema(connection: Connection) -> Iterator[str]:
     yield f"schema pgque  grants: {row[0]}"
     if row[1]:
         yield f"  -- {_line(row[1])}"
+
+    for name, base, notnull, checks, grants, comment in connection.execute(DOMAINS).fetchall():
+        yield ""
+        yield f"domain {name} as {base}{' not null' if notnull else ''}  grants: {grants}"
+        if comment:
+            yield f"  -- {_line(comment)}"
+        if checks:
+            yield f"  constraint {checks}"
 
     for oid, name, kind, options, key, bound, comment, grants, persistence in connection.execute(
         RELATIONS
