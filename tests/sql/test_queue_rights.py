@@ -394,7 +394,8 @@ def test_a_caller_that_is_null_has_no_right_whatever_function_is_called(
     ids = by_id(conn, other)
     message = str(value(conn, "select max(msg_id) from pgque.list_messages(%s)", other))
     source, null = NULLS[form]
-    through, tried = [], 0
+    through: list[tuple[str, Any, Any]] = []
+    tried = 0
     for function, arguments in rows(conn, ASKING):
         names = {name for name, _ in arguments}
 
@@ -402,10 +403,12 @@ def test_a_caller_that_is_null_has_no_right_whatever_function_is_called(
             known: dict[str, str], function: str = function, arguments: list[list[str]] = arguments
         ) -> Any:
             given = spelled(arguments, known, message)
-            return answer(user, f"select f.* from {source} cross join lateral pgque.{function}({given}, {null}) f")
+            return answer(
+                user, f"select f.* from {source} cross join lateral pgque.{function}({given}, {null}) f"
+            )
 
         for queue in (one, other) if names & QUEUES else ():
-            known = {name: f"'{queue}'" for name in QUEUES}
+            known = dict.fromkeys(QUEUES, f"'{queue}'")
             known |= {"consumer_name": "'c'", "i_consumer_name": "'c'", "p_bytes": "null"}
             got = call(known)
             tried += 1
@@ -434,7 +437,7 @@ def test_who_passes_null_as_the_caller_hears_what_to_do(
     conn: Connection, one: str, nobody: Any, user: Connection
 ) -> None:
     grant(conn, one, nobody.name, "consume")
-    source, null = NULLS["an empty subquery"]
+    null = NULLS["an empty subquery"][1]
     error = refused(DENIED, rows, user, f"select * from pgque.peek('{one}', 10, null, {null})")
     assert "caller is null" in str(error.diag.message_detail)
     assert "Leave the argument caller out" in str(error.diag.message_hint)
@@ -473,7 +476,7 @@ def test_the_caller_can_not_be_forged(
     assert error.value.sqlstate in ("23514", "23502", DENIED), error.value
 
 
-# What would keep a value: it is not checked again when it is read, by whoever it is.
+# Ways to keep a value. The server does not check a value again when somebody else reads it.
 KEPT = {
     "a table": "create table mine.t (a pgque.caller)",
     "a temporary table": "create temp table t (a pgque.caller)",
