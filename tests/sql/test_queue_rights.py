@@ -27,6 +27,7 @@ from sql.helpers import (
     tries,
     value,
 )
+from support import servers
 
 DENIED = "42501"
 RIGHTS = ("produce", "consume", "admin")
@@ -502,6 +503,33 @@ def test_nobody_can_keep_a_caller_and_pass_it_on(roles: Any, own: Connection, ho
     with psycopg.connect(role.dsn, autocommit=True) as session:
         error = refused(DENIED, session.execute, KEPT[how].encode())
         assert error.diag.message_primary == "permission denied for type pgque.caller"
+
+
+def test_the_query_of_the_changelog_finds_what_can_hold_a_caller(own: Connection) -> None:
+    section = (servers.REPOSITORY / "CHANGELOG.md").read_text().split("\n## 0.4.4\n")[1].split("\n## ")[0]
+    query = section.split("```sql\n")[1].split("```")[0]
+    assert rows(own, query) == []
+    own.execute(b"create schema mine; create view mine.harmless as select * from pgque.peek('q')")
+    assert rows(own, query) == []
+    own.execute(
+        b"create table mine.t (a name, b pgque.caller, c pgque.caller[]);"
+        b"create index i on mine.t ((a::pgque.caller));"
+        b"create type mine.r as range (subtype = pgque.caller);"
+        b"create type mine.c as (d pgque.caller);"
+        b"create domain mine.d as pgque.caller[];"
+        b"create function mine.f() returns pgque.caller language sql as 'select current_user'"
+    )
+    found = "\n".join(str(thing) for (thing,) in rows(own, query))
+    for thing in (
+        "column b of table mine.t",
+        "column c of table mine.t",
+        "index mine.i",
+        "type mine.r",
+        "column d of composite type mine.c",
+        "type mine.d",
+        "function mine.f()",
+    ):
+        assert thing in found, found
 
 
 def test_who_runs_as_somebody_else_has_his_rights_and_not_the_sessions(roles: Any, own: Connection) -> None:
