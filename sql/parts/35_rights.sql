@@ -28,22 +28,19 @@ $$;
 
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
-declare
-  v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
-  if p_caller is null then
-    raise exception using
-      errcode = 'insufficient_privilege',
-      message = v_message,
-      detail = 'The argument caller is null.',
-      hint = 'Leave the argument caller out: its default is the role that calls.';
-  end if;
   raise exception using
     errcode = 'insufficient_privilege',
-    message = v_message,
-    detail = pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end),
-    hint = pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
-      case p_right when 'see' then 'consume' else p_right end);
+    message = pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    detail = case
+      when p_caller is null then 'The argument caller is null.'
+      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
+    end,
+    hint = case
+      when p_caller is null then 'Leave the argument caller out: its default is the role that calls.'
+      else pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+        case p_right when 'see' then 'consume' else p_right end)
+    end;
 end
 $$;
 
