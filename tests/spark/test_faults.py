@@ -571,6 +571,7 @@ class NoStandby:
     def __init__(self, server: embedded.Server, wait_until: Callable[..., None]) -> None:
         self._server, self._wait_until = server, wait_until
         self._probe: threading.Thread | None = None
+        self._over = threading.Event()
 
     def connect(self, *, autocommit: bool = True) -> Connection:
         """Open a session that does not wait."""
@@ -594,17 +595,20 @@ class NoStandby:
 
         def probe() -> None:
             with psycopg.connect(self._server.dsn, autocommit=True, application_name="probe") as own:
-                while value(own, "select current_setting('synchronous_standby_names')") == "":
-                    time.sleep(0.01)
-                own.execute("create table probe ()")
+                # The setting reaches this session before the server's checkpointer has it: only then do commits wait.
+                while not self._over.is_set():
+                    own.execute("create table if not exists probe ()")
+                    own.execute("drop table probe")
 
+        self._over.clear()
         self._set(conn, "nobody")
         self._probe = threading.Thread(target=probe)
         self._probe.start()
-        self._wait_until(lambda: self.waiting(conn, "probe"), "commits wait", 20)
+        self._wait_until(lambda: self.waiting(conn, "probe"), "commits wait", 60)
 
     def end(self, conn: Connection) -> None:
         """Let go of all commits."""
+        self._over.set()
         self._set(conn, "")
         if self._probe is not None:
             self._probe.join(20)

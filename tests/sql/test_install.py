@@ -32,7 +32,7 @@ from support import catalog, servers
 from support.servers import TestServer
 
 SOURCE = servers.SQL_FILE.read_bytes()
-EARLIER = ["0.1.0", "0.2.0", "0.3.0", "0.4.0", "0.4.1", "0.4.2", "0.4.3"]
+EARLIER = ["0.1.0", "0.2.0", "0.3.0", "0.4.0", "0.4.1", "0.4.2", "0.4.3", "0.4.4"]
 
 
 def install(dsn: str) -> list[str]:
