@@ -9,8 +9,8 @@ language plpgsql as $$
 declare
   v_queue  pgque.queue;
 begin
-  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue;
-  if not found and p_queue ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
+  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue collate pg_catalog."default";
+  if not found and p_queue collate pg_catalog."default" ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     select q.* into v_queue from pgque.queue q where q.queue_uid = p_queue::uuid;
   end if;
   if pgque._may(p_caller, p_right, v_queue.queue_id) is not true then
@@ -115,7 +115,7 @@ language sql immutable as $$
     ('ticker_max_count', 'int'), ('ticker_max_lag', 'interval'), ('ticker_idle_period', 'interval'),
     ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
     ('rotation_period', 'interval'), ('retention_period', 'interval'),
-    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('throughput_limit', 'int'),
+    ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'),
     ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
     ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean')
 $$;
@@ -146,6 +146,10 @@ language plpgsql as $$
 declare
   v_type  text := pgque._setting_type(p_param);
 begin
+  if p_param = 'max_consumers' then
+    -- It limits the administrator of one queue too.
+    perform pgque._need_all(p_caller, 'max_consumers is set by roles that administer all queues');
+  end if;
   if p_param = 'retention_period' and p_value::interval = '0' then
     p_value := null;
   end if;
@@ -168,7 +172,7 @@ language plpgsql as $$
 declare
   v_target  pgque.queue;
 begin
-  if p_target like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target)
+  if p_target collate pg_catalog."default" like '%.dlq' and not exists (select from pgque.queue q where q.queue_name = p_target collate pg_catalog."default")
     and pgque._may(p_caller, 'produce', null)
   then
     perform pgque._create_queue(p_target, '{}');
@@ -267,7 +271,7 @@ begin
     (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config), current_user);
   -- Two sessions that create one name meet here; the second sees the first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(p_queue));
-  if exists (select from pgque.queue q where q.queue_name = p_queue) then
+  if exists (select from pgque.queue q where q.queue_name = p_queue collate "default") then
     return 0;
   end if;
   v_id := nextval(pg_get_serial_sequence('pgque.queue', 'queue_id'));

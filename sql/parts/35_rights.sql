@@ -16,7 +16,7 @@ create or replace function pgque._may(p_caller name, p_right text, p_queue_id in
 language plpgsql as $$
 begin
   return coalesce(
-    p_caller = current_user
+    p_caller = current_user collate pg_catalog."C"
     or pg_catalog.pg_has_role(p_caller, case p_right when 'produce' then 'pgque_writer' when 'admin' then 'pgque_admin' else 'pgque_reader' end, 'usage')
     or exists (
       select from pgque.queue_right r
@@ -44,12 +44,25 @@ begin
 end
 $$;
 
+-- Refuses what an administrator of one queue may not do to that queue either.
+create or replace function pgque._need_all(p_caller name, p_message text) returns void
+language plpgsql as $$
+begin
+  if not pgque._may(p_caller, 'admin', null) then
+    raise exception using
+      errcode = 'insufficient_privilege',
+      message = p_message,
+      hint = 'A member of pgque_admin may call it.';
+  end if;
+end
+$$;
+
 -- A batch id, or null where the caller has no right to the batch's queue: then
 -- the id is as good as one that never was.
 create or replace function pgque._batch_for(p_caller name, p_batch bigint) returns bigint
 language plpgsql as $$
 begin
-  if p_caller = current_user or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage')
+  if p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage')
     or pgque._may(p_caller, 'consume', (pgque._batch_owner(p_batch)).sub_queue)
   then
     return p_batch;

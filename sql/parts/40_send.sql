@@ -67,10 +67,10 @@ begin
     p_extra1, p_extra2, p_extra3, p_extra4, p_headers, p_bytes,
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = p_queue and q.queue_open
+  where q.queue_name = p_queue collate "default" and q.queue_open
     -- In this order: a stranger is not to hear that it is full.
     and case
-      when caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
+      when caller = current_user collate "C" or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
         then q.queue_max_depth = 0 or pgque._room(q, 1)
     end
   returning event.ev_id into v_id;
@@ -507,9 +507,9 @@ begin
   v_txid := pg_current_xact_id();
   select q.queue_id, q.queue_event_seq into v_id, v_seq
   from pgque.queue q
-  where q.queue_name = $1 and q.queue_open
+  where q.queue_name = $1 collate "default" and q.queue_open
     and case
-      when caller = current_user or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
+      when caller = current_user collate "C" or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
         then q.queue_max_depth = 0 or pgque._room(q, cardinality($3))
     end;
   if found then

@@ -11,12 +11,12 @@ declare
 begin
   select s.* into v_sub
   from pgque.queue q
-  join pgque.consumer c on c.co_name = p_consumer
+  join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
   join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
-  where q.queue_name = p_queue
-    and (p_caller = current_user or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
+  where q.queue_name = p_queue collate pg_catalog."default"
+    and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
-    if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue then
+    if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue collate pg_catalog."default" then
       return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
     end if;
     raise exception using
@@ -92,27 +92,78 @@ end
 $$;
 
 -- Adds a subscriber row with its first position; the low 20 bits of its id are
--- taken once only.
+-- taken once only.  After 2^31 numbers the sequence begins again: a number whose
+-- earlier subscriber left positions or retries is passed over.
 create or replace function pgque._add_subscriber(
-  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick
+  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
 ) returns int
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
+  v_seq       regclass := pg_catalog.pg_get_serial_sequence('pgque.subscriber', 'sub_id');
   v_position  pgque.position_0;
+  v_id        int;
 begin
-  loop
-    insert into pgque.subscriber (sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
-    values (p_queue_id, p_consumer, p_role, p_main, p_worker)
-    on conflict ((sub_id & 1048575)) do nothing
-    returning sub_id into v_position.pos_sub;
-    exit when found;
+  perform pgque._need_place(p_queue_id, p_caller);
+  for v_try in 0..2097152 loop
+    v_id := pg_catalog.nextval(v_seq);
+    if not exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (v_id & 1048575))
+      and not exists (select from pgque.position_0 p where p.pos_sub = v_id)
+      and not exists (select from pgque.position_1 p where p.pos_sub = v_id)
+      and not exists (select from pgque.retry_queue r where r.ev_owner = v_id)
+    then
+      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
+      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker)
+      on conflict ((sub_id & 1048575)) do nothing
+      returning sub_id into v_position.pos_sub;
+      exit when found;
+    end if;
+    if v_try % 65536 = 0 and (select pg_catalog.count(*) from pgque.subscriber) >= 1048576 then
+      exit;
+    end if;
   end loop;
+  if v_position.pos_sub is null then
+    raise exception using
+      errcode = 'program_limit_exceeded',
+      message = 'all 1048576 numbers of subscribers are taken',
+      hint = 'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;';
+  end if;
   v_position.pos_main := p_main;
   v_position.pos_seq := 0;
   v_position.pos_last_batch := 0;
   v_position.pos_skipped := 0;
   perform pgque._append_position(pgque._at_tick(v_position, p_tick));
   return v_position.pos_sub;
+end
+$$;
+
+-- Keeps a role that has a right to this queue only within the queue's
+-- max_consumers; PQ003 if that many are there.  Such roles subscribe to a queue
+-- one after the other, and in a transaction whose snapshot shows them all.
+create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_queue  pgque.queue;
+  v_count  bigint;
+begin
+  if pgque._may(p_caller, 'consume', null) then
+    return;
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if v_queue.queue_max_consumers = 0 then
+    return;
+  end if;
+  perform pgque._need_read_committed('a new consumer of a role with a right to one queue');
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.subscribe'), p_queue_id);
+  select pg_catalog.count(*) into v_count
+  from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
+  if v_count >= v_queue.queue_max_consumers then
+    raise exception using
+      errcode = 'PQ003',
+      message = pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
+      detail = pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers),
+      hint = pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint);
+  end if;
 end
 $$;
 
@@ -148,7 +199,7 @@ declare
   v_co     int;
 begin
   v_queue := pgque._queue(p_queue, p_caller, 'consume');
-  v_co := pgque._consumer(p_consumer);
+  v_co := pgque._consumer(p_consumer, v_queue.queue_id);
   if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
     return 0;
   end if;
@@ -159,7 +210,7 @@ begin
     perform pgque._no_queue(p_queue);
   end if;
   perform pgque._rebase(v_queue.queue_id);
-  perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at));
+  perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at), p_caller);
   return 1;
 exception
   when unique_violation then
@@ -167,8 +218,8 @@ exception
 end
 $$;
 
--- The id of a consumer's name, made known if it is new.
-create or replace function pgque._consumer(p_consumer text) returns int
+-- The id of the name of a queue's consumer, made known if it is new.
+create or replace function pgque._consumer(p_consumer text, p_queue_id int) returns int
 language plpgsql as $$
 declare
   v_id  int;
@@ -179,11 +230,15 @@ begin
       message = 'invalid consumer name',
       hint = 'A consumer name has 1 to 1000 bytes; any character is allowed.';
   end if;
-  select c.co_id into v_id from pgque.consumer c where c.co_name = p_consumer;
-  if not found then
-    insert into pgque.consumer (co_name) values (p_consumer) on conflict do nothing;
-    select c.co_id into strict v_id from pgque.consumer c where c.co_name = p_consumer;
-  end if;
+  for v_try in 1..2 loop
+    select c.co_id into v_id
+    from pgque.consumer c
+    where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+    order by c.co_queue
+    limit 1;
+    exit when found;
+    insert into pgque.consumer (co_name, co_queue) values (p_consumer, p_queue_id) on conflict (co_queue, co_name) do nothing;
+  end loop;
   return v_id;
 end
 $$;
@@ -226,7 +281,7 @@ begin
   select s.sub_id into v_main
   from pgque.subscriber s
   join pgque.consumer c on c.co_id = s.sub_consumer
-  where s.sub_queue = v_queue.queue_id and c.co_name = unsubscribe.consumer_name and s.sub_main is null
+  where s.sub_queue = v_queue.queue_id and c.co_name = unsubscribe.consumer_name collate "default" and s.sub_main is null
   for update of s;
   if not found then
     return 0;
@@ -709,7 +764,7 @@ begin
   from pgque.subscriber s
   join pgque.queue q on q.queue_id = s.sub_queue
   where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-    and (caller = current_user or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
+    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
   if v_archive then
     if v_role = 'pool' then
       perform pg_advisory_xact_lock(p_batch);

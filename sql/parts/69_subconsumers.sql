@@ -28,7 +28,7 @@ $$;
 create or replace function pgque._find_worker(p_main int, p_worker text) returns int
 language plpgsql as $$
 begin
-  return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker);
+  return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker collate pg_catalog."default");
 end
 $$;
 
@@ -90,7 +90,7 @@ begin
       perform pgque._append_position(v_position);
     end if;
   end if;
-  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null);
+  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
   return 1;
 exception
   when unique_violation then
@@ -220,9 +220,9 @@ begin
   select s.sub_id into v_main
   from pgque.consumer c
   join pgque.subscriber s on s.sub_queue = v_queue and s.sub_consumer = c.co_id and s.sub_main is null
-  where c.co_name = $2;
+  where c.co_queue in (0, v_queue) and c.co_name = $2 collate "default";
   if pgque._find_worker(v_main, $3) is null then
-    perform pgque.register_subconsumer($1, $2, $3);
+    perform pgque.register_subconsumer($1, $2, $3, false, caller);
     v_main := (pgque._subscriber($1, $2, caller)).sub_id;
   end if;
   if $5 is not null then

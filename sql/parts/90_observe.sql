@@ -68,7 +68,7 @@ begin
   end if;
   for v_queue in
     select q.* from pgque.queue q
-    where ($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1
+    where ($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1 collate "default"
     order by q.queue_name
   loop
     begin
@@ -148,7 +148,7 @@ begin
     select s.*
     from pgque.subscriber s
     join pgque.queue q on q.queue_id = s.sub_queue
-    where (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1) and ($2 is null or pgque._subscriber_name(s) = $2)
+    where (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1 collate "default") and ($2 is null or pgque._subscriber_name(s) = $2)
     order by q.queue_name, pgque._subscriber_name(s)
   loop
     begin

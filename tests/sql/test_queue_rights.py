@@ -202,6 +202,87 @@ def test_a_queue_without_a_right_and_one_that_is_not_are_told_apart_by_nothing(
     refused(DENIED, send, user, by_id)
 
 
+FOLDING = "pg_temp.folding"
+# The collation of the argument that names the queue: "C" is that of the type name.
+COLLATIONS = ("", 'collate "C"', 'collate "POSIX"', f"collate {FOLDING}")
+
+
+def make_folding(connection: Connection) -> None:
+    """A collation by which upper and lower case are equal."""
+    connection.execute(
+        f"create collation if not exists {FOLDING} (provider = icu, locale = 'und-u-ks-level2', deterministic = false)".encode()
+    )
+
+
+def answer_in_full(connection: Connection, call: str, name: str) -> Any:
+    """The answer to a call, or all that an error says, without the queue's name."""
+    try:
+        return rows(connection, call)
+    except psycopg.Error as error:
+        d = error.diag
+        said = (d.sqlstate, d.message_primary, d.message_detail, d.message_hint, d.context)
+        return [str(text).replace(f'"{name}"', "?").replace(name, "?") for text in said]
+
+
+@pytest.mark.parametrize("collation", COLLATIONS)
+def test_no_collation_of_an_argument_tells_a_queue_without_a_right_from_one_that_is_not(
+    conn: Connection, one: str, other: str, nobody: Any, user: Connection, collation: str
+) -> None:
+    """Of every function that takes a queue's name; the context of the error counts too."""
+    grant(conn, one, nobody.name, "admin")
+    make_folding(user)
+    told, tried = [], 0
+    for function, arguments in rows(conn, ASKING):
+        if {name for name, _ in arguments} & QUEUES:
+            answers = []
+            for name in (other, "missing-" + other, other.upper()):
+                known = dict.fromkeys(QUEUES, f"'{name}' {collation}")
+                known |= {"consumer_name": "'c'", "i_consumer_name": "'c'", "p_bytes": "null", "p_consumer": "'c'"}
+                call = f"select * from pgque.{function}({spelled(arguments, known, '1')})"
+                answers.append(answer_in_full(user, call, name))
+            tried += 1
+            if answers[0] != answers[1] or answers[0] != answers[2] or answers[0][0] != DENIED:
+                told.append((function, answers))
+    assert told == [], "\n".join(map(str, told))
+    assert tried > 40
+    for call in (*NEEDS["produce"], *NEEDS["consume"], *NEEDS["admin"], *EITHER):
+        there, missing = (
+            answer_in_full(user, call.format(q=f"'{name}' {collation}"), name) for name in (other, "no-such-queue")
+        )
+        assert there == missing, call
+
+
+@pytest.mark.parametrize("collation", COLLATIONS)
+def test_a_name_means_its_own_queue_and_consumer_whatever_its_collation(
+    conn: Connection, one: str, nobody: Any, user: Connection, collation: str
+) -> None:
+    """Not another one that the collation takes for equal."""
+    shouted = one.upper()
+    value(conn, "select pgque.create_queue(%s)", shouted)
+    try:
+        subscribe(conn, shouted, "secret")
+        grant(conn, one, nobody.name, "admin")
+        make_folding(user)
+        named = f"'{one}' {collation}"
+        for call in NEEDS["produce"]:
+            if "key =>" not in call:
+                assert answer(user, call.format(q=named))[0][0] is not None, call
+        assert {q for (q,) in rows(user, f"select queue_name from pgque.get_queue_info({named})")} == {one}
+        assert {q for (q,) in rows(user, f"select queue_name from pgque.get_consumer_info({named})")} == {one}
+        assert rows(user, f"select pgque.subscribe('{one}', 'SECRET' {collation})") == [(1,)]
+        assert rows(user, f"select pgque.subscribe('{one}', 'D' {collation})") == [(1,)]
+        assert {c for (c,) in rows(user, f"select consumer_name from pgque.get_consumer_info('{one}')")} == {
+            "SECRET",
+            "D",
+            "d",
+            "f",
+        }
+        assert rows(user, f"select pgque.unsubscribe('{one}', 'D' {collation})") == [(1,)]
+        assert rows(user, f"select pgque.unsubscribe('{one}', 'd')") == [(1,)]
+    finally:
+        value(conn, "select pgque.drop_queue(%s, true)", shouted)
+
+
 def test_a_producer_and_a_consumer_with_rights_to_one_queue_do_their_work(
     conn: Connection, queue: str, roles: Any
 ) -> None:
@@ -721,3 +802,71 @@ def test_a_stranger_does_not_hear_that_a_queue_is_full(
             for name in (other, "no_such_queue")
         ]
         assert told[0] == told[1]
+
+
+def test_a_right_to_one_queue_makes_no_more_consumers_than_the_queue_may_have(
+    conn: Connection, queue: str, nobody: Any, user: Connection
+) -> None:
+    grant(conn, queue, nobody.name, "admin")
+    configure(conn, queue, max_consumers=3)
+    assert [subscribe(user, queue, name) for name in ("a", "b")] == [1, 1]
+    # A consumer and a subconsumer of it.
+    coop = "select count(*) from pgque.receive_coop(%s, 'coop', %s)"
+    refused("PQ003", value, user, coop, queue, "w")
+    assert value(user, "select pgque.unsubscribe(%s, 'a')", queue) == 1
+    assert value(user, coop, queue, "w") == 0
+    assert value(user, coop, queue, "w") == 0
+    for call in (
+        "select count(*) from pgque.receive_coop(%s, 'coop', 'v')",
+        "select pgque.register_subconsumer(%s, 'coop', 'v')",
+        "select pgque.subscribe_subconsumer(%s, 'new', 'v')",
+        "select pgque.subscribe(%s, 'new')",
+        "select pgque.subscribe(%s, 'new', keyed_order => true)",
+        "select pgque.register_consumer(%s, 'new')",
+        "select pgque.register_consumer_at(%s, 'new', 1)",
+    ):
+        error = refused("PQ003", value, user, call, queue)
+        assert queue in str(error.diag.message_primary), call
+        assert f"set_queue_config('{queue}', 'max_consumers', '6')" in str(error.diag.message_hint)
+    assert subscribe(user, queue, "b") == 0
+    # Who administers this queue only can not raise it, and who has the role is not limited by it.
+    for config in ("4", "0", None):
+        refused(DENIED, value, user, "select pgque.set_queue_config(%s, 'max_consumers', %s)", queue, config)
+    assert subscribe(conn, queue, "new") == 1
+    configure(conn, queue, max_consumers=0)
+    assert subscribe(user, queue, "newer") == 1
+
+
+def test_of_two_roles_that_subscribe_at_once_one_takes_the_last_place(
+    conn: Connection,
+    queue: str,
+    nobody: Any,
+    user: Connection,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    grant(conn, queue, nobody.name, "consume")
+    configure(conn, queue, max_consumers=1)
+    first = connect(nobody.dsn, autocommit=False)
+    assert subscribe(first, queue, "a") == 1
+    job = background(lambda c: refused("PQ003", subscribe, c, queue, "b"), connect(nobody.dsn))
+    wait_for_lock(job.pid)
+    first.commit()
+    job.result()
+    # A snapshot that is older than the others' subscriptions does not show how many there are.
+    value(user, "select pgque.unsubscribe(%s, 'a')", queue)
+    user.execute("begin isolation level repeatable read")
+    refused("25000", subscribe, user, queue, "b")
+    user.execute("rollback")
+    assert subscribe(user, queue, "b") == 1
+
+
+def test_the_number_of_consumers_has_a_default_for_all_queues(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    limit = "select param_value from pgque.queue_config('q') where param_name = 'max_consumers'"
+    assert value(own, limit) == "1000"
+    assert value(own, "select pgque.set_default_config('max_consumers', '50')") == 1
+    assert value(own, limit) == "50"
+    refused("PQ005", value, own, "select pgque.set_default_config('max_consumers', '-1')")
+    refused("PQ005", value, own, "select pgque.set_queue_config('q', 'max_consumers', '-1')")

@@ -222,3 +222,92 @@ def test_a_call_that_waited_for_an_unsubscribe_names_queue_and_consumer(
     error = refused("PQ011", other.result)
     assert "not subscriber to queue" in str(error)
     assert isinstance(error, psycopg.Error)
+
+
+def test_an_open_subscription_blocks_its_name_on_no_other_queue(
+    conn: Connection,
+    queue: str,
+    new_queue: Callable[[], str],
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+) -> None:
+    other = new_queue()
+    one = transaction()
+    assert subscribe(one, queue, "a name that was never used") == 1
+    assert background(lambda c: subscribe(c, other, "a name that was never used")).result(timeout=20) == 1
+    one.execute("commit")
+    assert subscribe(conn, queue, "a name that was never used") == 0
+    assert subscribe(conn, other, "a name that was never used") == 0
+    assert value(conn, "select pgque.unsubscribe(%s, 'a name that was never used')", queue) == 1
+    assert rows(conn, "select consumer_name from pgque.get_consumer_info(%s)", other) == [("a name that was never used",)]
+
+
+SEQUENCE = "pg_get_serial_sequence('pgque.subscriber', 'sub_id')"
+NUMBER = "select s.sub_id from pgque.subscriber s join pgque.consumer c on c.co_id = s.sub_consumer where c.co_name = %s"
+
+
+def crowd(own: Connection, count: int) -> None:
+    """Takes that many numbers of subscribers from 1 on, by rows that only the look at numbers sees."""
+    own.execute(
+        b"alter table pgque.subscriber drop constraint subscriber_queue_fkey, drop constraint subscriber_consumer_fkey;"
+        b"drop index pgque.subscriber_worker"
+    )
+    value(
+        own,
+        "with made as (insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker)"
+        " select g, 0, 0, 'coop_member', 0, 'w' from generate_series(1, %s) g returning 1) select count(*) from made",
+        count,
+    )
+
+
+def test_numbers_that_are_taken_are_passed_over_and_the_sequence_begins_again_at_its_end(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    crowd(own, 3000)
+    assert subscribe(own, "q", "a") == 1
+    assert value(own, NUMBER, "a") == 3001
+    value(own, f"select setval({SEQUENCE}, %s)", 2**31 - 2)
+    assert [subscribe(own, "q", name) for name in ("b", "c")] == [1, 1]
+    assert value(own, NUMBER, "b") == 2**31 - 1
+    assert value(own, NUMBER, "c") == 3002
+
+
+def test_the_number_of_a_consumer_that_left_a_position_is_not_taken_again(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q", "a")
+    number = value(own, NUMBER, "a")
+    send(own, "q")
+    tick(own, "q")
+    batch = receive(own, "q", "a")
+    value(own, "select pgque.unsubscribe('q', 'a')")
+    value(own, f"select setval({SEQUENCE}, %s, false)", number)
+    assert subscribe(own, "q", "b") == 1
+    assert value(own, NUMBER, "b") != number
+    assert ack(own, batch[0].batch_id) == 0
+
+
+@pytest.mark.slow
+def test_a_subscription_is_refused_when_all_numbers_are_taken(own: Connection) -> None:
+    """A million rows have to be made first."""
+    value(own, "select pgque.create_queue('q')")
+    crowd(own, 2**20)
+    error = refused("54000", subscribe, own, "q", "a")
+    assert "1048576" in str(error.diag.message_primary)
+    assert "nsubscribe" in str(error.diag.message_hint)
+    assert value(own, f"select pg_sequence_last_value({SEQUENCE})") < 1000
+    own.execute(b"delete from pgque.subscriber where sub_id = 70000")
+    assert subscribe(own, "q", "a") == 1
+    assert value(own, NUMBER, "a") % 2**20 == 70000
+
+
+def test_a_subscription_reads_as_much_among_thousands_as_among_few(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+
+    def blocks(name: str) -> int:
+        plan = value(own, f"explain (analyze, buffers, format json) select pgque.subscribe('q', '{name}')")[0]["Plan"]
+        return int(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
+
+    value(own, "select count(pgque.subscribe('q', 'few' || g)) from generate_series(1, 20) g")
+    few = [blocks(f"a{n}") for n in range(5)][-1]
+    value(own, "select count(pgque.subscribe('q', 'many' || g)) from generate_series(1, 4000) g")
+    many = [blocks(f"b{n}") for n in range(5)][-1]
+    assert many < few + 40, (few, many)
