@@ -213,6 +213,22 @@ language sql stable as $$
     * (pg_catalog.current_setting('max_connections')::bigint + pg_catalog.current_setting('max_prepared_transactions')::bigint)
 $$;
 
+-- An interval of a setting, which must lie ahead of whatever time it is added to:
+-- -1 month 31 days is above 0 and may lead back.
+create or replace function pgque._period(p_period text) returns interval
+language plpgsql immutable as $$
+declare
+  v_period  interval := p_period::interval;
+begin
+  if least(extract(year from v_period), extract(month from v_period), extract(day from v_period),
+    extract(hour from v_period), extract(minute from v_period), extract(second from v_period)) < 0
+  then
+    raise data_exception using message = pg_catalog.format('interval %L has a negative part', p_period);
+  end if;
+  return v_period;
+end
+$$;
+
 -- Whether a retry_backoff setting makes sense: seconds, a factor, at most so
 -- many seconds, and how much of it is left to chance.
 create or replace function pgque._backoff_valid(p_backoff jsonb) returns boolean
@@ -1083,6 +1099,8 @@ begin
     return 'default';
   elsif v_type = 'queue' then
     return pgque._dead_letter_target(p_value, p_queue, p_caller);
+  elsif v_type = 'interval' then
+    perform pgque._period(p_value);
   end if;
   return pg_catalog.format('%L::%s', p_value, v_type);
 end
@@ -1282,7 +1300,8 @@ $$;
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 
--- The values in force, one row a parameter.
+-- The values in force, one row a parameter.  A queue that takes dead letters is
+-- named to those who have a right to it.
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -1290,7 +1309,9 @@ declare
 begin
   return query
     select substr(e.key, 7),
-      case when e.key = 'queue_dead_letter_queue' then (select q.queue_name from pgque.queue q where q.queue_id = v_queue.queue_dead_letter_queue)
+      case when e.key = 'queue_dead_letter_queue' then (
+          select q.queue_name from pgque.queue q
+          where q.queue_id = v_queue.queue_dead_letter_queue and pgque._may(caller, 'see', q.queue_id))
         else e.value end
     from jsonb_each_text(to_jsonb(v_queue)) e
     where pgque._setting_type(substr(e.key, 7)) is not null
@@ -1347,11 +1368,12 @@ exception
 end
 $$;
 
--- Gives a queue another name; its id, queue_uid, stays.
-create or replace function pgque.rename_queue(queue_name text, new_name text, caller pgque.caller default current_user) returns int
+-- Gives a queue another name; its id, queue_uid, stays.  Names are those of all
+-- queues, so a right to one is not enough.
+create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_queue  pgque.queue := pgque._queue($1);
 begin
   perform pgque._check_queue_name($2);
   update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
@@ -1408,13 +1430,16 @@ begin
 end
 $$;
 
--- The answer to a send that found the queue and then waited while it was dropped.
--- A check is made with the rights of whoever inserts.
-create or replace function pgque._takes_nothing(p_queue text) returns boolean
+-- The answer to a call that found the queue and then waited while it was dropped.
+-- A check is made with the rights of whoever inserts, and everybody can read its
+-- text: so it has the queue's number.
+create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._no_queue(p_queue);
-  return false;
+  raise exception using
+    errcode = 'PQ001',
+    message = format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
+    hint = 'Create it again with pgque.create_queue(name).';
 end
 $$;
 
@@ -1447,7 +1472,7 @@ begin
   if v_leaves is not null then
     execute 'truncate ' || v_leaves;
     for v_leaf in select l.leaf from pgque._leaves(p_queue_id) l where l.kind = 'event' and pg_catalog.to_regclass(l.leaf) is not null loop
-      execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%L)) not valid', v_leaf, p_queue);
+      execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%s)) not valid', v_leaf, p_queue_id);
     end loop;
   end if;
   -- maint() does the rest: that takes locks on what every sender uses, and this
@@ -3782,10 +3807,7 @@ exception
         message = 'the queue was dropped since this transaction began',
         hint = 'Retry the transaction.';
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
-      raise exception using
-        errcode = 'PQ001',
-        message = 'queue not found: it was dropped while this call waited',
-        hint = 'Create it again with pgque.create_queue(name).';
+      perform pgque._takes_nothing(p_queue_id);
     end if;
     raise;
 end
@@ -7838,9 +7860,9 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   perform pgque._init();
   if $1 = 'expire' then
-    update pgque.config c set expire_every = nullif($2, '')::interval;
+    update pgque.config c set expire_every = pgque._period(nullif($2, ''));
   elsif $1 = 'delete_expired' then
-    update pgque.config c set delete_expired_every = nullif($2, '')::interval;
+    update pgque.config c set delete_expired_every = pgque._period(nullif($2, ''));
   else
     raise data_exception using message = 'no such job';
   end if;
@@ -8153,7 +8175,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_done  int;
 begin
-  if p_func not in (select f.func_name from pgque._maint_functions() f) then
+  if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
     raise exception using
       errcode = 'PQ005',
       message = format('not a maintenance operation: %L', p_func),
@@ -8568,16 +8590,44 @@ begin
 end
 $$;
 
+-- Tables and columns outside the schema that would go with its types and tables.
+create or replace function pgque._foreign_data() returns setof text
+language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
+  with recursive gone as (
+    select 'pg_type'::regclass::oid as classid, t.oid as objid, 0 as objsubid from pg_type t where t.typnamespace = 'pgque'::regnamespace
+    union
+    select 'pg_class'::regclass, c.oid, 0 from pg_class c where c.relnamespace = 'pgque'::regnamespace
+    union
+    select d.classid, d.objid, d.objsubid
+    from gone g
+    join pg_depend d on d.refclassid = g.classid and d.refobjid = g.objid and (g.objsubid = 0 or d.refobjsubid = g.objsubid)
+    where d.deptype <> 'e' and d.classid in ('pg_type'::regclass, 'pg_class'::regclass)
+  )
+  select pg_describe_object(g.classid, g.objid, g.objsubid)
+  from gone g
+  join pg_class c on c.oid = g.objid and g.classid = 'pg_class'::regclass
+  where c.relkind in ('r', 'p', 'f', 'm') and c.relnamespace <> 'pgque'::regnamespace and c.relnamespace <> 'pg_toast'::regnamespace
+  order by 1
+$$;
+
 -- Removes pgque with everything in it; roles stay, they belong to the cluster.
 -- Only the owner of the schema.
 create or replace function pgque.uninstall() returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_foreign  text := (select string_agg(f.what, ', ') from pgque._foreign_data() f (what));
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     raise exception using
       errcode = 'insufficient_privilege',
       message = 'only the owner of schema pgque may uninstall it',
       hint = 'Log in as the role that installed it.';
+  elsif v_foreign is not null then
+    raise exception using
+      errcode = 'dependent_objects_still_exist',
+      message = 'tables outside schema pgque use its types or tables, and would lose data',
+      detail = v_foreign,
+      hint = 'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.';
   end if;
   perform pgque.stop();
   perform pgque._insist(
@@ -9409,6 +9459,13 @@ begin
     cross join lateral unnest(i.indkey) with ordinality k (attnum, n)
     join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
     where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
+  if not v_row ?& v_pkey then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
+        (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
+      hint = 'The option is pkey=columns, with commas and no blanks between their names.';
+  end if;
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
     return;
@@ -9419,7 +9476,7 @@ begin
     select string_agg(pgque._url_encode(r.key) || coalesce('=' || pgque._url_encode(r.value), ''), '&')
     into v_data from jsonb_each_text(v_row) r;
   else
-    select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ' and ')
+    select string_agg(quote_ident(r.key) || coalesce(' = ' || quote_literal(r.value), ' is null'), ' and ')
     into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey) or v_pkey = '{}';
     if p_op = 'INSERT' then
       select format('(%s) values (%s)', string_agg(quote_ident(r.key), ','), string_agg(quote_nullable(r.value), ','))
@@ -9502,6 +9559,15 @@ $$;
 create or replace function pgque._try_tick(p_queue_id int) returns bigint
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select 1 from pgque._look_at(row($1, 0, 0, null, false, false)) k where k.ticked
+$$;
+
+-- Tables of queues that were dropped ask it until maintenance drops them.
+create or replace function pgque._takes_nothing(p_queue text) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._no_queue(p_queue);
+  return false;
+end
 $$;
 
 create or replace function pgque._close_lease(p_batch bigint) returns int
@@ -9689,10 +9755,10 @@ comment on function pgque.dlq_purge(text, interval, pgque.caller) is
 -- queues
 comment on function pgque.create_queue(text, jsonb) is
   'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
-  'parameters of set_queue_config. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
+  'parameters of set_queue_config, or null for none. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
 comment on function pgque.grant_queue(text, text, text) is
   'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
-  'settings, ticks, dead letters, archive, purge, rename and drop). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.revoke_queue(text, text, text) is
   'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
@@ -9709,7 +9775,7 @@ comment on function pgque.set_queue_config(text, text, text) is
   'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 comment on function pgque.queue_config(text, pgque.caller) is
-  'The parameters of a queue with the values in force. PQ001 no such queue.';
+  'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
 comment on function pgque.pause(text, pgque.caller) is
   'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
 comment on function pgque.resume(text, pgque.caller) is
@@ -9760,7 +9826,8 @@ comment on function pgque.maint_rotate_tables_step2() is
 comment on function pgque.maint_tables() is
   'Maintains the tables that all queues share. Returns how much there was to do.';
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501. '
+  '2BP01 while tables outside the schema have columns of its types, which would go too.';
 
 -- observe
 comment on function pgque.version() is
@@ -9990,7 +10057,7 @@ comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pe
 comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
 comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
-comment on function pgque.rename_queue(text, text, pgque.caller) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
 comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 comment on function pgque.set_schedule(text, text) is

@@ -172,6 +172,22 @@ language sql stable as $$
     * (pg_catalog.current_setting('max_connections')::bigint + pg_catalog.current_setting('max_prepared_transactions')::bigint)
 $$;
 
+-- An interval of a setting, which must lie ahead of whatever time it is added to:
+-- -1 month 31 days is above 0 and may lead back.
+create or replace function pgque._period(p_period text) returns interval
+language plpgsql immutable as $$
+declare
+  v_period  interval := p_period::interval;
+begin
+  if least(extract(year from v_period), extract(month from v_period), extract(day from v_period),
+    extract(hour from v_period), extract(minute from v_period), extract(second from v_period)) < 0
+  then
+    raise data_exception using message = pg_catalog.format('interval %L has a negative part', p_period);
+  end if;
+  return v_period;
+end
+$$;
+
 -- Whether a retry_backoff setting makes sense: seconds, a factor, at most so
 -- many seconds, and how much of it is left to chance.
 create or replace function pgque._backoff_valid(p_backoff jsonb) returns boolean

@@ -160,6 +160,8 @@ begin
     return 'default';
   elsif v_type = 'queue' then
     return pgque._dead_letter_target(p_value, p_queue, p_caller);
+  elsif v_type = 'interval' then
+    perform pgque._period(p_value);
   end if;
   return pg_catalog.format('%L::%s', p_value, v_type);
 end
@@ -359,7 +361,8 @@ $$;
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 
--- The values in force, one row a parameter.
+-- The values in force, one row a parameter.  A queue that takes dead letters is
+-- named to those who have a right to it.
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -367,7 +370,9 @@ declare
 begin
   return query
     select substr(e.key, 7),
-      case when e.key = 'queue_dead_letter_queue' then (select q.queue_name from pgque.queue q where q.queue_id = v_queue.queue_dead_letter_queue)
+      case when e.key = 'queue_dead_letter_queue' then (
+          select q.queue_name from pgque.queue q
+          where q.queue_id = v_queue.queue_dead_letter_queue and pgque._may(caller, 'see', q.queue_id))
         else e.value end
     from jsonb_each_text(to_jsonb(v_queue)) e
     where pgque._setting_type(substr(e.key, 7)) is not null
@@ -424,11 +429,12 @@ exception
 end
 $$;
 
--- Gives a queue another name; its id, queue_uid, stays.
-create or replace function pgque.rename_queue(queue_name text, new_name text, caller pgque.caller default current_user) returns int
+-- Gives a queue another name; its id, queue_uid, stays.  Names are those of all
+-- queues, so a right to one is not enough.
+create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_queue  pgque.queue := pgque._queue($1);
 begin
   perform pgque._check_queue_name($2);
   update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
@@ -485,13 +491,16 @@ begin
 end
 $$;
 
--- The answer to a send that found the queue and then waited while it was dropped.
--- A check is made with the rights of whoever inserts.
-create or replace function pgque._takes_nothing(p_queue text) returns boolean
+-- The answer to a call that found the queue and then waited while it was dropped.
+-- A check is made with the rights of whoever inserts, and everybody can read its
+-- text: so it has the queue's number.
+create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  perform pgque._no_queue(p_queue);
-  return false;
+  raise exception using
+    errcode = 'PQ001',
+    message = format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
+    hint = 'Create it again with pgque.create_queue(name).';
 end
 $$;
 
@@ -524,7 +533,7 @@ begin
   if v_leaves is not null then
     execute 'truncate ' || v_leaves;
     for v_leaf in select l.leaf from pgque._leaves(p_queue_id) l where l.kind = 'event' and pg_catalog.to_regclass(l.leaf) is not null loop
-      execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%L)) not valid', v_leaf, p_queue);
+      execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%s)) not valid', v_leaf, p_queue_id);
     end loop;
   end if;
   -- maint() does the rest: that takes locks on what every sender uses, and this

@@ -344,10 +344,7 @@ exception
         message = 'the queue was dropped since this transaction began',
         hint = 'Retry the transaction.';
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
-      raise exception using
-        errcode = 'PQ001',
-        message = 'queue not found: it was dropped while this call waited',
-        hint = 'Create it again with pgque.create_queue(name).';
+      perform pgque._takes_nothing(p_queue_id);
     end if;
     raise;
 end

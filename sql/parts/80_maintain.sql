@@ -567,9 +567,9 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   perform pgque._init();
   if $1 = 'expire' then
-    update pgque.config c set expire_every = nullif($2, '')::interval;
+    update pgque.config c set expire_every = pgque._period(nullif($2, ''));
   elsif $1 = 'delete_expired' then
-    update pgque.config c set delete_expired_every = nullif($2, '')::interval;
+    update pgque.config c set delete_expired_every = pgque._period(nullif($2, ''));
   else
     raise data_exception using message = 'no such job';
   end if;
@@ -882,7 +882,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_done  int;
 begin
-  if p_func not in (select f.func_name from pgque._maint_functions() f) then
+  if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
     raise exception using
       errcode = 'PQ005',
       message = format('not a maintenance operation: %L', p_func),

@@ -368,16 +368,44 @@ begin
 end
 $$;
 
+-- Tables and columns outside the schema that would go with its types and tables.
+create or replace function pgque._foreign_data() returns setof text
+language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
+  with recursive gone as (
+    select 'pg_type'::regclass::oid as classid, t.oid as objid, 0 as objsubid from pg_type t where t.typnamespace = 'pgque'::regnamespace
+    union
+    select 'pg_class'::regclass, c.oid, 0 from pg_class c where c.relnamespace = 'pgque'::regnamespace
+    union
+    select d.classid, d.objid, d.objsubid
+    from gone g
+    join pg_depend d on d.refclassid = g.classid and d.refobjid = g.objid and (g.objsubid = 0 or d.refobjsubid = g.objsubid)
+    where d.deptype <> 'e' and d.classid in ('pg_type'::regclass, 'pg_class'::regclass)
+  )
+  select pg_describe_object(g.classid, g.objid, g.objsubid)
+  from gone g
+  join pg_class c on c.oid = g.objid and g.classid = 'pg_class'::regclass
+  where c.relkind in ('r', 'p', 'f', 'm') and c.relnamespace <> 'pgque'::regnamespace and c.relnamespace <> 'pg_toast'::regnamespace
+  order by 1
+$$;
+
 -- Removes pgque with everything in it; roles stay, they belong to the cluster.
 -- Only the owner of the schema.
 create or replace function pgque.uninstall() returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_foreign  text := (select string_agg(f.what, ', ') from pgque._foreign_data() f (what));
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     raise exception using
       errcode = 'insufficient_privilege',
       message = 'only the owner of schema pgque may uninstall it',
       hint = 'Log in as the role that installed it.';
+  elsif v_foreign is not null then
+    raise exception using
+      errcode = 'dependent_objects_still_exist',
+      message = 'tables outside schema pgque use its types or tables, and would lose data',
+      detail = v_foreign,
+      hint = 'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.';
   end if;
   perform pgque.stop();
   perform pgque._insist(

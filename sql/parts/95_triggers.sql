@@ -61,6 +61,13 @@ begin
     cross join lateral unnest(i.indkey) with ordinality k (attnum, n)
     join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
     where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
+  if not v_row ?& v_pkey then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
+        (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
+      hint = 'The option is pkey=columns, with commas and no blanks between their names.';
+  end if;
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
     return;
@@ -71,7 +78,7 @@ begin
     select string_agg(pgque._url_encode(r.key) || coalesce('=' || pgque._url_encode(r.value), ''), '&')
     into v_data from jsonb_each_text(v_row) r;
   else
-    select string_agg(format('%I = %s', r.key, quote_nullable(r.value)), ' and ')
+    select string_agg(quote_ident(r.key) || coalesce(' = ' || quote_literal(r.value), ' is null'), ' and ')
     into v_where from jsonb_each_text(coalesce(p_old, p_new)) r where r.key = any (v_pkey) or v_pkey = '{}';
     if p_op = 'INSERT' then
       select format('(%s) values (%s)', string_agg(quote_ident(r.key), ','), string_agg(quote_nullable(r.value), ','))

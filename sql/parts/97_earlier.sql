@@ -17,6 +17,15 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select 1 from pgque._look_at(row($1, 0, 0, null, false, false)) k where k.ticked
 $$;
 
+-- Tables of queues that were dropped ask it until maintenance drops them.
+create or replace function pgque._takes_nothing(p_queue text) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._no_queue(p_queue);
+  return false;
+end
+$$;
+
 create or replace function pgque._close_lease(p_batch bigint) returns int
 language sql as $$ select pgque._close_lease((pgque._batch_owner($1)).sub_id, $1) $$;
 

@@ -158,10 +158,10 @@ comment on function pgque.dlq_purge(text, interval, pgque.caller) is
 -- queues
 comment on function pgque.create_queue(text, jsonb) is
   'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
-  'parameters of set_queue_config. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
+  'parameters of set_queue_config, or null for none. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
 comment on function pgque.grant_queue(text, text, text) is
   'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
-  'settings, ticks, dead letters, archive, purge, rename and drop). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 comment on function pgque.revoke_queue(text, text, text) is
   'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
@@ -178,7 +178,7 @@ comment on function pgque.set_queue_config(text, text, text) is
   'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 comment on function pgque.queue_config(text, pgque.caller) is
-  'The parameters of a queue with the values in force. PQ001 no such queue.';
+  'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
 comment on function pgque.pause(text, pgque.caller) is
   'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
 comment on function pgque.resume(text, pgque.caller) is
@@ -229,7 +229,8 @@ comment on function pgque.maint_rotate_tables_step2() is
 comment on function pgque.maint_tables() is
   'Maintains the tables that all queues share. Returns how much there was to do.';
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501. '
+  '2BP01 while tables outside the schema have columns of its types, which would go too.';
 
 -- observe
 comment on function pgque.version() is
@@ -459,7 +460,7 @@ comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pe
 comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
 comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
-comment on function pgque.rename_queue(text, text, pgque.caller) is 'Gives a queue another name; queue_uid stays. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
 comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 comment on function pgque.set_schedule(text, text) is

@@ -160,6 +160,19 @@ def test_a_setting_is_set_read_restored_and_checked(conn: Connection, queue: str
     assert value(conn, read, queue, name) == other
 
 
+def test_no_period_has_a_part_that_leads_back(conn: Connection, queue: str) -> None:
+    """-1 month 31 days is more than nothing as intervals compare, and nothing from the end of March on."""
+    periods = [p for (p,) in rows(conn, "select param from pgque._setting_types() where type = 'interval'")]
+    assert len(periods) >= 6
+    for name in periods:
+        for bad in ("-1 month 31 days", "1 month -29 days", "1 day -23:30:00", "-1 year 400 days"):
+            error = refused("PQ005", rows, conn, "select pgque.set_queue_config(%s, %s, %s)", queue, name, bad)
+            assert "negative part" in str(error.diag.message_detail)
+            error = refused("PQ005", rows, conn, "select pgque.set_default_config(%s, %s)", name, bad)
+            assert "negative part" in str(error.diag.message_detail)
+        assert value(conn, "select pgque.set_queue_config(%s, %s, '1 month 1 day 01:00:01')", queue, name) == 1
+
+
 def test_unknown_settings_are_refused_and_several_are_set_all_or_none(conn: Connection, queue: str) -> None:
     read = "select param_value from pgque.queue_config(%s) where param_name = 'max_retries'"
     for wrong in ("nonsense", "", None, "name", "id", "cur_table", "max_retries = 1; --"):
@@ -181,8 +194,12 @@ def test_a_queue_is_created_with_settings_or_not_at_all(own: Connection) -> None
     assert (
         value(own, "select param_value from pgque.queue_config('q') where param_name = 'max_retries'") == "2"
     )
-    refused("PQ005", rows, own, create, "p", '{"nonsense": 2}')
+    for wrong in ('{"nonsense": 2}', "[]", "null", "1"):
+        refused("PQ005", rows, own, create, "p", wrong)
     refused("PQ001", send, own, "p")
+    # An argument that is left out.
+    assert value(own, create, "p", None) == 1
+    assert value(own, "select queue_own from pgque.queue where queue_name = 'p'") == {}
 
 
 def test_two_sessions_that_create_one_queue_at_once_make_one(

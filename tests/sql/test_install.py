@@ -333,6 +333,34 @@ def test_uninstalling_leaves_nothing_but_the_roles(own: Connection, own_dsn: str
     assert value(own, "select pgque.create_queue('q')") == 1
 
 
+def test_uninstalling_is_refused_while_tables_of_others_would_lose_data(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    own.execute(
+        b"create schema mine; create table mine.harmless (a int, body text);"
+        b"create trigger watch after insert on mine.harmless for each row execute function pgque.jsontriga('q');"
+        b"create view mine.lag as select * from pgque.get_consumer_info()"
+    )
+    keeping = {
+        "column b of table mine.t": b"create table mine.t (a int, b pgque.caller)",
+        "column c of table mine.u": b"create table mine.u (a int, c pgque.message[])",
+        "column e of table mine.w": b"create domain mine.d as pgque.outcome; create table mine.w (e mine.d)",
+        "table mine.typed": b"create table mine.typed of pgque.message",
+    }
+    for made in keeping.values():
+        own.execute(made)
+    error = refused("2BP01", value, own, "select pgque.uninstall()")
+    for thing in keeping:
+        assert thing in str(error.diag.message_detail)
+    assert "harmless" not in str(error.diag.message_detail)
+    assert send(own, "q")
+    own.execute(
+        b"alter table mine.t alter b type name; alter table mine.u drop c; alter table mine.w drop e; drop table mine.typed"
+    )
+    value(own, "select pgque.uninstall()")
+    assert value(own, "select to_regnamespace('pgque')") is None
+    assert value(own, "select count(*) from information_schema.columns where table_schema = 'mine' and column_name = 'b'") == 1
+
+
 @pytest.mark.parametrize(("first", "then"), [("queue", "event"), ("event", "queue"), ("tick", "config")])
 def test_uninstalling_lets_a_transaction_that_uses_pgque_end_first(
     own: Connection,

@@ -88,6 +88,7 @@ EITHER = [
 # Of all queues, or of the engine: not to be had with rights to single ones.
 NEVER = [
     "select pgque.create_queue('mine')",
+    "select pgque.rename_queue({q}, 'mine')",
     "select pgque.grant_queue({q}, current_user, 'admin')",
     "select pgque.revoke_queue({q}, current_user, 'admin')",
     "select pgque.set_default_config('max_retries', '1')",
@@ -108,6 +109,7 @@ NEVER = [
     "update pgque.queue_right set right_name = 'admin'",
     "select pgque._may(current_user, 'admin', 1)",
     "select pgque._queue({q}, current_user, 'see')",
+    "select pgque.set_queue_config({q}, 'max_consumers', '0')",
     "select pgque._settle(1, null, 'ack', null, null)",
 ]
 
@@ -870,3 +872,35 @@ def test_the_number_of_consumers_has_a_default_for_all_queues(own: Connection) -
     assert value(own, limit) == "50"
     refused("PQ005", value, own, "select pgque.set_default_config('max_consumers', '-1')")
     refused("PQ005", value, own, "select pgque.set_queue_config('q', 'max_consumers', '-1')")
+
+
+def test_a_queue_for_dead_letters_is_named_to_those_with_a_right_to_it(
+    conn: Connection, one: str, new_queue: Callable[[], str], nobody: Any, user: Connection
+) -> None:
+    """The right is asked for when the setting is made; dead letters go on as set until it is changed."""
+    target = new_queue()
+    grant(conn, one, nobody.name, "admin")
+    grant(conn, target, nobody.name, "produce")
+    configure(user, one, dead_letter_queue=target, max_retries=0)
+    named = "select param_value from pgque.queue_config(%s) where param_name = 'dead_letter_queue'"
+    assert value(user, named, one) == target
+    revoke(conn, target, nobody.name, "produce")
+    assert value(user, named, one) is None
+    assert value(conn, named, one) == target
+    offer(conn, one)
+    batch = receive(user, one, "d")
+    nack_ids(user, batch[0].batch_id, [batch[0].msg_id])
+    assert value(conn, "select count(*) from pgque.peek(%s)", target) == 1
+    refused(DENIED, value, user, SETS_DEAD_LETTERS, one, target)
+    configure(user, one, dead_letter_queue=None)
+    assert value(conn, named, one) is None
+
+
+def test_the_name_of_a_dropped_queue_stands_in_no_constraint(own: Connection) -> None:
+    value(own, "select pgque.create_queue('a secret')")
+    value(own, "select pgque.drop_queue('a secret')")
+    checks = rows(own, "select pg_get_constraintdef(c.oid) from pg_constraint c where c.conname = 'dropped'")
+    assert len(checks) == 3
+    assert not any("secret" in check for (check,) in checks)
+    (leaf,) = rows(own, "select c.conrelid::regclass::text from pg_constraint c where c.conname = 'dropped' order by 1 limit 1")[0]
+    refused("PQ001", rows, own, f"insert into {leaf} default values")

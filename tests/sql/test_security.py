@@ -400,6 +400,7 @@ def test_an_admin_can_not_run_sql_of_his_own_as_the_owner(
                     rows(a, call)
                 except psycopg.Error as error:
                     assert f"ran as {admin.name}" in str(error) or error.sqlstate != "ZZ999", error
+            refused("PQ005", rows, a, "select pgque._maint_operation(null, '1')")
             send(a, subscribed)
             tick(a, subscribed)
             (message,) = receive(a, subscribed)

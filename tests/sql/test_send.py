@@ -396,3 +396,32 @@ def test_sending_and_receiving_work_without_a_tick_in_between_later(
     forced_tick(conn, subscribed)
     assert payloads(conn, subscribed) == ["x"]
     assert sent
+
+
+def test_sqltriga_finds_rows_whose_key_is_null(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    own.execute("create table public.t (id int, part text, body text)")
+    own.execute("create table public.copied (like public.t)")
+    watch(own, "public.t", "sqltriga", "after insert or update or delete", "q", "pkey=id,part")
+    own.execute("insert into public.t values (1, null, 'x'), (2, null, null), (3, 'c', 'z')")
+    own.execute("update public.t set body = 'y' where id = 1")
+    own.execute("update public.t set part = 'b' where id = 2")
+    own.execute("delete from public.t where id = 1")
+    forms = {"I": "insert into {} {}", "U": "update {} set {}", "D": "delete from {} where {}"}
+    for m in changes(own, "q"):
+        own.execute(forms[m.type].format("public.copied", m.payload).encode())
+    assert rows(own, "select * from public.copied order by id") == [(2, "b", None), (3, "c", "z")]
+
+
+@pytest.mark.parametrize("function", ["jsontriga", "logutriga", "sqltriga"])
+def test_a_trigger_whose_key_is_no_column_refuses_the_change(
+    conn: Connection, subscribed: str, table: str, function: str
+) -> None:
+    conn.execute(f"insert into {table} values (1, 'a', 'x')".encode())
+    watch(conn, table, function, "after insert or update or delete", subscribed, "pkey=id,no such,neither")
+    for change in (f"insert into {table} values (2, 'a')", f"update {table} set body = 'y'", f"delete from {table}"):
+        error = refused("PQ005", rows, conn, change)
+        assert table in str(error)
+        assert "no such, neither" in str(error)
+    assert changes(conn, subscribed) == []

@@ -341,7 +341,7 @@ def test_an_expired_message_is_listed_as_such(pool: Connection) -> None:
 def test_the_schedule_of_the_reapers_is_set_at_run_time(pool: Connection, job: str) -> None:
     call = "select pgque.set_schedule(%s, %s)"
     assert value(pool, call, job, "5 minutes")
-    for bad in ("nonsense", "-1 minute", "every day", "* * * * *"):
+    for bad in ("nonsense", "-1 minute", "-1 month 31 days", "every day", "* * * * *"):
         refused("PQ005", value, pool, call, job, bad)
     assert value(pool, call, job, "") == ""
     assert value(pool, call, job, "1 hour")

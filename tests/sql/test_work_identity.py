@@ -78,8 +78,8 @@ CALLS = [
     "select pgque.pause({q})",
     "select pgque.resume({q})",
     "select pgque.maint_rotate_tables_step1({q})",
-    "select pgque.grant_queue({q}, 'pgque_reader', 'consume')",
-    "select pgque.revoke_queue({q}, 'pgque_reader')",
+    "select pgque.grant_queue({q}, '{role}', 'consume')",
+    "select pgque.revoke_queue({q}, '{role}')",
     "select pgque.purge_key({q}, 'k')",
     "select pgque.purge({q})",
     "select pgque.unsubscribe({q}, 'f')",
@@ -96,14 +96,14 @@ def uid(conn: Connection, queue: str = "q") -> str:
 
 
 @pytest.mark.parametrize("upper", [False, True])
-def test_the_id_of_a_queue_serves_wherever_its_name_does(own: Connection, upper: bool) -> None:
+def test_the_id_of_a_queue_serves_wherever_its_name_does(own: Connection, nobody: Any, upper: bool) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     name = uid(own)
     if upper:
         name = name.upper()
     for call in CALLS:
-        rows(own, call.format(q=f"'{name}'"))
+        rows(own, call.format(q=f"'{name}'", role=nobody.name))
     assert rows(own, "select * from pgque.queue") == []
 
 
