@@ -9631,7 +9631,7 @@ comment on function pgque.jsontriga() is
   'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
   'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '
   'I:, U: or D: and the key columns, or R for TRUNCATE; ev_extra1 is the table. '
-  'PQ001 no such queue, PQ005 no queue or an unknown option, PQ013 the queue is paused or the change is denied.';
+  'PQ001 no such queue, PQ005 no queue, an unknown option or a key that is no column, PQ013 the queue is paused or the change is denied.';
 comment on function pgque.logutriga() is
   'Same as jsontriga(), with the row as URL-encoded pairs.';
 comment on function pgque.sqltriga() is

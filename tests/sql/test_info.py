@@ -166,11 +166,15 @@ def test_no_period_has_a_part_that_leads_back(conn: Connection, queue: str) -> N
     assert len(periods) >= 6
     for name in periods:
         for bad in ("-1 month 31 days", "1 month -29 days", "1 day -23:30:00", "-1 year 400 days"):
-            error = refused("PQ005", rows, conn, "select pgque.set_queue_config(%s, %s, %s)", queue, name, bad)
+            error = refused(
+                "PQ005", rows, conn, "select pgque.set_queue_config(%s, %s, %s)", queue, name, bad
+            )
             assert "negative part" in str(error.diag.message_detail)
             error = refused("PQ005", rows, conn, "select pgque.set_default_config(%s, %s)", name, bad)
             assert "negative part" in str(error.diag.message_detail)
-        assert value(conn, "select pgque.set_queue_config(%s, %s, '1 month 1 day 01:00:01')", queue, name) == 1
+        assert (
+            value(conn, "select pgque.set_queue_config(%s, %s, '1 month 1 day 01:00:01')", queue, name) == 1
+        )
 
 
 def test_unknown_settings_are_refused_and_several_are_set_all_or_none(conn: Connection, queue: str) -> None:

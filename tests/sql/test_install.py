@@ -358,7 +358,13 @@ def test_uninstalling_is_refused_while_tables_of_others_would_lose_data(own: Con
     )
     value(own, "select pgque.uninstall()")
     assert value(own, "select to_regnamespace('pgque')") is None
-    assert value(own, "select count(*) from information_schema.columns where table_schema = 'mine' and column_name = 'b'") == 1
+    assert (
+        value(
+            own,
+            "select count(*) from information_schema.columns where table_schema = 'mine' and column_name = 'b'",
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(("first", "then"), [("queue", "event"), ("event", "queue"), ("tick", "config")])

@@ -239,7 +239,12 @@ def test_no_collation_of_an_argument_tells_a_queue_without_a_right_from_one_that
             answers = []
             for name in (other, "missing-" + other, other.upper()):
                 known = dict.fromkeys(QUEUES, f"'{name}' {collation}")
-                known |= {"consumer_name": "'c'", "i_consumer_name": "'c'", "p_bytes": "null", "p_consumer": "'c'"}
+                known |= {
+                    "consumer_name": "'c'",
+                    "i_consumer_name": "'c'",
+                    "p_bytes": "null",
+                    "p_consumer": "'c'",
+                }
                 call = f"select * from pgque.{function}({spelled(arguments, known, '1')})"
                 answers.append(answer_in_full(user, call, name))
             tried += 1
@@ -249,7 +254,8 @@ def test_no_collation_of_an_argument_tells_a_queue_without_a_right_from_one_that
     assert tried > 40
     for call in (*NEEDS["produce"], *NEEDS["consume"], *NEEDS["admin"], *EITHER):
         there, missing = (
-            answer_in_full(user, call.format(q=f"'{name}' {collation}"), name) for name in (other, "no-such-queue")
+            answer_in_full(user, call.format(q=f"'{name}' {collation}"), name)
+            for name in (other, "no-such-queue")
         )
         assert there == missing, call
 
@@ -902,5 +908,8 @@ def test_the_name_of_a_dropped_queue_stands_in_no_constraint(own: Connection) ->
     checks = rows(own, "select pg_get_constraintdef(c.oid) from pg_constraint c where c.conname = 'dropped'")
     assert len(checks) == 3
     assert not any("secret" in check for (check,) in checks)
-    (leaf,) = rows(own, "select c.conrelid::regclass::text from pg_constraint c where c.conname = 'dropped' order by 1 limit 1")[0]
+    (leaf,) = rows(
+        own,
+        "select c.conrelid::regclass::text from pg_constraint c where c.conname = 'dropped' order by 1 limit 1",
+    )[0]
     refused("PQ001", rows, own, f"insert into {leaf} default values")

@@ -420,7 +420,11 @@ def test_a_trigger_whose_key_is_no_column_refuses_the_change(
 ) -> None:
     conn.execute(f"insert into {table} values (1, 'a', 'x')".encode())
     watch(conn, table, function, "after insert or update or delete", subscribed, "pkey=id,no such,neither")
-    for change in (f"insert into {table} values (2, 'a')", f"update {table} set body = 'y'", f"delete from {table}"):
+    for change in (
+        f"insert into {table} values (2, 'a')",
+        f"update {table} set body = 'y'",
+        f"delete from {table}",
+    ):
         error = refused("PQ005", rows, conn, change)
         assert table in str(error)
         assert "no such, neither" in str(error)

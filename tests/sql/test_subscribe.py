@@ -239,7 +239,9 @@ def test_an_open_subscription_blocks_its_name_on_no_other_queue(
     assert subscribe(conn, queue, "a name that was never used") == 0
     assert subscribe(conn, other, "a name that was never used") == 0
     assert value(conn, "select pgque.unsubscribe(%s, 'a name that was never used')", queue) == 1
-    assert rows(conn, "select consumer_name from pgque.get_consumer_info(%s)", other) == [("a name that was never used",)]
+    assert rows(conn, "select consumer_name from pgque.get_consumer_info(%s)", other) == [
+        ("a name that was never used",)
+    ]
 
 
 SEQUENCE = "pg_get_serial_sequence('pgque.subscriber', 'sub_id')"
@@ -260,7 +262,9 @@ def crowd(own: Connection, count: int) -> None:
     )
 
 
-def test_numbers_that_are_taken_are_passed_over_and_the_sequence_begins_again_at_its_end(own: Connection) -> None:
+def test_numbers_that_are_taken_are_passed_over_and_the_sequence_begins_again_at_its_end(
+    own: Connection,
+) -> None:
     value(own, "select pgque.create_queue('q')")
     crowd(own, 3000)
     assert subscribe(own, "q", "a") == 1
@@ -303,7 +307,9 @@ def test_a_subscription_reads_as_much_among_thousands_as_among_few(own: Connecti
     value(own, "select pgque.create_queue('q')")
 
     def blocks(name: str) -> int:
-        plan = value(own, f"explain (analyze, buffers, format json) select pgque.subscribe('q', '{name}')")[0]["Plan"]
+        plan = value(own, f"explain (analyze, buffers, format json) select pgque.subscribe('q', '{name}')")[
+            0
+        ]["Plan"]
         return int(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
 
     value(own, "select count(pgque.subscribe('q', 'few' || g)) from generate_series(1, 20) g")
