@@ -8452,8 +8452,8 @@ exception
 end
 $$;
 
--- How the newest run of our jobs failed, and what to do; nulls if it did not, or
--- if nobody can tell.  pg_cron notes a run unless cron.log_run is off.
+-- How the newest run of our jobs failed, if it did, and what to do; where that
+-- cannot be known, how to find out.
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
@@ -8462,8 +8462,7 @@ begin
   if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
     return;
   elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
-    failure := 'runs are not recorded (cron.log_run is off)';
-    remedy := 'See the server''s log for lines of pg_cron.';
+    remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
     return;
   end if;
   execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
@@ -8498,8 +8497,7 @@ begin
   end if;
 exception
   when insufficient_privilege or undefined_column then
-    failure := pg_catalog.format('role %I cannot read cron.job_run_details', current_user);
-    remedy := pg_catalog.format('grant select on cron.job, cron.job_run_details to %I;', current_user);
+    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
 end
 $$;
 
@@ -8534,7 +8532,7 @@ begin
     if v_jobs is not null and v_loop is null then
       select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
       status := case when v_failure is null then 'scheduled' else 'failing' end;
-      detail := coalesce(detail || '; ' || v_failure || '. ' || v_remedy, detail);
+      detail := concat_ws('. ', concat_ws('; ', detail, v_failure), v_remedy);
     end if;
   elsif not pgque._has_cron() then
     status := 'hidden';
@@ -9408,7 +9406,7 @@ begin
   if v_back.consumers = 0 then
     execute format('select count(*) as n from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_found;
     status := case when v_found.n > 0 then 'warn' else 'ok' end;
-    detail := case when v_found.n > 0 then format('no consumer, and nobody gets the %s messages that were sent lately', replace(v_found.n::text, '1000', '1000 or more'))
+    detail := case when v_found.n > 0 then format('no consumer; messages sent lately that nobody gets: %s', replace(v_found.n::text, '1000', '1000 or more'))
       else 'no consumer' end;
     advice := case when v_found.n > 0 then format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')', queue) end;
   else
@@ -9465,7 +9463,8 @@ begin
   advice := case
     when v_found.runs then null
     when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: select * from pgque.status()'
-    when v_found.scheduler <> 'failing' then 'select pgque.start() with pg_cron, or run: pgque ticker. A scheduler of your own that calls ticker() is fine too.'
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
+    when v_found.scheduler <> 'failing' then 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
   end;
   if v_found.scheduler = 'failing' then
     select concat('no loop runs: ', c.failure), c.remedy into detail, advice from pgque._cron_failure() c;

@@ -332,8 +332,8 @@ exception
 end
 $$;
 
--- How the newest run of our jobs failed, and what to do; nulls if it did not, or
--- if nobody can tell.  pg_cron notes a run unless cron.log_run is off.
+-- How the newest run of our jobs failed, if it did, and what to do; where that
+-- cannot be known, how to find out.
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
@@ -342,8 +342,7 @@ begin
   if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
     return;
   elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
-    failure := 'runs are not recorded (cron.log_run is off)';
-    remedy := 'See the server''s log for lines of pg_cron.';
+    remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
     return;
   end if;
   execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
@@ -378,8 +377,7 @@ begin
   end if;
 exception
   when insufficient_privilege or undefined_column then
-    failure := pg_catalog.format('role %I cannot read cron.job_run_details', current_user);
-    remedy := pg_catalog.format('grant select on cron.job, cron.job_run_details to %I;', current_user);
+    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
 end
 $$;
 
@@ -414,7 +412,7 @@ begin
     if v_jobs is not null and v_loop is null then
       select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
       status := case when v_failure is null then 'scheduled' else 'failing' end;
-      detail := coalesce(detail || '; ' || v_failure || '. ' || v_remedy, detail);
+      detail := concat_ws('. ', concat_ws('; ', detail, v_failure), v_remedy);
     end if;
   elsif not pgque._has_cron() then
     status := 'hidden';

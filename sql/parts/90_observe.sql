@@ -834,7 +834,7 @@ begin
   if v_back.consumers = 0 then
     execute format('select count(*) as n from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_found;
     status := case when v_found.n > 0 then 'warn' else 'ok' end;
-    detail := case when v_found.n > 0 then format('no consumer, and nobody gets the %s messages that were sent lately', replace(v_found.n::text, '1000', '1000 or more'))
+    detail := case when v_found.n > 0 then format('no consumer; messages sent lately that nobody gets: %s', replace(v_found.n::text, '1000', '1000 or more'))
       else 'no consumer' end;
     advice := case when v_found.n > 0 then format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')', queue) end;
   else
@@ -891,7 +891,8 @@ begin
   advice := case
     when v_found.runs then null
     when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: select * from pgque.status()'
-    when v_found.scheduler <> 'failing' then 'select pgque.start() with pg_cron, or run: pgque ticker. A scheduler of your own that calls ticker() is fine too.'
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
+    when v_found.scheduler <> 'failing' then 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
   end;
   if v_found.scheduler = 'failing' then
     select concat('no loop runs: ', c.failure), c.remedy into detail, advice from pgque._cron_failure() c;
