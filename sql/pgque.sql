@@ -8817,6 +8817,10 @@ begin
     end if;
     return next;
   end loop;
+  -- Who waited for a table may have waited for the queue's end.
+  if not p_blind and not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    perform pgque._no_queue(p_queue.queue_name);
+  end if;
 end
 $$;
 
@@ -9289,6 +9293,7 @@ declare
   v_waits    interval;   -- since when a message waits for a tick
   v_back     record;
   v_late     record;     -- the consumer whose oldest pending message is oldest
+  v_unread   bigint;     -- messages of a queue without consumers
   v_slowest  record;
   v_crowd    boolean;
   v_depth    bigint;
@@ -9404,11 +9409,11 @@ begin
   order by c.lag desc, c.consumer_name
   limit 1;
   if v_back.consumers = 0 then
-    execute format('select count(*) as n from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_found;
-    status := case when v_found.n > 0 then 'warn' else 'ok' end;
-    detail := case when v_found.n > 0 then format('no consumer; messages sent lately that nobody gets: %s', replace(v_found.n::text, '1000', '1000 or more'))
+    execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
+    status := case when v_unread > 0 then 'warn' else 'ok' end;
+    detail := case when v_unread > 0 then format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'))
       else 'no consumer' end;
-    advice := case when v_found.n > 0 then format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')', queue) end;
+    advice := case when v_unread > 0 then format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')', queue) end;
   else
     status := case
       when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
