@@ -752,6 +752,13 @@ begin
     queue_expiring boolean not null default false;
     queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0)$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
+  -- When health() warns and when it fails; 0 is never.
+  perform pgque._add_columns('pgque.queue', $c$
+    queue_health_pending_warn interval not null default '5 minutes' constraint queue_health_pending_warn_range check (queue_health_pending_warn >= '0' and queue_health_pending_warn <= '100 years');
+    queue_health_pending_fail interval not null default '1 hour' constraint queue_health_pending_fail_range check (queue_health_pending_fail >= '0' and queue_health_pending_fail <= '100 years');
+    queue_health_tick_warn interval not null default '5 seconds' constraint queue_health_tick_warn_range check (queue_health_tick_warn >= '0' and queue_health_tick_warn <= '100 years');
+    queue_health_tick_fail interval not null default '1 minute' constraint queue_health_tick_fail_range check (queue_health_tick_fail >= '0' and queue_health_tick_fail <= '100 years');
+    queue_health_depth_warn int not null default 80 constraint queue_health_depth_warn_range check (queue_health_depth_warn between 0 and 100)$c$);
   for v_leaf in 0..1 loop
     perform pgque._add_columns('pgque.position_' || v_leaf, $c$
       pos_worker text;
@@ -1056,7 +1063,9 @@ language sql immutable as $$
     ('rotation_period', 'interval'), ('retention_period', 'interval'),
     ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'),
     ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
-    ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean')
+    ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean'),
+    ('health_pending_warn', 'interval'), ('health_pending_fail', 'interval'),
+    ('health_tick_warn', 'interval'), ('health_tick_fail', 'interval'), ('health_depth_warn', 'int')
 $$;
 
 create or replace function pgque._setting_type(p_param text) returns text
@@ -8499,6 +8508,9 @@ begin
       message = format('pg_cron works for database %I, not for %I', v_other, current_database()),
       hint = format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database());
   end if;
+  raise notice using
+    message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
+    hint = 'See whether it runs: select * from pgque.status(). It does within seconds, with pg_cron 1.4 at the next full minute.';
   return v_job;
 end
 $$;
@@ -8539,7 +8551,9 @@ begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
       ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
-      ' and d.end_time < pg_catalog.now() - interval ''1 day''';
+      -- A connection that failed has no time.
+      ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
+        and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
     get diagnostics v_count = row_count;
   end if;
   return v_count;
@@ -8549,26 +8563,65 @@ exception
 end
 $$;
 
+-- How the newest run of our jobs failed, if it did, and what to do; where that
+-- cannot be known, how to find out.
+create or replace function pgque._cron_failure(out failure text, out remedy text)
+language plpgsql as $$
+declare
+  v_run  record;
+begin
+  if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
+    return;
+  elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
+    remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
+    return;
+  end if;
+  execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
+    ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
+    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()'
+    '   and d.status in (''running'', ''succeeded'', ''failed'')'
+    '   and d.runid > (select pg_catalog.max(m.runid) from cron.job_run_details m) - 10000'   -- jobs of others may run as often
+    ' order by d.runid desc limit 1'
+  into v_run;
+  if v_run.status = 'failed' then
+    failure := pg_catalog.concat_ws(' ', 'the last run failed', 'at ' || pg_catalog.date_trunc('seconds', v_run.start_time))
+      || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
+    remedy := case
+      when v_run.return_message ilike '%connect%' then pg_catalog.format(
+        -- The launcher comes as the server's user of the operating system.
+        case when v_run.nodename like '/%' then
+          'pg_cron cannot log in as role %1$s through the socket in %2$s. Put "local %4$s %1$s peer map=pgque" first into pg_hba.conf'
+          ' and "pgque postgres %1$s" into pg_ident.conf; select pg_reload_conf();'
+        else
+          'pg_cron cannot log in as role %1$s at %2$s. Let it use the socket: alter system set cron.host = %3$L; restart the server; select pgque.start();'
+        end
+        || ' Or: alter system set cron.use_background_workers = on; restart the server; with pg_cron 1.4 other jobs then wait for the ticker.',
+        pg_catalog.quote_ident(current_user), v_run.nodename,
+        coalesce((
+          select nullif(pg_catalog.btrim(pg_catalog.split_part(g.setting, ',', 1), ' "'), '')
+          from pg_catalog.pg_settings g where g.name = 'unix_socket_directories'), '/var/run/postgresql'),
+        pg_catalog.quote_ident(pg_catalog.current_database()))
+      when v_run.return_message ilike '%background%' or v_run.return_message ilike '%startup timeout%' then
+        'alter system set max_worker_processes = 20 (one for each job that runs, and those of the server); restart the server.'
+      else 'See select * from cron.job_run_details order by runid desc, and the server''s log.'
+    end;
+  end if;
+exception
+  when insufficient_privilege or undefined_column then
+    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+end
+$$;
+
 -- What is set up and what runs: component, status, detail.
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_loop  int;
-  v_jobs  text;
+  v_loop     int;
+  v_jobs     text;
+  v_failure  text;
+  v_remedy   text;
 begin
   component := 'pgque'; status := pgque.version(); detail := version();
-  return next;
-  component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
-  if pgque._has_cron() then
-    execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
-    into v_jobs;
-    status := case when v_jobs is null then 'stopped' else 'scheduled' end;
-    detail := coalesce(v_jobs, 'select pgque.start()');
-  elsif not pgque._has_cron() then
-    status := 'hidden';
-    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
-  end if;
   return next;
   -- Between two transactions the loop holds no lock for a moment: look twice.
   for i in 1..3 loop
@@ -8580,9 +8633,30 @@ begin
     exit when found;
     perform pg_sleep(0.02);
   end loop;
+  component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
+  if pgque._has_cron() then
+    execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+    into v_jobs;
+    status := case when v_jobs is null then 'stopped' else 'scheduled' end;
+    detail := coalesce(v_jobs, 'select pgque.start()');
+    if v_jobs is not null and v_loop is null then
+      select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
+      status := case when v_failure is null then 'scheduled' else 'failing' end;
+      detail := concat_ws('. ', concat_ws('; ', detail, v_failure), v_remedy);
+    end if;
+  elsif not pgque._has_cron() then
+    status := 'hidden';
+    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
+  end if;
+  return next;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
-  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
+  detail := coalesce('pid ' || v_loop, case
+      when v_failure is not null then 'no loop runs: see scheduler'
+      when v_jobs is not null then 'no loop runs yet: pg_cron begins one within seconds, with pg_cron 1.4 at the next full minute'
+      else 'no loop runs: select pgque.start(), or pgque ticker'
+    end) || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
   return next;
   component := 'queues'; status := (select count(*)::text from pgque.queue);
   detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';
@@ -8757,69 +8831,112 @@ begin
 end
 $$;
 
--- All consumers and workers, of one queue, or one consumer: how far behind,
--- when last seen, what is pending.
-create or replace function pgque.get_consumer_info(
-  i_queue_name text default null, i_consumer_name text default null, caller pgque.caller default current_user,
+-- The subscribers of a queue, or those of a name, each with its newest position.
+-- Both leaves in one statement: a position may move from one to the other.
+create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position_0)
+language sql volatile set enable_seqscan = off set jit = off as $$
+  select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position_0 end
+  from pgque.subscriber s
+  left join lateral (
+    select p.*
+    from (
+      (select a.* from pgque.position_0 a where a.pos_sub = s.sub_id order by a.pos_seq desc limit 1)
+      union all
+      (select b.* from pgque.position_1 b where b.pos_sub = s.sub_id order by b.pos_seq desc limit 1)
+    ) p
+    order by p.pos_seq desc
+    limit 1
+  ) n on true
+  where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name)
+$$;
+
+-- When a message was sent that a snapshot shows and that a subscriber has not
+-- finished; null if there is none.  Any such message will do: one look at an index.
+create or replace function pgque._unfinished(p_sub pgque.subscriber, p_pos pgque.position_0, p_snapshot pg_snapshot) returns timestamptz
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_sent  timestamptz;
+begin
+  execute pg_catalog.format('select e.ev_time from (%s) e limit 1', pgque._rows_sql(p_sub.sub_queue,
+    pgque._unfinished_condition(p_sub, p_pos, p_snapshot) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+  into v_sent using pgque.clock();
+  return v_sent;
+end
+$$;
+
+-- Since when a message in the log waits for a subscriber: the time of the first
+-- tick that shows one; null if none does.  What no tick shows yet waits since the
+-- last one, or since it was sent.  Of two ticks the later shows what the earlier
+-- shows, so the first is found by halving the range of their ids.
+create or replace function pgque._pending_since(p_sub pgque.subscriber, p_pos pgque.position_0, p_last pgque.tick) returns timestamptz
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_low    bigint := p_pos.pos_tick;
+  v_high   bigint := p_last.tick_id;
+  v_since  timestamptz := p_last.tick_time;
+  v_sent   timestamptz;
+  v_mid    bigint := v_low + 1;   -- the next tick is it while messages come without a pause
+  v_tick   pgque.tick;
+begin
+  if pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
+    v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
+    return case when v_sent is not null then greatest(v_since, v_sent) end;
+  end if;
+  while v_high - v_low > 1 loop
+    execute pg_catalog.format('select t.* from (%s) t where t.tick_id >= $1 order by t.tick_id limit 1', pgque._ticks_sql(p_sub.sub_queue))
+    into v_tick using v_mid;
+    if v_tick.tick_id >= v_high then
+      v_high := v_mid;
+    elsif pgque._unfinished(p_sub, p_pos, v_tick.tick_snapshot) is null then
+      v_low := v_tick.tick_id;
+    else
+      v_high := v_mid;
+      v_since := v_tick.tick_time;
+    end if;
+    v_mid := v_low + (v_high - v_low) / 2;
+  end loop;
+  return v_since;
+end
+$$;
+
+-- What get_consumer_info() says of some subscribers of one queue; with p_blind,
+-- only what is known without the queue's tables.
+create or replace function pgque._consumers(
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position_0[], p_blind boolean,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql as $$
 declare
-  v_sub   pgque.subscriber;
-  v_pos   pgque.position_0;
-  v_tick  pgque.tick;
-  v_due   record;
-  v_held  int;       -- the last queue whose tables were locked
-  v_hurries  boolean;
+  v_last   pgque.tick;
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position_0;
+  v_due    record;
 begin
-  if $1 is not null then
-    i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
+  if not p_blind then
+    v_last := pgque._last_tick(p_queue);
   end if;
-  if $2 is not null and $1 is not null and not exists (
-    select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1, caller, 'see')).queue_id)
-  then
-    perform pgque._subscriber($1, $2, caller);
-  end if;
-  for v_sub in
-    select s.*
-    from pgque.subscriber s
-    join pgque.queue q on q.queue_id = s.sub_queue
-    where (($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1 collate "default") and ($2 is null or pgque._subscriber_name(s) = $2)
-    order by q.queue_name, pgque._subscriber_name(s)
-  loop
-    begin
-      v_tick := null;
-      lag := null;
-      pending_events := null;
-      v_hurries := false;
-      v_pos := pgque._position(v_sub.sub_id);
-      if v_sub.sub_role = 'pool' then
-        v_pos := pgque._next_from(v_pos);
+  queue_name := p_queue.queue_name;
+  for n in 1..coalesce(pg_catalog.cardinality(p_subs), 0) loop
+    v_sub := p_subs[n];
+    v_pos := p_positions[n];
+    if v_sub.sub_role = 'pool' then
+      v_pos := pgque._next_from(v_pos);
+    end if;
+    consumer_name := pgque._subscriber_name(v_sub);
+    last_seen := pgque.clock() - v_pos.pos_time;
+    last_tick := v_pos.pos_tick;
+    current_batch := v_pos.pos_batch;
+    next_tick := v_pos.pos_next_tick;
+    role := v_sub.sub_role;
+    skipped_events := v_pos.pos_skipped;
+    if not p_blind then
+      pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
+      if v_sub.sub_main is null then
+        lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, v_last);
+      else
+        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, v_pos.pos_next_tick)).tick_time end;
       end if;
-      select q.queue_name into queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue;
-      consumer_name := pgque._subscriber_name(v_sub);
-      last_seen := pgque.clock() - v_pos.pos_time;
-      last_tick := v_pos.pos_tick;
-      current_batch := v_pos.pos_batch;
-      next_tick := v_pos.pos_next_tick;
-      role := v_sub.sub_role;
-      skipped_events := v_pos.pos_skipped;
-      if v_sub.sub_queue = v_held then
-        return next;
-        continue;
-      end if;
-      v_hurries := true;
-      perform pgque._hurry();
-      if pgque._missing_leaf(v_sub.sub_queue) is null then
-        v_tick := pgque._tick(v_sub.sub_queue, v_pos.pos_tick);
-      end if;
-      select coalesce(pg_sequence_last_value(q.queue_event_seq), 0) - v_pos.pos_event_seq into pending_events
-      from pgque.queue q where q.queue_id = v_sub.sub_queue;
-      if not found then
-        perform pgque._no_queue($1);
-      end if;
-      lag := pgque.clock() - v_tick.tick_time;
       if v_sub.sub_role = 'pool' then
         -- What its workers may take again, or were not given yet for the sake of the
         -- order; of the window that is open it is among those that are pending.
@@ -8835,22 +8952,69 @@ begin
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
       end if;
-      return next;
+      lag := greatest(lag, '0');   -- also with nothing pending, and where the clock was set back
+    end if;
+    return next;
+  end loop;
+  -- Who waited for a table may have waited for the queue's end.
+  if not p_blind and not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    perform pgque._no_queue(p_queue.queue_name);
+  end if;
+end
+$$;
+
+-- All consumers and workers, of one queue, or one consumer: how far behind,
+-- when last seen, what is pending.
+create or replace function pgque.get_consumer_info(
+  i_queue_name text default null, i_consumer_name text default null, caller pgque.caller default current_user,
+  out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
+  out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue      pgque.queue;
+  v_subs       pgque.subscriber[];
+  v_positions  pgque.position_0[];
+  v_locked     boolean;
+begin
+  if $1 is not null then
+    i_queue_name := (pgque._queue($1, caller, 'see')).queue_name;
+  end if;
+  if $2 is not null and $1 is not null and not exists (
+    select from pgque.subscriber s where pgque._subscriber_name(s) = $2 and s.sub_queue = (pgque._queue($1, caller, 'see')).queue_id)
+  then
+    perform pgque._subscriber($1, $2, caller);
+  end if;
+  for v_queue in
+    select q.*
+    from pgque.queue q
+    where ($1 is null and pgque._may(caller, 'see', q.queue_id)) or q.queue_name = $1 collate "default"
+    order by q.queue_name
+  loop
+    select array_agg(p.sub order by pgque._subscriber_name(p.sub)), array_agg(p.pos order by pgque._subscriber_name(p.sub))
+    into v_subs, v_positions
+    from pgque._positions(v_queue.queue_id, $2) p;
+    continue when v_subs is null;
+    v_locked := false;
+    begin
+      perform pgque._hurry();
+      return query select c.* from pgque._consumers(v_queue, v_subs, v_positions, pgque._missing_leaf(v_queue.queue_id) is not null) c;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
         null;
       when lock_not_available then
-        if not v_hurries then
-          raise;   -- as the session wants it
-        end if;
-        v_held := v_sub.sub_queue;
-        return next;
+        v_locked := true;
       when others then
-        if $1 is not null or not pgque._is_gone(v_sub.sub_queue) then
+        if not pgque._is_gone(v_queue.queue_id) then
           raise;
+        elsif $1 is not null then
+          perform pgque._no_queue($1);
         end if;   -- else it was dropped meanwhile
     end;
+    if v_locked then
+      return query select c.* from pgque._consumers(v_queue, v_subs, v_positions, true) c;
+    end if;
   end loop;
 end
 $$;
@@ -9137,14 +9301,39 @@ begin
 end
 $$;
 
+-- How many consumers of a queue metrics() and health() look at one by one: those
+-- that are furthest back.  A queue with more has the rest in its sums only.
+create or replace function pgque._most_consumers() returns int
+language sql immutable as $$ select 100 $$;
+
+-- The subscribers of a queue that are furthest back, with their positions, and how
+-- many consumers the queue has.
+create or replace function pgque._furthest_back(p_queue_id int, out subs pgque.subscriber[], out positions pgque.position_0[], out consumers bigint)
+language plpgsql as $$
+begin
+  select pg_catalog.array_agg(p.sub), pg_catalog.array_agg(p.pos), coalesce(pg_catalog.max(p.consumers), 0) into subs, positions, consumers
+  from (
+    select p.sub, p.pos, pg_catalog.count(*) filter (where (p.sub).sub_main is null) over () as consumers
+    from pgque._positions(p_queue_id) p
+    -- A worker without a batch needs nothing, wherever it stands.
+    order by (p.sub).sub_main is not null and (p.pos).pos_batch is null, (p.pos).pos_tick
+    limit pgque._most_consumers()
+  ) p;
+end
+$$;
+
 -- The figures of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, out metric text, out queue text, out consumer text, out value double precision
 ) returns setof record
 language plpgsql as $$
 declare
-  v_last  pgque.tick := pgque._last_tick(p_queue);
+  v_last   pgque.tick := pgque._last_tick(p_queue);
+  v_back   record;
+  v_shown  int[];
 begin
+  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
+  v_shown := array(select s.sub_id from unnest(v_back.subs) s);
   return query
     select m.metric, p_queue.queue_name, null::text, m.value::double precision
     from (values
@@ -9155,22 +9344,34 @@ begin
       ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
       ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
       ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)),
+      ('pgque_queue_consumers', v_back.consumers),
       ('pgque_queue_paused', p_queue.queue_paused::int)
     ) m (metric, value);
   return query
     select 'pgque_messages_' || t.tal_what || '_total', p_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
     from (select * from pgque.tally_0 union all select * from pgque.tally_1) t
-    left join pgque.subscriber s on s.sub_id = t.tal_sub
+    left join pgque.subscriber s on s.sub_id = t.tal_sub and s.sub_id = any (v_shown)
     left join pgque.consumer c on c.co_id = s.sub_consumer
     where t.tal_queue = p_queue.queue_id
     group by t.tal_what, c.co_name;
   return query
-    select 'pgque_messages_in_flight', p_queue.queue_name, w.consumer, sum(w.messages)::double precision
-    from pgque.list_workers(p_queue.queue_uid::text) w
-    group by w.consumer;
+    select 'pgque_messages_in_flight', p_queue.queue_name, c.co_name, sum(h.messages)::double precision
+    from (
+      select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
+      from pgque._positions(p_queue.queue_id) p
+      cross join lateral pgque._open_leases((p.sub).sub_id, (p.pos).pos_open) o
+      where cardinality((p.pos).pos_open) > 0
+      union all
+      select r.ev_owner, 1
+      from pgque.retry_queue r
+      where r.ev_queue = p_queue.queue_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+    ) h
+    left join pgque.subscriber s on s.sub_id = h.sub_id and s.sub_id = any (v_shown)
+    left join pgque.consumer c on c.co_id = s.sub_consumer
+    group by c.co_name;
   return query
     select m.metric, i.queue_name, i.consumer_name, m.value::double precision
-    from pgque.get_consumer_info(p_queue.queue_uid::text) i
+    from pgque._consumers(p_queue, v_back.subs, v_back.positions, false) i
     cross join lateral (values
       ('pgque_consumer_lag_seconds', extract(epoch from i.lag)),
       ('pgque_consumer_last_seen_seconds', extract(epoch from i.last_seen)),
@@ -9228,7 +9429,14 @@ create or replace function pgque._queue_health(
 language plpgsql as $$
 declare
   v_last     pgque.tick;
-  v_new      boolean;
+  v_waits    interval;   -- since when a message waits for a tick
+  v_back     record;
+  v_late     record;     -- the consumer whose oldest pending message is oldest
+  v_unread   bigint;     -- messages of a queue without consumers
+  v_slowest  record;
+  v_crowd    boolean;
+  v_depth    bigint;
+  v_warn     numeric;    -- the depth that is worth a warning
   v_missing  text;
   v_found    record;
 begin
@@ -9256,60 +9464,114 @@ begin
     return;
   end if;
 
+  -- A lock on any table keeps the queue from ticks or from rotation.
+  execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
   v_last := pgque._last_tick(p_queue);
-  check_name := 'ticks';
-  v_new := coalesce(pgque._tick_reason(p_queue, v_last, pg_current_snapshot()) = 'events', false);
+  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
+
+  -- What it still needs, its workers' batches included, as _oldest_need() has it.
+  select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
+  from pgque._positions(p_queue.queue_id) p
+  cross join lateral (
+    select (case
+      when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id)
+      when (p.sub).sub_role = 'pool' then pgque._next_from(p.pos)
+      else p.pos
+    end).*
+    offset 0
+  ) n
+  order by n.pos_tick
+  limit 1;
+
+  check_name := 'senders';
+  v_crowd := v_back.consumers > pgque._most_consumers();
+  v_warn := p_queue.queue_max_depth * coalesce(nullif(p_queue.queue_health_depth_warn, 0), 100) / 100.0;
+  if p_queue.queue_max_depth > 0 and v_back.consumers > 0 then
+    -- Far from the limit the ids answer, as in _room().  Near it the messages are
+    -- counted, but not for a crowd of consumers.
+    v_depth := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0)
+      - least(v_slowest.pos_event_seq, (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id));
+    if v_depth >= v_warn and not v_crowd then
+      v_depth := pgque._depth(p_queue.queue_id);
+    end if;
+  end if;
   status := case
-    when p_queue.queue_external_ticker then 'ok'
-    when p_queue.queue_ticker_paused then 'warn'
-    -- A tick in the future: the clock was set back.
-    when v_new and greatest(pgque.clock() - v_last.tick_time, v_last.tick_time - pgque.clock()) > interval '1 minute' then 'fail'
-    when v_new and greatest(pgque.clock() - v_last.tick_time, v_last.tick_time - pgque.clock()) > interval '5 seconds' then 'warn'
+    when v_depth >= p_queue.queue_max_depth and not v_crowd then 'fail'
+    when p_queue.queue_paused or v_depth >= v_warn then 'warn'
     else 'ok'
   end;
-  detail := format('last tick %s, %s ago%s', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time),
-    case when v_new then ', committed events wait for one' else '' end);
+  detail := concat_ws(', ', case when p_queue.queue_paused then 'paused: send is refused' else 'open' end,
+    case when v_depth >= v_warn then 'depth ' else 'depth at most ' end || v_depth || ' of max_depth ' || p_queue.queue_max_depth);
+  advice := nullif(concat_ws('; ',
+    case when p_queue.queue_paused then format('select pgque.resume(%L)', queue) end,
+    case when v_depth >= v_warn then
+      format('Start the slowest consumer, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')', queue, 2 * p_queue.queue_max_depth) end), '');
+  return next;
+
+  check_name := 'ticks';
+  if pgque._tick_reason(p_queue, v_last, pg_current_snapshot()) = 'events' then
+    execute format('select $1 - greatest($2, e.ev_time) from (%s) e limit 1',
+      pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(v_last.tick_snapshot, pg_current_snapshot()), 'false')))
+    into v_waits using pgque.clock(), v_last.tick_time;
+    if v_last.tick_time > pgque.clock() then
+      v_waits := v_last.tick_time - pgque.clock();   -- the clock was set back
+    end if;
+  end if;
+  status := case
+    when v_waits > nullif(p_queue.queue_health_tick_fail, '0') then 'fail'
+    when v_waits > nullif(p_queue.queue_health_tick_warn, '0') or p_queue.queue_ticker_paused then 'warn'
+    else 'ok'
+  end;
+  detail := format('last tick %s, %s ago', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time))
+    || coalesce(', messages have waited for the next one for ' || date_trunc('milliseconds', v_waits), '');
   advice := case
     when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', queue)
+    when status <> 'ok' and p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', queue)
     when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
   end;
   return next;
 
   check_name := 'rotation';
-  select pgque._subscriber_name(s) as consumer_name into v_found
-  from pgque.subscriber s
-  cross join lateral pgque._oldest_need(s.sub_id) n
-  where s.sub_queue = p_queue.queue_id
-  order by n.pos_tick
-  limit 1;
   status := case
     when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
       and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
     else 'ok'
   end;
-  detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_found.consumer_name, '(none)'));
+  detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_slowest.consumer_name, '(none)'));
   advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
     || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end;
   return next;
 
   check_name := 'consumers';
-  select i.consumer_name, i.lag into v_found from pgque.get_consumer_info(p_queue.queue_uid::text) i order by i.lag desc nulls last limit 1;
-  if found and v_found.lag is null then
-    raise lock_not_available;   -- as get_consumer_info() had to find
+  select c.consumer_name, c.lag into v_late
+  from pgque._consumers(p_queue, v_back.subs, v_back.positions, false) c
+  order by c.lag desc, c.consumer_name
+  limit 1;
+  if v_back.consumers = 0 then
+    execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
+    status := case when v_unread > 0 then 'warn' else 'ok' end;
+    detail := case when v_unread > 0 then format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'))
+      else 'no consumer' end;
+    advice := case when v_unread > 0 then format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')', queue) end;
+  else
+    status := case
+      when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
+      when v_late.lag > nullif(p_queue.queue_health_pending_warn, '0') then 'warn'
+      else 'ok'
+    end;
+    detail := format('%s, ', case when v_back.consumers = 1 then '1 consumer' else v_back.consumers || ' consumers' end)
+      || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
+        else 'nothing pending' end;
+    advice := case when status <> 'ok' then format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L). What is older than %s it misses (retention_period).',
+      v_late.consumer_name, queue, v_late.consumer_name, p_queue.queue_retention_period) end;
   end if;
-  status := case
-    when v_found.lag > p_queue.queue_retention_period then 'fail'
-    when v_found.lag > p_queue.queue_retention_period / 2 then 'warn'
-    else 'ok'
-  end;
-  detail := coalesce('consumer ' || v_found.consumer_name || ' lags ' || date_trunc('milliseconds', v_found.lag), 'no consumer');
-  advice := case when status <> 'ok' then format('Past %s it is moved forward and misses events. Start it, or unsubscribe it.', p_queue.queue_retention_period) end;
   return next;
 
   check_name := 'retries';
   select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
   from pgque.retry_queue r
-  where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o from pgque._pumped() o);
+  left join pgque.subscriber s on s.sub_id = r.ev_owner
+  where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_role in ('normal', 'coop_main'));
   status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
   detail := format('%s due', v_found.n) || coalesce((
     select format(', %s wait for workers', count(*))
@@ -9336,11 +9598,21 @@ declare
   v_queue    pgque.queue;
   v_found    record;
 begin
-  select s.status, s.detail into v_found from pgque.status() s where s.component = 'ticker';
   check_name := 'ticker'; queue := null;
-  status := case when v_found.status = 'running' then 'ok' else 'warn' end;
+  select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
+    max(s.status) filter (where s.component = 'scheduler') as scheduler
+  into v_found from pgque.status() s;
+  status := case when v_found.runs then 'ok' when v_found.scheduler = 'failing' then 'fail' else 'warn' end;
   detail := v_found.detail;
-  advice := case when v_found.status <> 'running' then 'select pgque.start() with pg_cron, or run: pgque ticker. A scheduler of your own that calls ticker() is fine too.' end;
+  advice := case
+    when v_found.runs then null
+    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: select * from pgque.status()'
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
+    when v_found.scheduler <> 'failing' then 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
+  end;
+  if v_found.scheduler = 'failing' then
+    select concat('no loop runs: ', c.failure), c.remedy into detail, advice from pgque._cron_failure() c;
+  end if;
   return next;
 
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop
@@ -9365,6 +9637,20 @@ begin
         end if;   -- else it was dropped meanwhile
     end;
   end loop;
+
+  -- In a column, an index or a type a caller is a right that can be passed on.
+  check_name := 'stored callers'; queue := null;
+  select string_agg(pg_describe_object(d.classid, d.objid, d.objsubid), ', ' order by d.classid, d.objid, d.objsubid) as objects into v_found
+  from pg_depend d
+  left join pg_proc p on d.classid = 'pg_proc'::regclass and p.oid = d.objid
+  where d.refclassid = 'pg_type'::regclass and d.refobjid in ('pgque.caller'::regtype, 'pgque.caller[]'::regtype)
+    and d.deptype <> 'i' and d.classid not in ('pg_constraint'::regclass, 'pg_rewrite'::regclass)
+    and p.pronamespace is distinct from 'pgque'::regnamespace;
+  status := case when v_found.objects is null then 'ok' else 'fail' end;
+  detail := coalesce('these can hold a value of type pgque.caller: ' || v_found.objects, 'none');
+  advice := case when v_found.objects is not null then
+    'Drop them. Every role that can read a stored caller can act as the role that stored it, and a dump of them cannot be restored.' end;
+  return next;
 
   check_name := 'open transactions'; queue := null;
   select w.who, w.gid, pgque.clock() - w.since as age, bool_or(w.since is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
@@ -9772,7 +10058,8 @@ comment on function pgque.set_queue_config(text, text, text) is
   'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
   'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
   'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), ticker_max_count (500 events), '
-  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false). Periods are intervals. '
+  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
+  'health_depth_warn (80 percent). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 comment on function pgque.queue_config(text, pgque.caller) is
   'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
@@ -9837,7 +10124,7 @@ comment on function pgque.clock() is
 comment on function pgque.get_queue_info(text, pgque.caller) is
   'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out, or how long something waits to be handed out again, if that is more), last_seen, ticks, open batch, '
+  'All consumers and workers, or those of a queue, or one: lag (how long the oldest pending message has been pending; 0 if none is), last_seen, ticks, open batch, '
   'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.tick_for(text, text, pgque.caller) is
@@ -9867,9 +10154,9 @@ comment on function pgque.peek(text, int, text, pgque.caller) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
+  'One figure a row for a monitoring system: name, queue, consumer, value. Of a queue with more than 100 consumers (pgque_queue_consumers) it names the 100 that are furthest back, and sums the others. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it. Of a queue whose tables somebody keeps locked it says who.';
+  'One check a row: ok, warn or fail, what was found, and what to do about it. The settings health_* of a queue say when it warns and fails. Of a queue whose tables somebody keeps locked it says who.';
 comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 

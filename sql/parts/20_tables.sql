@@ -503,6 +503,13 @@ begin
     queue_expiring boolean not null default false;
     queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0)$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
+  -- When health() warns and when it fails; 0 is never.
+  perform pgque._add_columns('pgque.queue', $c$
+    queue_health_pending_warn interval not null default '5 minutes' constraint queue_health_pending_warn_range check (queue_health_pending_warn >= '0' and queue_health_pending_warn <= '100 years');
+    queue_health_pending_fail interval not null default '1 hour' constraint queue_health_pending_fail_range check (queue_health_pending_fail >= '0' and queue_health_pending_fail <= '100 years');
+    queue_health_tick_warn interval not null default '5 seconds' constraint queue_health_tick_warn_range check (queue_health_tick_warn >= '0' and queue_health_tick_warn <= '100 years');
+    queue_health_tick_fail interval not null default '1 minute' constraint queue_health_tick_fail_range check (queue_health_tick_fail >= '0' and queue_health_tick_fail <= '100 years');
+    queue_health_depth_warn int not null default 80 constraint queue_health_depth_warn_range check (queue_health_depth_warn between 0 and 100)$c$);
   for v_leaf in 0..1 loop
     perform pgque._add_columns('pgque.position_' || v_leaf, $c$
       pos_worker text;

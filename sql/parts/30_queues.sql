@@ -117,7 +117,9 @@ language sql immutable as $$
     ('rotation_period', 'interval'), ('retention_period', 'interval'),
     ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'),
     ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
-    ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean')
+    ('drop_policy', 'text'), ('dead_letter_queue', 'queue'), ('archive_on_ack', 'boolean'),
+    ('health_pending_warn', 'interval'), ('health_pending_fail', 'interval'),
+    ('health_tick_warn', 'interval'), ('health_tick_fail', 'interval'), ('health_depth_warn', 'int')
 $$;
 
 create or replace function pgque._setting_type(p_param text) returns text

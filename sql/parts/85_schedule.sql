@@ -277,6 +277,9 @@ begin
       message = format('pg_cron works for database %I, not for %I', v_other, current_database()),
       hint = format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database());
   end if;
+  raise notice using
+    message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
+    hint = 'See whether it runs: select * from pgque.status(). It does within seconds, with pg_cron 1.4 at the next full minute.';
   return v_job;
 end
 $$;
@@ -317,7 +320,9 @@ begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
       ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
-      ' and d.end_time < pg_catalog.now() - interval ''1 day''';
+      -- A connection that failed has no time.
+      ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
+        and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
     get diagnostics v_count = row_count;
   end if;
   return v_count;
@@ -327,26 +332,65 @@ exception
 end
 $$;
 
+-- How the newest run of our jobs failed, if it did, and what to do; where that
+-- cannot be known, how to find out.
+create or replace function pgque._cron_failure(out failure text, out remedy text)
+language plpgsql as $$
+declare
+  v_run  record;
+begin
+  if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
+    return;
+  elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
+    remedy := 'Runs are not recorded (cron.log_run is off): see the server''s log.';
+    return;
+  end if;
+  execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
+    ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
+    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()'
+    '   and d.status in (''running'', ''succeeded'', ''failed'')'
+    '   and d.runid > (select pg_catalog.max(m.runid) from cron.job_run_details m) - 10000'   -- jobs of others may run as often
+    ' order by d.runid desc limit 1'
+  into v_run;
+  if v_run.status = 'failed' then
+    failure := pg_catalog.concat_ws(' ', 'the last run failed', 'at ' || pg_catalog.date_trunc('seconds', v_run.start_time))
+      || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
+    remedy := case
+      when v_run.return_message ilike '%connect%' then pg_catalog.format(
+        -- The launcher comes as the server's user of the operating system.
+        case when v_run.nodename like '/%' then
+          'pg_cron cannot log in as role %1$s through the socket in %2$s. Put "local %4$s %1$s peer map=pgque" first into pg_hba.conf'
+          ' and "pgque postgres %1$s" into pg_ident.conf; select pg_reload_conf();'
+        else
+          'pg_cron cannot log in as role %1$s at %2$s. Let it use the socket: alter system set cron.host = %3$L; restart the server; select pgque.start();'
+        end
+        || ' Or: alter system set cron.use_background_workers = on; restart the server; with pg_cron 1.4 other jobs then wait for the ticker.',
+        pg_catalog.quote_ident(current_user), v_run.nodename,
+        coalesce((
+          select nullif(pg_catalog.btrim(pg_catalog.split_part(g.setting, ',', 1), ' "'), '')
+          from pg_catalog.pg_settings g where g.name = 'unix_socket_directories'), '/var/run/postgresql'),
+        pg_catalog.quote_ident(pg_catalog.current_database()))
+      when v_run.return_message ilike '%background%' or v_run.return_message ilike '%startup timeout%' then
+        'alter system set max_worker_processes = 20 (one for each job that runs, and those of the server); restart the server.'
+      else 'See select * from cron.job_run_details order by runid desc, and the server''s log.'
+    end;
+  end if;
+exception
+  when insufficient_privilege or undefined_column then
+    remedy := pg_catalog.format('To see how runs end: grant select on cron.job, cron.job_run_details to %I;', current_user);
+end
+$$;
+
 -- What is set up and what runs: component, status, detail.
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_loop  int;
-  v_jobs  text;
+  v_loop     int;
+  v_jobs     text;
+  v_failure  text;
+  v_remedy   text;
 begin
   component := 'pgque'; status := pgque.version(); detail := version();
-  return next;
-  component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
-  if pgque._has_cron() then
-    execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
-    into v_jobs;
-    status := case when v_jobs is null then 'stopped' else 'scheduled' end;
-    detail := coalesce(v_jobs, 'select pgque.start()');
-  elsif not pgque._has_cron() then
-    status := 'hidden';
-    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
-  end if;
   return next;
   -- Between two transactions the loop holds no lock for a moment: look twice.
   for i in 1..3 loop
@@ -358,9 +402,30 @@ begin
     exit when found;
     perform pg_sleep(0.02);
   end loop;
+  component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
+  if pgque._has_cron() then
+    execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
+      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+    into v_jobs;
+    status := case when v_jobs is null then 'stopped' else 'scheduled' end;
+    detail := coalesce(v_jobs, 'select pgque.start()');
+    if v_jobs is not null and v_loop is null then
+      select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
+      status := case when v_failure is null then 'scheduled' else 'failing' end;
+      detail := concat_ws('. ', concat_ws('; ', detail, v_failure), v_remedy);
+    end if;
+  elsif not pgque._has_cron() then
+    status := 'hidden';
+    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
+  end if;
+  return next;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
-  detail := coalesce('pid ' || v_loop, 'no loop runs: select pgque.start(), or pgque ticker') || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
+  detail := coalesce('pid ' || v_loop, case
+      when v_failure is not null then 'no loop runs: see scheduler'
+      when v_jobs is not null then 'no loop runs yet: pg_cron begins one within seconds, with pg_cron 1.4 at the next full minute'
+      else 'no loop runs: select pgque.start(), or pgque ticker'
+    end) || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
   return next;
   component := 'queues'; status := (select count(*)::text from pgque.queue);
   detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';

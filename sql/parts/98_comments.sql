@@ -175,7 +175,8 @@ comment on function pgque.set_queue_config(text, text, text) is
   'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
   'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
   'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), ticker_max_count (500 events), '
-  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false). Periods are intervals. '
+  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
+  'health_depth_warn (80 percent). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 comment on function pgque.queue_config(text, pgque.caller) is
   'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
@@ -240,7 +241,7 @@ comment on function pgque.clock() is
 comment on function pgque.get_queue_info(text, pgque.caller) is
   'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (age of what it has finished; with workers, of what was handed out, or how long something waits to be handed out again, if that is more), last_seen, ticks, open batch, '
+  'All consumers and workers, or those of a queue, or one: lag (how long the oldest pending message has been pending; 0 if none is), last_seen, ticks, open batch, '
   'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.tick_for(text, text, pgque.caller) is
@@ -270,9 +271,9 @@ comment on function pgque.peek(text, int, text, pgque.caller) is
   'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
   'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
+  'One figure a row for a monitoring system: name, queue, consumer, value. Of a queue with more than 100 consumers (pgque_queue_consumers) it names the 100 that are furthest back, and sums the others. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it. Of a queue whose tables somebody keeps locked it says who.';
+  'One check a row: ok, warn or fail, what was found, and what to do about it. The settings health_* of a queue say when it warns and fails. Of a queue whose tables somebody keeps locked it says who.';
 comment on function pgque.status() is
   'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 

@@ -242,14 +242,199 @@ def test_health_is_all_ok_on_a_healthy_queue_and_names_what_is_wrong(own: Connec
     assert rows(own, status, "dead letters")[0][0] == "warn"
     assert "dlq" in rows(own, status, "dead letters")[0][2]
     ack(own, message.batch_id)
-    forced_tick(own, "q")
-    move_clock(own, "4 days")
-    found = rows(own, status, "consumers")[0]
-    assert found[0] == "warn" and "c" in found[1]
-    move_clock(own, "8 days")
-    assert rows(own, status, "consumers")[0][0] == "fail"
     configure(own, "q", ticker_paused=True)
     assert rows(own, status, "ticks")[0][0] == "warn"
+
+
+CHECK = "select status, detail, advice from pgque.health() where queue = 'q' and check_name = %s"
+LAG = "select value from pgque.metrics() where metric = 'pgque_consumer_lag_seconds' and consumer = %s"
+
+
+@pytest.mark.parametrize("worker", ["", ", worker => 'w'"], ids=["plain", "pool"])
+def test_a_consumer_with_nothing_pending_does_not_lag_however_long_the_queue_was_quiet(
+    own: Connection, worker: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    forced_tick(own, "q")
+    ((batch,),) = rows(own, f"select m.batch_id from pgque.receive('q', 'c', 10{worker}) as m")
+    ack(own, batch)
+    own.execute("begin; select pgque.send('q', 'rolled back'::text); rollback")
+    for age in ("1 day", "6 days", "30 days"):
+        move_clock(own, age)
+        value(own, "select pgque.ticker()")
+        assert rows(own, CHECK, "consumers") == [("ok", "1 consumer, nothing pending", None)]
+        assert value(own, LAG, "c") == 0
+        assert value(own, "select lag from pgque.get_consumer_info()").total_seconds() == 0
+
+
+def test_health_says_how_long_the_oldest_message_has_been_pending(own: Connection) -> None:
+    """Since the tick that showed it: after a quiet time, and also if it was sent with a delay or failed."""
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("c", "d"):
+        subscribe(own, "q", consumer)
+    for quiet in range(1, 40):
+        move_clock(own, f"{quiet} hours")
+        value(own, "select pgque.ticker()")
+    own.execute("begin; select pgque.send('q', 'rolled back'::text); rollback")
+    value(own, "select pgque.send('q', 'later', '1'::text, delay => '10 hours')")
+    move_clock(own, "52 hours")
+    value(own, "select pgque.maint_retry_events()")
+    forced_tick(own, "q")
+    for quiet in range(1, 20):
+        move_clock(own, f"52 hours {quiet} minutes")
+        forced_tick(own, "q")
+    assert drain(own, "q", "d")
+    assert 19 * 60 <= value(own, LAG, "c") < 19 * 60 + 30
+    assert value(own, LAG, "d") == 0
+    ((status, detail, advice),) = rows(own, CHECK, "consumers")
+    assert status == "warn"
+    assert detail.startswith("2 consumers, oldest message pending for consumer c: 00:19:")
+    assert "consumer c" in advice
+    configure(own, "q", health_pending_warn="20 minutes")
+    assert rows(own, CHECK, "consumers")[0][0] == "ok"
+    configure(own, "q", health_pending_fail="18 minutes")
+    assert rows(own, CHECK, "consumers")[0][0] == "fail"
+    configure(own, "q", health_pending_warn="0", health_pending_fail="0")
+    assert rows(own, CHECK, "consumers")[0][0] == "ok"
+    configure(own, "q", retention_period="10 minutes")
+    assert rows(own, CHECK, "consumers")[0][0] == "fail"  # retention is about to take it
+
+
+def test_a_retry_that_a_plain_consumer_does_not_fetch_is_pending(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    forced_tick(own, "q")
+    (message,) = receive(own, "q")
+    nack(own, message, "1 minute")
+    ack(own, message.batch_id)
+    assert value(own, LAG, "c") == 0
+    move_clock(own, "2 minutes")
+    value(own, "select pgque.maint_retry_events()")
+    forced_tick(own, "q")
+    move_clock(own, "12 minutes")
+    assert 600 <= value(own, LAG, "c") < 630
+    assert rows(own, CHECK, "consumers")[0][0] == "warn"
+
+
+def test_health_warns_of_messages_that_nobody_gets(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    assert rows(own, CHECK, "consumers") == [("ok", "no consumer", None)]
+    send_many(own, "q", 3)
+    ((status, detail, advice),) = rows(own, CHECK, "consumers")
+    assert (status, detail) == ("warn", "no consumer; messages sent lately that nobody gets: 3")
+    own.execute(advice[advice.index("select") :].encode())
+    forced_tick(own, "q")
+    assert rows(own, CHECK, "consumers")[0][0] == "ok"
+    value(own, "select pgque.unsubscribe('q', 'my_consumer')")
+    for _ in range(3):
+        own.execute("update pgque.queue set queue_switch_time = queue_switch_time - interval '1 year'")
+        forced_tick(own, "q")
+        value(own, "select pgque.maint()")
+    assert rows(own, CHECK, "consumers") == [("ok", "no consumer", None)]
+
+
+def test_health_warns_of_a_paused_queue_and_of_one_that_is_nearly_full(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    assert rows(own, CHECK, "senders") == [("ok", "open", None)]
+    value(own, "select pgque.pause('q')")
+    ((status, detail, advice),) = rows(own, CHECK, "senders")
+    assert (status, detail) == ("warn", "paused: send is refused")
+    own.execute(advice.encode())
+    configure(own, "q", max_depth=10)
+    own.execute("begin; select pgque.send('q', 'rolled back'::text); rollback")
+    send_many(own, "q", 7)
+    assert rows(own, CHECK, "senders")[0][0] == "ok"
+    send(own, "q")
+    ((status, detail, advice),) = rows(own, CHECK, "senders")
+    assert (status, detail) == ("warn", "open, depth 8 of max_depth 10")
+    configure(own, "q", health_depth_warn=90)
+    assert rows(own, CHECK, "senders")[0][0] == "ok"
+    send_many(own, "q", 2)
+    assert rows(own, CHECK, "senders")[0][:2] == ("fail", "open, depth 10 of max_depth 10")
+    own.execute(advice[advice.index("select") :].encode())
+    assert rows(own, CHECK, "senders")[0][0] == "ok"
+
+
+def test_the_full_depth_counts_what_workers_hold(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.alter_queue('q', '{\"max_depth\": 10}')")
+    subscribe(own, "q")
+    send_many(own, "q", 10)
+    forced_tick(own, "q")
+    rows(own, "select * from pgque.receive('q', 'c', 10, worker => 'w', visibility_timeout => '1 hour')")
+    assert rows(own, CHECK, "senders")[0][0] == "fail"
+
+
+def test_health_counts_the_wait_for_a_tick_from_the_message_and_not_from_the_last_tick(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    move_clock(own, "55 seconds")
+    send(own, "q")
+    assert rows(own, CHECK, "ticks")[0][0] == "ok"
+    move_clock(own, "65 seconds")
+    assert rows(own, CHECK, "ticks")[0][0] == "warn"
+    configure(own, "q", health_tick_warn="1 minute", health_tick_fail="2 minutes")
+    assert rows(own, CHECK, "ticks")[0][0] == "ok"
+    move_clock(own, "5 minutes")
+    assert rows(own, CHECK, "ticks")[0][0] == "fail"
+    # An external ticker may stop as well.
+    configure(own, "q", external_ticker=True)
+    assert rows(own, CHECK, "ticks")[0][0] == "fail"
+    value(own, "select pgque.ticker('q', 100, pgque.clock(), 1)")
+    assert rows(own, CHECK, "ticks")[0][0] == "ok"
+
+
+def test_thresholds_are_settings_for_all_queues_too(own: Connection) -> None:
+    for name in ("q", "own"):
+        value(own, "select pgque.create_queue(%s)", name)
+    configure(own, "own", health_pending_warn="1 hour")
+    value(own, "select pgque.set_default_config('health_pending_warn', '1 minute')")
+    setting = "select param_value from pgque.queue_config(%s) where param_name = 'health_pending_warn'"
+    assert [value(own, setting, name) for name in ("q", "own")] == ["00:01:00", "01:00:00"]
+    refused("PQ005", rows, own, "select pgque.set_default_config('health_depth_warn', '101')")
+
+
+def test_health_names_what_can_hold_a_caller(own: Connection) -> None:
+    check = "select status, detail from pgque.health() where check_name = 'stored callers'"
+    assert rows(own, check) == [("ok", "none")]
+    own.execute("create table public.t (who pgque.caller)")
+    own.execute("create type public.y as (who pgque.caller)")
+    own.execute("create function public.f(pgque.caller) returns int language sql as 'select 1'")
+    own.execute("create table public.i (n name)")
+    own.execute("create index the_index on public.i ((n::pgque.caller))")
+    ((status, detail),) = rows(own, check)
+    assert status == "fail"
+    for part in ("who of table public.t", "type public.y", "public.f(", "public.the_index"):
+        assert part in detail, detail
+
+
+def test_health_and_metrics_of_a_crowd_of_consumers_are_few_rows_and_few_calls(own: Connection) -> None:
+    """What one role with a right to consume can subscribe must not stop the looks of everybody."""
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q", "slow")
+    send(own, "q")
+    forced_tick(own, "q")
+    value(own, "select count(pgque.subscribe('q', 'c' || n)) from generate_series(1, 400) n")
+    value(own, "select pgque.set_queue_config('q', 'max_depth', '1')")
+    own.execute("set track_functions = 'all'")
+    own.execute("select pg_stat_reset()")
+    figures = rows(own, "select metric, consumer, value from pgque.metrics()")
+    assert ("pgque_queue_consumers", None, 401.0) in figures
+    named = {consumer for _, consumer, _ in figures if consumer is not None}
+    assert len(named) == 100 and "slow" in named
+    checks = rows(own, "select status, detail from pgque.health() where queue = 'q'")
+    assert any("401 consumers" in detail for _, detail in checks)
+    assert any("slowest consumer slow" in detail for _, detail in checks)
+    own.execute("select pg_stat_force_next_flush()" if own.info.server_version >= 150000 else "select 1")
+    if own.info.server_version >= 150000:
+        most = "select max(f.calls) from pg_stat_user_functions as f where f.schemaname = 'pgque'"
+        assert value(own, most) < 1000
 
 
 def test_health_names_the_consumer_whose_worker_holds_rotation_up(own: Connection) -> None:
@@ -315,7 +500,8 @@ def test_who_looks_is_told_of_a_locked_queue_and_does_not_wait_for_it(
     queues = rows(own, "select queue_name, queue_ntables, ticker_lag is null from pgque.get_queue_info()")
     assert queues == [("free", 3, False), ("held", 3, True)]
     consumers = rows(own, "select queue_name, consumer_name, lag is null from pgque.get_consumer_info()")
-    assert consumers == [("free", "c", False), ("held", "c", True), ("held", "d", True)]
+    blind = how != "lock 1"  # a table without anything that is pending is not asked
+    assert consumers == [("free", "c", False), ("held", "c", blind), ("held", "d", blind)]
     figures = {r[0] for r in rows(own, "select queue from pgque.metrics()")}
     assert figures == {None, "free"}
     other.rollback()
@@ -408,7 +594,7 @@ def test_what_waits_for_workers_again_is_pending_and_makes_them_lag(own: Connect
     assert value(own, figure) == 4
     checks = "select detail from pgque.health() where queue = 'q' and check_name in ('consumers', 'retries')"
     lag, retries = (r[0] for r in rows(own, checks))
-    assert lag.startswith("consumer c lags 02:00")
+    assert lag.startswith("1 consumer, oldest message pending for consumer c: 02:00")
     assert retries == "0 due, 4 wait for workers"
     assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 10, 'c')")] == sent[1:]
     assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 2, 'c')")] == sent[1:3]

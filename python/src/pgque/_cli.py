@@ -25,7 +25,8 @@ Exit codes:
   0  done
   1  error: the database, or pgque, refused
   2  wrong usage
-  3  nothing received or settled, or a health check failed
+  3  nothing received or settled, a health check failed, or nothing ticks after start
+  4  health: warnings only
 
 The database is the one of --dsn or PGQUE_DSN; what they leave out comes from PGHOST, PGPORT,
 PGDATABASE, PGUSER, PGPASSWORD and the other PG* variables.

@@ -11,14 +11,14 @@ from types import FrameType
 
 import click
 
-from . import cli_operate, cli_work
+from . import cli_health, cli_operate, cli_work
 from ._cli import EXIT_CODES, NOTHING, as_dict, dsn_option, dump, json_option, print_table
 from ._version import __version__
 from .client import connect
 from .errors import PgqueError
 from .install import install as install_sql
 from .install import uninstall as uninstall_sql
-from .ticker import run_ticker
+from .ticker import run_ticker, unit
 
 
 class _Group(click.Group):
@@ -60,11 +60,15 @@ def uninstall(dsn: str, yes: bool) -> None:
 @main.command()
 @dsn_option
 @click.option("--quiet", is_flag=True, help="Say nothing unless something is wrong.")
-def ticker(dsn: str, quiet: bool) -> None:
+@click.option("--systemd-unit", is_flag=True, help="Print a systemd unit that runs this command, and exit.")
+def ticker(dsn: str, quiet: bool, systemd_unit: bool) -> None:
     """Tick all queues and do the maintenance, until SIGTERM or SIGINT.
 
     Needed where no pg_cron does it. It reconnects after faults; several at once do no harm.
     """
+    if systemd_unit:
+        click.echo(unit(dsn), nl=False)
+        return
     logging.basicConfig(
         format="%(asctime)s %(message)s", level=logging.WARNING if quiet else logging.INFO, stream=sys.stderr
     )
@@ -140,7 +144,7 @@ def demo(dsn: str, server: str, workers: int | None, path: Path | None, keep: bo
     sys.exit(run_demo(dsn=dsn, server=server, workers=workers, path=path, keep=keep))
 
 
-for _command in [*cli_work.COMMANDS, *cli_operate.COMMANDS]:
+for _command in [*cli_work.COMMANDS, *cli_operate.COMMANDS, *cli_health.COMMANDS]:
     main.add_command(_command)
 
 

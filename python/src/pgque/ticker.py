@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
+import os
+import shutil
+import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from ._encode import watchful
@@ -19,6 +25,59 @@ log = logging.getLogger("pgque.ticker")
 # `ticker_loop` runs for just under a minute. One that comes back sooner found another ticker at work, or
 # was told to stop.
 _SHORTEST_RUN = 1.0
+
+
+_UNIT = """\
+# Install: save as /etc/systemd/system/pgque-ticker.service, then systemctl enable --now pgque-ticker
+[Unit]
+Description=pgque ticker
+Wants=network-online.target
+After=network-online.target postgresql.service
+
+[Service]
+User={user}
+Environment={dsn}
+# PGHOST, PGDATABASE, PGPASSFILE and the like, if this file is there.
+EnvironmentFile=-/etc/pgque/ticker.env
+ExecStart={program} ticker --quiet
+Restart=always
+RestartSec=5
+NoNewPrivileges=yes
+ProtectSystem=strict
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def unit(dsn: str = "") -> str:
+    """Return a systemd unit that runs `pgque ticker` on this database: with the program that runs now, as the
+    user who runs it, or for root as postgres.
+
+    Raises PgqueError for a password in `dsn`: everybody can read a unit.
+    """
+    try:
+        if conninfo_to_dict(dsn).get("password"):
+            raise PgqueError(
+                "the connection string has a password, and everybody can read a unit",
+                hint="Leave it out, and put it into ~/.pgpass of the user who runs the ticker.",
+            )
+    except psycopg.ProgrammingError as error:
+        raise PgqueError(f"invalid connection string: {error}") from None
+    program = Path(sys.argv[0])
+    if program.name != "pgque" or not os.access(program, os.X_OK):
+        program = Path(shutil.which("pgque") or Path(sys.executable).with_name("pgque"))
+    return _UNIT.format(
+        user="postgres" if os.geteuid() == 0 else getpass.getuser(),
+        dsn=_word(f"PGQUE_DSN={dsn}"),
+        program=_word(str(program.absolute()).replace("$", "$$")),
+    )
+
+
+def _word(text: str) -> str:
+    """Quote a word of a systemd unit."""
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{quoted}"'
 
 
 def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:

@@ -1,0 +1,196 @@
+"""The commands that say whether all is well, and those that start and stop the ticker."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import click
+
+from ._cli import NOTHING, as_dict, dsn_option, dump, json_option, length_option
+from .client import PgqueClient, connect
+from .errors import PgqueError
+from .types import HealthCheck
+
+WARNINGS = 4
+PAUSE = 5.0  # seconds between two looks of --watch
+NARROWEST = 40  # characters a line, however narrow the terminal is
+
+# -- the advice of health() as commands ---------------------------------------
+
+_LITERAL = r"E?'(?:[^']|'')*'"
+_STATEMENT = re.compile(
+    rf"(?P<call>select (?:\* from )?pgque\.(?P<function>\w+)\((?P<arguments>(?:[^()']|{_LITERAL})*)\))"
+    r"|(?P<shell>pgque ticker)"
+    rf"|(?P<other>(?:alter system set|grant|commit prepared|rollback prepared) (?:[^;.,']|\.\w|{_LITERAL})*)"
+)
+# What pgque has a command for; {0} and so on are the arguments. All else is for psql.
+_COMMANDS = {
+    "start": "start",
+    "status": "status",
+    "resume": "resume {0}",
+    "set_queue_config": "config set {0} {1} {2}",
+    "subscribe": "subscribe {0} {1} --from {2}",
+    "unsubscribe": "unsubscribe {0} {1}",
+    "dlq_inspect": "dlq list {0}",
+    "drop_queue": "drop {0} --force",
+}
+
+
+def _argument(literal: str) -> str:
+    """Return what an SQL literal stands for, as a word of a shell."""
+    text = literal.strip()
+    escaped = text.startswith("E")
+    text = text.removeprefix("E").removeprefix("'").removesuffix("'").replace("''", "'")
+    return shlex.quote(text.replace("\\\\", "\\") if escaped else text)
+
+
+def _command(match: re.Match[str]) -> str:
+    """Return a statement of an advice as a command for a shell."""
+    if match["shell"]:
+        return match["shell"]
+    if match["call"]:
+        pattern = _COMMANDS.get(match["function"])
+        arguments = [_argument(text) for text in re.findall(rf"{_LITERAL}|[^',\s]+", match["arguments"])]
+        if pattern is not None and len(arguments) >= pattern.count("{"):
+            return "pgque " + pattern.format(*arguments)
+    return f"psql -c {shlex.quote(match[0].strip())}"
+
+
+def advice(text: str | None) -> list[tuple[str, bool]]:
+    """Return the advice of `health()` in pieces: texts, and commands to type in a shell (True)."""
+    pieces: list[tuple[str, bool]] = []
+    rest = text or ""
+    while match := _STATEMENT.search(rest):
+        pieces += [(rest[: match.start()].strip(" ;,."), False), (_command(match), True)]
+        rest = rest[match.end() :]
+    pieces.append((rest.strip(" ;,."), False))
+    return [piece for piece in pieces if piece[0]]
+
+
+# -- commands ------------------------------------------------------------------
+
+
+def _worst_first(checks: Sequence[HealthCheck]) -> list[HealthCheck]:
+    return sorted(checks, key=lambda check: ("fail", "warn", "ok").index(check.status))
+
+
+def _exit_code(checks: Sequence[HealthCheck]) -> int:
+    found = {check.status for check in checks}
+    return NOTHING if "fail" in found else WARNINGS if "warn" in found else 0
+
+
+def _print(checks: Sequence[HealthCheck]) -> None:
+    width = max(shutil.get_terminal_size().columns, NARROWEST)
+
+    def wrapped(text: str, indent: str) -> None:
+        click.echo(
+            textwrap.fill(
+                text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+            )
+        )
+
+    for check in checks:
+        where = f"queue {check.queue}, {check.check_name}" if check.queue is not None else check.check_name
+        wrapped(f"{check.status:<4}  {where}", "")
+        wrapped(check.detail or "", " " * 6)
+        for piece, command in advice(check.advice):
+            if command:
+                click.echo(f"      $ {piece}")
+            else:
+                wrapped(piece, " " * 6)
+    if not checks:
+        click.echo("all is well")
+
+
+@click.command()
+@dsn_option
+@json_option
+@click.option("--all", "everything", is_flag=True, help="Show also the checks that are ok.")
+@click.option("--watch", is_flag=True, help=f"Look again every {PAUSE:.0f} seconds, until Ctrl-C.")
+def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
+    """Show what is wrong, the worst first, and the commands that mend it.
+
+    The exit code is 0 when all is well, 3 when a check fails, 4 when there are warnings only.
+    """
+    code = 0
+
+    def look() -> int:
+        with connect(dsn) as client:
+            found = _worst_first(client.health())
+        shown = [check for check in found if everything or check.status != "ok"]
+        if watch and sys.stdout.isatty():
+            click.clear()
+        if as_json:
+            commands = [[piece for piece, command in advice(check.advice) if command] for check in shown]
+            rows = [{**as_dict(check), "commands": c} for check, c in zip(shown, commands, strict=True)]
+            click.echo(dump(rows, indent=None if watch else 2))
+        else:
+            if watch:
+                click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
+            _print(shown)
+        return _exit_code(found)
+
+    try:
+        while True:
+            try:
+                code = look()
+            except PgqueError as error:
+                if not watch:
+                    raise
+                code = 1
+                click.echo(f"pgque: {error}", err=True)
+            if not watch:
+                break
+            time.sleep(PAUSE)
+    except KeyboardInterrupt:
+        pass
+    sys.exit(code)
+
+
+def _states(client: PgqueClient) -> dict[str, tuple[str, str]]:
+    return {row.component: (row.status or "", row.detail or "") for row in client.status()}
+
+
+@click.command()
+@dsn_option
+@length_option("--wait", "How long to wait for the first tick.", default="90s")
+def start(dsn: str, wait: timedelta) -> None:
+    """Have pg_cron run the ticker, and wait until it ticks.
+
+    The exit code is 3 when nothing ticks in that time.
+    """
+    with connect(dsn) as client:
+        client.start()
+    deadline = time.monotonic() + wait.total_seconds()
+    with PgqueClient.connect(dsn, autocommit=True) as client:
+        while True:
+            states = _states(client)
+            if states["ticker"][0] == "running":
+                click.echo(f"ticking: {states['ticker'][1]}")
+                return
+            if states["scheduler"][0] == "failing" or time.monotonic() > deadline:
+                break
+            time.sleep(min(0.5, max(deadline - time.monotonic(), 0.05)))
+        found = next(check for check in client.health() if check.check_name == "ticker")
+    click.echo("pgque: the ticker is scheduled and does not run", err=True)
+    _print([found])
+    sys.exit(NOTHING)
+
+
+@click.command()
+@dsn_option
+def stop(dsn: str) -> None:
+    """End the running ticker loop, and remove it from the schedule of pg_cron."""
+    with connect(dsn) as client:
+        client.stop()
+    click.echo("stopped")
+
+
+COMMANDS: list[click.Command] = [health, start, stop]
