@@ -8480,9 +8480,9 @@ end
 $$;
 
 -- Removes pgque with everything in it; roles stay, they belong to the cluster.
--- Only the owner of the schema.
+-- Only the owner of the schema. Without the notice that names each object of the schema.
 create or replace function pgque.uninstall() returns void
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set client_min_messages = warning as $$
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     raise exception using
