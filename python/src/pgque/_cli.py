@@ -234,7 +234,7 @@ def plain_console(width: int | None = None) -> Console:
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
-def _line_width() -> int | None:
+def line_width() -> int | None:
     """Return the width of the terminal, or of COLUMNS; None elsewhere, where lines may have any length."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
@@ -297,7 +297,7 @@ def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
             shortened, column = shortened or short != column, short
         names.append(name)
         cells.append([name.replace("_", " "), *column])
-    widths = _widths(cells, None if wide else _line_width())
+    widths = _widths(cells, None if wide else line_width())
     table = Table()
     for name, (head, *_), width in zip(names, cells, widths, strict=False):
         number = all(_is_number(row[name]) for row in rows)
