@@ -8685,9 +8685,9 @@ language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
 $$;
 
 -- Removes pgque with everything in it; roles stay, they belong to the cluster.
--- Only the owner of the schema.
+-- Only the owner of the schema. Without the notice that names each object of the schema.
 create or replace function pgque.uninstall() returns void
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set client_min_messages = warning as $$
 declare
   v_foreign  text := (select string_agg(f.what, ', ') from pgque._foreign_data() f (what));
 begin

@@ -323,8 +323,20 @@ def test_the_demo_sends_the_lines_of_a_file_and_reports_those_that_are_not_json(
     text = run("demo", "--dsn", fresh_dsn, "--file", str(path), "--workers", "2")
     for number in (3, 5, 7):
         assert f"line {number}: not sent" in text
+    steps = [
+        "Installing pgque",
+        "Starting the ticker",
+        "driven by",
+        "processes: 2 workers",
+        "sent 103 of 103",
+    ]
+    assert sorted(steps, key=text.index) == steps
     assert "103, each to 2 consumers" in text
     assert "exactly once for each consumer" in text
+    # What the queue does by itself stands apart from the time that the workers took.
+    run_, _, alone = text.partition("The queue by itself")
+    assert "messages/s" not in run_ and "lines/s" in run_
+    assert alone.count("messages/s") == 2
     assert "│ yes" in text
 
 
@@ -340,6 +352,13 @@ def test_the_demo_refuses_a_file_without_a_message(tmp_path: Path) -> None:
             check=False,
         ).stdout
     )
+
+
+def test_the_demo_prints_a_file_as_text(fresh_dsn: str, tmp_path: Path) -> None:
+    path = tmp_path / "[x] :x: [b].jsonl"
+    path.write_text('"a"\nnot json\n')
+    text = run("demo", "--dsn", fresh_dsn, "--file", str(path), "--workers", "1")
+    assert "[x] :x: [b].jsonl, line 2: not sent" in text.replace("\n", "")
 
 
 @pytest.mark.slow

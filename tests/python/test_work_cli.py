@@ -221,6 +221,6 @@ def test_figures_are_shown_for_all_queues_or_one(run: Run, pool: str) -> None:
 def test_what_expired_is_taken_out_and_the_schedule_set(run: Run, pool: str) -> None:
     assert run("expire", pool) == "0 expired\n"
     assert run("delete-expired", pool) == "0 deleted\n"
-    assert run("schedule", "expire", "5 minutes").strip()
+    assert run("schedule", "expire", "5 minutes") == "expire runs every 5 minutes\n"
     run("schedule", "expire", "now and then", code=1)
-    assert run("schedule", "expire", "").strip() == ""
+    assert run("schedule", "expire", "") == "expire does not run by itself\n"

@@ -57,4 +57,6 @@ create() {
 mkdir -p "$dir"
 if command -v flock >/dev/null; then exec 8> "$dir/.lock"; flock 8; fi
 works || create
-[ $# = 0 ] || "$dir/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+[ $# = 0 ] && exit
+say "Installing Python packages into $dir"
+"$dir/bin/python" -m pip install -qq --disable-pip-version-check "$@"

@@ -1,23 +1,38 @@
-"""What the commands have in common: options, and how rows are printed."""
+"""What the commands have in common: options, input, and how text and rows are printed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import ParamSpec, TypeVar
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+
+from .client import PgqueClient
+from .errors import PgqueError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 NOTHING = 3
+
+LONGEST_AGE = timedelta(days=36525)  # a century: dates so far away can still be calculated with
+LONGEST_CELL = 200  # characters that a table shows of a text; --wide and --json show all
+NARROW = 20  # characters a line that a long text gets at least, before a table leaves out a column
+
+# Control characters and escape sequences, bidirectional overrides, and parts of characters. From a stranger's
+# message they would reach the terminal of an operator.
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 EXIT_CODES = """
 \b
@@ -45,8 +60,22 @@ def dsn_option(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def json_option(command: Callable[P, R]) -> Callable[P, R]:
-    """Add the option --json."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
+    """Add the options of commands that print tables: --json, and --wide, which `print_rows` reads itself."""
+    wide = click.option(
+        "--wide",
+        is_flag=True,
+        expose_value=False,
+        callback=lambda ctx, param, value: ctx.meta.update({"pgque.wide": value}),
+        help="Print all columns in full, however wide the terminal is.",
+    )
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(
+        wide(command)
+    )
+
+
+def yes_option(command: Callable[P, R]) -> Callable[P, R]:
+    """Add the option --yes."""
+    return click.option("--yes", is_flag=True, help="Do not ask.")(command)
 
 
 def length_option(
@@ -75,10 +104,80 @@ def age(text: str) -> timedelta:
     match = re.fullmatch(r"(\d+)\s*(s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?)", text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is not an age such as 90s, 15m, 12h or 30d")
+    seconds = int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2][0]]
+    if seconds > LONGEST_AGE.total_seconds():
+        raise click.BadParameter(f"{text!r} is longer than {LONGEST_AGE.days} days")
+    return timedelta(seconds=seconds)
+
+
+def parsed_ids(
+    wanted: str,
+) -> Callable[[click.Context, click.Parameter, str | tuple[str, ...]], int | list[int]]:
+    """Return a callback that reads ids; `wanted` says of what, and what the command takes else."""
+
+    def number(text: str) -> int:
+        if re.fullmatch(r"[0-9]+", text) is None:
+            raise click.BadParameter(f"{text!r} is no id. Give {wanted}.")
+        return int(text)
+
+    return lambda ctx, param, value: number(value) if isinstance(value, str) else [number(v) for v in value]
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask unless there is a --yes. Raises click.Abort when the answer is no."""
+    if yes:
+        return
+    if sys.stdin is None:
+        raise click.UsageError("standard input is closed: give --yes")
+    click.confirm(visible(question), abort=True)
+
+
+def read_input() -> str:
+    """Return standard input as text, without any change of its line ends. Raises PgqueError."""
+    if sys.stdin is None:
+        raise PgqueError("standard input is closed", hint="Give the payload as an argument.")
+    encoding: str = sys.stdin.encoding or "utf-8"
     try:
-        return timedelta(seconds=int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2][0]])
-    except OverflowError as error:
-        raise click.BadParameter(f"{text!r} is too long") from error
+        return sys.stdin.buffer.read().decode(encoding)
+    except UnicodeDecodeError as error:
+        raise PgqueError(
+            f"standard input is not valid {encoding}: byte {error.start + 1}",
+            hint="A payload is text. Send bytes from SQL or from a program.",
+        ) from error
+
+
+def visible(text: str, keep: str = "") -> str:
+    """Return text with the characters escaped that a terminal would obey, but for those to `keep`."""
+
+    def escaped(match: re.Match[str]) -> str:
+        return match[0] if match[0] in keep else match[0].encode("unicode_escape").decode()
+
+    return _UNSAFE.sub(escaped, text)
+
+
+def echo(text: object, *, err: bool = False) -> None:
+    """Print a line: into a pipe or a file as it is, on a terminal without what the terminal would obey."""
+    stream = sys.stderr if err else sys.stdout
+    if stream is None:
+        if not err:
+            raise PgqueError("standard output is closed", hint="Send it to a file, or to /dev/null.")
+        return
+    line = str(text)
+    print(visible(line, keep="\n\t") if stream.isatty() else line, file=stream)
+
+
+def warn_unread(client: PgqueClient, queue: str, messages: str) -> None:
+    """Say on standard error that a queue has no consumer; where the role may not know, say nothing."""
+    try:
+        if client.consumer_info(queue):
+            return
+    except PgqueError:
+        return
+    echo(
+        f"note: queue {queue} has no consumer: {messages}. Subscribe one:"
+        f" pgque subscribe {shlex.quote(queue)} CONSUMER --from earliest",
+        err=True,
+    )
 
 
 def as_dict(row: object) -> dict[str, object]:
@@ -99,42 +198,128 @@ def _plain(value: object) -> object:
     return str(value)
 
 
+def _encoding() -> str:
+    return getattr(sys.stdout, "encoding", None) or "utf-8"
+
+
 def dump(value: object, indent: int | None = None) -> str:
-    """Return JSON text."""
-    return json.dumps(value, ensure_ascii=False, default=_plain, indent=indent)
+    """Return JSON text, in ASCII where standard output can show no more."""
+    ascii_only = not _encoding().lower().startswith("utf")
+    text = json.dumps(value, ensure_ascii=ascii_only, default=_plain, indent=indent)
+    return _UNSAFE.sub(lambda match: match[0] if match[0] == "\n" else f"\\u{ord(match[0]):04x}", text)
 
 
 def _cell(value: object) -> str:
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, timedelta):
         return str(timedelta(seconds=round(value.total_seconds(), 1))).removesuffix("00000")
     if isinstance(value, float):
-        return f"{value:.1f}"
+        return f"{value:.0f}" if value.is_integer() else f"{value:.1f}"
     if isinstance(value, datetime):
-        return value.isoformat(sep=" ", timespec="seconds")
-    return str(value)
+        return value.isoformat(sep=" ", timespec="seconds").removesuffix(":00")
+    if isinstance(value, dict):
+        return dump(value)
+    if isinstance(value, bytes):
+        return f"\\x{value.hex()}"
+    # What the locale lacks is escaped before the widths are counted.
+    return visible(str(value)).encode(_encoding(), "backslashreplace").decode(_encoding())
+
+
+def plain_console(width: int | None = None) -> Console:
+    """Return a console that prints what it is given: text is no markup and holds no emoji codes."""
+    if sys.stdout is None:
+        raise PgqueError("standard output is closed", hint="Send it to a file, or to /dev/null.")
+    return Console(width=width, markup=False, emoji=False, highlight=False)
+
+
+def line_width() -> int | None:
+    """Return the width of the terminal, or of COLUMNS; None elsewhere, where lines may have any length."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def _widths(cells: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Return a width for each of the first columns, as many as fit. A column has its head first.
+
+    A column with more than NARROW characters may be folded, but not below that. What is left over goes to
+    those that want more.
+    """
+    wanted = [max(map(cell_len, column)) for column in cells]
+    if width is None:
+        return wanted
+    heads = [max(map(len, column[0].split() or [""])) for column in cells]
+    widths = [
+        max(head, min(NARROW, max(map(cell_len, column[1:]))))
+        for head, column in zip(heads, cells, strict=True)
+    ]
+    while len(widths) > 1 and sum(widths) + 3 * len(widths) + 1 > width:
+        widths.pop()
+    spare = max(width - sum(widths) - 3 * len(widths) - 1, 0)
+    for place, at in enumerate(sorted(range(len(widths)), key=lambda n: wanted[n] - widths[n])):
+        more = min(wanted[at] - widths[at], spare // (len(widths) - place))
+        widths[at] += more
+        spare -= more
+    return widths
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float, timedelta)) and not isinstance(value, bool))
+
+
+def _wide() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get("pgque.wide"))
 
 
 def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
-    """Print a table, or that there are no rows."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    """Print a table, or that there are no rows. Columns stand in the order of their importance.
+
+    On a terminal the table fits: columns without a value and as many as needed of the last ones are left
+    out, long texts are folded and shortened. With --wide everything is printed.
+    """
+    console = plain_console()
     rows = list(rows)
     if not rows:
-        console.print(f"{title}: none", markup=False, highlight=False)
+        console.print(f"{visible(title)}: none")
         return
-    table = Table(title=title, title_justify="left")
+    wide, shortened = _wide(), False
+    names: list[str] = []
+    cells: list[list[str]] = []
     for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(_cell(value).replace("[", r"\[") for value in row.values()))
-    console.print(table)
+        column = [_cell(row[name]) for row in rows]
+        if not wide:
+            if names and not any(column):
+                continue
+            short = [text if len(text) <= LONGEST_CELL else text[: LONGEST_CELL - 1] + "…" for text in column]
+            shortened, column = shortened or short != column, short
+        names.append(name)
+        cells.append([name.replace("_", " "), *column])
+    widths = _widths(cells, None if wide else line_width())
+    table = Table()
+    for name, (head, *_), width in zip(names, cells, widths, strict=False):
+        number = all(_is_number(row[name]) for row in rows)
+        table.add_column(head, width=width, overflow="fold", justify="right" if number else "left")
+    for line in zip(*(column[1:] for column in cells[: len(widths)]), strict=True):
+        table.add_row(*line)
+    console.print(visible(title))
+    plain_console(max(console.width, sum(widths) + 3 * len(widths) + 1)).print(table)
+    notes = [f"Left out: {', '.join(names[len(widths) :])}."] if len(widths) < len(names) else []
+    notes += ["Long texts are shortened."] if shortened else []
+    if notes:
+        console.print(f"{' '.join(notes)} --wide shows all.")
 
 
 def print_rows(title: str, rows: Iterable[object], as_json: bool, shown: Sequence[str] = ()) -> None:
-    """Print rows as JSON, or as a table of all columns or of those `shown`."""
+    """Print rows as JSON, or as a table: of the columns `shown`, the most important first, or of all."""
     found = [as_dict(row) for row in rows]
     if as_json:
-        click.echo(dump(found, indent=2))
-    else:
-        print_table(title, [{name: row[name] for name in shown or row} for row in found])
+        echo(dump(found, indent=2))
+        return
+    first = [name for name in shown if found]
+    if _wide() or not shown:
+        first += [name for row in found[:1] for name in row if name not in shown]
+    print_table(title, [{name: row[name] for name in first} for row in found])

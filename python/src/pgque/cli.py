@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
+import os
 import signal
 import sys
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
 from . import cli_health, cli_operate, cli_work
-from ._cli import EXIT_CODES, NOTHING, as_dict, dsn_option, dump, json_option, print_table
+from ._cli import (
+    EXIT_CODES,
+    NOTHING,
+    as_dict,
+    confirm,
+    dsn_option,
+    dump,
+    echo,
+    json_option,
+    print_rows,
+    print_table,
+    yes_option,
+)
 from ._version import __version__
 from .client import connect
 from .errors import PgqueError
@@ -22,16 +38,42 @@ from .ticker import run_ticker, unit
 
 
 class _Group(click.Group):
-    """Turn errors of pgque into a message and exit code 1."""
+    """Turn errors of pgque, and of what is read and printed, into a message and exit code 1."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for text in (*args, os.environ.get("PGQUE_DSN", "")):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise click.UsageError(f"not valid UTF-8: {text!r}", ctx) from None
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except PgqueError as error:
-            click.echo(f"pgque: {error}", err=True)
+            echo(f"pgque: {error}", err=True)
             if error.hint and error.hint not in str(error):
-                click.echo(f"hint: {error.hint}", err=True)
+                echo(f"hint: {error.hint}", err=True)
             ctx.exit(1)
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a locale can lack characters of a message
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            try:
+                return super().main(*args, **options)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except OSError as error:
+            if error.filename is None:
+                # Nothing more can be printed there, and Python would try once more at its end.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if error.errno != errno.EPIPE:
+                echo(f"pgque: {error if error.filename else f'cannot print: {error.strerror}'}", err=True)
+            sys.exit(1)
 
 
 @click.group(cls=_Group, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -44,17 +86,17 @@ def main() -> None:
 @dsn_option
 def install(dsn: str) -> None:
     """Install pgque into a database, or upgrade it, in one transaction."""
-    click.echo(f"pgque {install_sql(dsn)}")
+    echo(f"pgque {install_sql(dsn)}")
 
 
 @main.command()
 @dsn_option
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 def uninstall(dsn: str, yes: bool) -> None:
     """Remove pgque with all its queues and messages."""
-    if not yes:
-        click.confirm("Remove pgque with all queues and messages?", abort=True)
+    confirm("Remove pgque with all queues and messages?", yes)
     uninstall_sql(dsn)
+    echo("pgque is removed")
 
 
 @main.command()
@@ -67,7 +109,7 @@ def ticker(dsn: str, quiet: bool, systemd_unit: bool) -> None:
     Needed where no pg_cron does it. It reconnects after faults; several at once do no harm.
     """
     if systemd_unit:
-        click.echo(unit(dsn), nl=False)
+        echo(unit(dsn).rstrip())
         return
     logging.basicConfig(
         format="%(asctime)s %(message)s", level=logging.WARNING if quiet else logging.INFO, stream=sys.stderr
@@ -91,12 +133,16 @@ def status(dsn: str, as_json: bool) -> None:
         parts = [as_dict(row) for row in client.status()]
         checks = [as_dict(row) for row in client.health()]
     if as_json:
-        click.echo(dump({"status": parts, "health": checks}, indent=2))
+        echo(dump({"status": parts, "health": checks}, indent=2))
     else:
         print_table("Status", parts)
         print_table("Health", checks)
     if any(check["status"] == "fail" for check in checks):
         sys.exit(NOTHING)
+
+
+_QUEUE_COLUMNS = ("queue_name", "ev_new", "ev_per_sec", "ticker_lag", "queue_paused", "last_tick_id")
+_CONSUMER_COLUMNS = ("queue_name", "consumer_name", "pending_events", "lag", "last_seen", "role")
 
 
 @main.command()
@@ -105,17 +151,15 @@ def status(dsn: str, as_json: bool) -> None:
 def queues(dsn: str, as_json: bool) -> None:
     """List the queues and where their consumers stand."""
     with connect(dsn) as client:
-        found = [as_dict(row) for row in client.queue_info()]
-        consumers = [as_dict(row) for row in client.consumer_info()]
+        found, consumers = client.queue_info(), client.consumer_info()
     if as_json:
-        for queue in found:
-            queue["consumers"] = [c for c in consumers if c["queue_name"] == queue["queue_name"]]
-        click.echo(dump(found, indent=2))
+        rows = [as_dict(queue) for queue in found]
+        for row in rows:
+            row["consumers"] = [as_dict(c) for c in consumers if c.queue_name == row["queue_name"]]
+        echo(dump(rows, indent=2))
         return
-    shown = ("queue_name", "ticker_lag", "ev_per_sec", "ev_new", "last_tick_id", "queue_paused")
-    print_table("Queues", [{name: queue[name] for name in shown} for queue in found])
-    if consumers:
-        print_table("Consumers", consumers)
+    print_rows("Queues", found, False, _QUEUE_COLUMNS)
+    print_rows("Consumers", consumers, False, _CONSUMER_COLUMNS)
 
 
 @main.command()
@@ -138,7 +182,7 @@ def queues(dsn: str, as_json: bool) -> None:
 )
 @click.option("--keep", is_flag=True, help="Leave the server up afterwards.")
 def demo(dsn: str, server: str, workers: int | None, path: Path | None, keep: bool) -> None:
-    """Compile the standard library through a queue, and show what came of it."""
+    """Show a queue at work: compile the standard library through it, and report."""
     from .demo import run_demo
 
     sys.exit(run_demo(dsn=dsn, server=server, workers=workers, path=path, keep=keep))

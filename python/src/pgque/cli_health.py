@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import click
 
-from ._cli import NOTHING, as_dict, dsn_option, dump, json_option, length_option
+from ._cli import NOTHING, as_dict, dsn_option, dump, echo, length_option
 from .client import PgqueClient, connect
 from .errors import PgqueError
 from .types import HealthCheck
@@ -90,7 +90,7 @@ def _print(checks: Sequence[HealthCheck]) -> None:
     width = max(shutil.get_terminal_size().columns, NARROWEST)
 
     def wrapped(text: str, indent: str) -> None:
-        click.echo(
+        echo(
             textwrap.fill(
                 text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
             )
@@ -102,16 +102,16 @@ def _print(checks: Sequence[HealthCheck]) -> None:
         wrapped(check.detail or "", " " * 6)
         for piece, command in advice(check.advice):
             if command:
-                click.echo(f"      $ {piece}")
+                echo(f"      $ {piece}")
             else:
                 wrapped(piece, " " * 6)
     if not checks:
-        click.echo("all is well")
+        echo("all is well")
 
 
 @click.command()
 @dsn_option
-@json_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--all", "everything", is_flag=True, help="Show also the checks that are ok.")
 @click.option("--watch", is_flag=True, help=f"Look again every {PAUSE:.0f} seconds, until Ctrl-C.")
 def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
@@ -130,10 +130,10 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
         if as_json:
             commands = [[piece for piece, command in advice(check.advice) if command] for check in shown]
             rows = [{**as_dict(check), "commands": c} for check, c in zip(shown, commands, strict=True)]
-            click.echo(dump(rows, indent=None if watch else 2))
+            echo(dump(rows, indent=None if watch else 2))
         else:
             if watch:
-                click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
+                echo(time.strftime("%Y-%m-%d %H:%M:%S"))
             _print(shown)
         return _exit_code(found)
 
@@ -145,7 +145,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
                 if not watch:
                     raise
                 code = 1
-                click.echo(f"pgque: {error}", err=True)
+                echo(f"pgque: {error}", err=True)
             if not watch:
                 break
             time.sleep(PAUSE)
@@ -173,13 +173,13 @@ def start(dsn: str, wait: timedelta) -> None:
         while True:
             states = _states(client)
             if states["ticker"][0] == "running":
-                click.echo(f"ticking: {states['ticker'][1]}")
+                echo(f"ticking: {states['ticker'][1]}")
                 return
             if states["scheduler"][0] == "failing" or time.monotonic() > deadline:
                 break
             time.sleep(min(0.5, max(deadline - time.monotonic(), 0.05)))
         found = next(check for check in client.health() if check.check_name == "ticker")
-    click.echo("pgque: the ticker is scheduled and does not run", err=True)
+    echo("pgque: the ticker is scheduled and does not run", err=True)
     _print([found])
     sys.exit(NOTHING)
 
@@ -190,7 +190,7 @@ def stop(dsn: str) -> None:
     """End the running ticker loop, and remove it from the schedule of pg_cron."""
     with connect(dsn) as client:
         client.stop()
-    click.echo("stopped")
+    echo("stopped")
 
 
 COMMANDS: list[click.Command] = [health, start, stop]

@@ -7,10 +7,20 @@ from datetime import datetime, timedelta, timezone
 
 import click
 
-from ._cli import dsn_option, dump, json_option, length_option, limit_option, print_rows, print_table
+from ._cli import (
+    confirm,
+    dsn_option,
+    dump,
+    echo,
+    json_option,
+    length_option,
+    limit_option,
+    parsed_ids,
+    print_rows,
+    print_table,
+    yes_option,
+)
 from .client import connect
-
-_yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 # -- queues ------------------------------------------------------------------
 
@@ -27,6 +37,7 @@ def drop(dsn: str, queue: str, force: bool) -> None:
     """Drop a queue."""
     with connect(dsn) as client:
         client.drop_queue(queue, force)
+    echo(f"queue {queue} is dropped")
 
 
 @click.command()
@@ -37,6 +48,7 @@ def rename(dsn: str, queue: str, new_name: str) -> None:
     """Give a queue another name."""
     with connect(dsn) as client:
         client.rename_queue(queue, new_name)
+    echo(f"queue {queue} is now {new_name}")
 
 
 @click.command()
@@ -46,6 +58,7 @@ def pause(dsn: str, queue: str) -> None:
     """Close a queue for senders; consumers go on."""
     with connect(dsn) as client:
         client.pause(queue)
+    echo(f"queue {queue} is paused")
 
 
 @click.command()
@@ -55,6 +68,7 @@ def resume(dsn: str, queue: str) -> None:
     """Open a paused queue for senders again."""
     with connect(dsn) as client:
         client.resume(queue)
+    echo(f"queue {queue} is open for senders")
 
 
 _RIGHTS = ["produce", "consume", "admin"]
@@ -68,7 +82,8 @@ _RIGHTS = ["produce", "consume", "admin"]
 def grant(dsn: str, queue: str, role: str, right: str) -> None:
     """Give a role a right to one queue."""
     with connect(dsn) as client:
-        client.grant_queue(queue, role, right)
+        given = client.grant_queue(queue, role, right)
+    echo(f"role {role} has the right {right} to queue {queue}{'' if given else ' already'}")
 
 
 @click.command()
@@ -79,12 +94,17 @@ def grant(dsn: str, queue: str, role: str, right: str) -> None:
 def revoke(dsn: str, queue: str, role: str, right: str | None) -> None:
     """Take a right to one queue back, or all that the role has to it."""
     with connect(dsn) as client:
-        client.revoke_queue(queue, role, right)
+        count = client.revoke_queue(queue, role, right)
+    echo(f"{count} {'right' if count == 1 else 'rights'} revoked")
 
 
 @click.group()
 def config() -> None:
     """Show and change the settings of queues."""
+
+
+def _setting(value: str | None) -> str:
+    return value or "empty"
 
 
 @config.command("get")
@@ -99,9 +119,9 @@ def config_get(dsn: str, as_json: bool, queue: str, param: str | None) -> None:
     if param is not None:
         if param not in settings:
             raise click.UsageError(f"there is no setting {param!r}")
-        click.echo(settings[param] or "")
+        echo(settings[param] or "")
     elif as_json:
-        click.echo(dump(settings, indent=2))
+        echo(dump(settings, indent=2))
     else:
         rows = [{"setting": name, "value": value} for name, value in settings.items()]
         print_table(f"Settings of {queue}", rows)
@@ -116,6 +136,8 @@ def config_set(dsn: str, queue: str, param: str, value: str | None) -> None:
     """Change a setting of a queue; without VALUE it returns to the default."""
     with connect(dsn) as client:
         client.set_queue_config(queue, param, value)
+        now = client.queue_config(queue).get(param)
+    echo(f"{param} of queue {queue} is {_setting(now)}{' by default' if value is None else ''}")
 
 
 @config.command("default")
@@ -126,6 +148,7 @@ def config_default(dsn: str, param: str, value: str | None) -> None:
     """Change the default of a setting for all queues; without VALUE it returns to the built-in one."""
     with connect(dsn) as client:
         client.set_default_config(param, value)
+    echo(f"{param} is {'the built-in value' if value is None else _setting(value)} by default")
 
 
 @click.command()
@@ -136,7 +159,7 @@ def metrics(dsn: str, as_json: bool, queue: str | None) -> None:
     """Show the figures of all queues, or of one: depth, messages in flight, dead letters and so on."""
     with connect(dsn) as client:
         rows = [row for row in client.metrics() if queue is None or row.queue == queue]
-    print_rows("Metrics", rows, as_json)
+    print_rows("Metrics", rows, as_json, ("metric", "value", "queue", "consumer"))
 
 
 @click.command()
@@ -145,7 +168,7 @@ def metrics(dsn: str, as_json: bool, queue: str | None) -> None:
 def expire(dsn: str, queue: str) -> None:
     """Take out the expired messages of a queue that wait for a retry."""
     with connect(dsn) as client:
-        click.echo(f"{client.expire_messages(queue)} expired")
+        echo(f"{client.expire_messages(queue)} expired")
 
 
 @click.command("delete-expired")
@@ -154,7 +177,7 @@ def expire(dsn: str, queue: str) -> None:
 def delete_expired(dsn: str, queue: str) -> None:
     """Delete the dead letters of a queue that have expired."""
     with connect(dsn) as client:
-        click.echo(f"{client.delete_expired(queue)} deleted")
+        echo(f"{client.delete_expired(queue)} deleted")
 
 
 @click.command()
@@ -164,7 +187,8 @@ def delete_expired(dsn: str, queue: str) -> None:
 def schedule(dsn: str, job: str, every: str) -> None:
     """Set how often a JOB runs: EVERY is an interval such as '5 minutes', or '' for never."""
     with connect(dsn) as client:
-        click.echo(client.set_schedule(job, every))
+        client.set_schedule(job, every)
+    echo(f"{job} runs every {every}" if every else f"{job} does not run by itself")
 
 
 # -- messages ------------------------------------------------------------------
@@ -184,44 +208,34 @@ def messages(dsn: str, as_json: bool, limit: int, queue: str, status: str | None
     """List messages of a queue, and where they stand with each consumer."""
     with connect(dsn) as client:
         rows = client.list_messages(queue, status, limit)
-    shown = (
-        "msg_id",
-        "consumer_name",
-        "status",
-        "type",
-        "key",
-        "available_at",
-        "receive_count",
-        "worker",
-        "last_error",
-    )
-    print_rows(f"Messages of {queue}", rows, as_json, shown)
+    shown = ("msg_id", "consumer_name", "status", "type", "receive_count", "last_error", "available_at")
+    print_rows(f"Messages of {queue}", rows, as_json, (*shown, "worker", "key"))
 
 
 @click.command()
 @dsn_option
 @json_option
 @click.argument("queue")
-@click.argument("msg_id", type=int)
+@click.argument("msg_id", callback=parsed_ids("the id of a message, which pgque messages QUEUE shows"))
 def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
     """Show where a message stands with each consumer."""
     with connect(dsn) as client:
         rows = client.message_status(queue, msg_id)
-    print_rows(f"Message {msg_id} of {queue}", rows, as_json)
+    shown = ("consumer_name", "status", "receive_count", "last_error", "available_at", "worker", "batch_id")
+    print_rows(f"Message {msg_id} of {queue}", rows, as_json, shown)
 
 
 @click.command()
 @dsn_option
 @click.argument("queue")
 @click.option("--key", help="Only the pending message with this key.")
-@_yes_option
+@yes_option
 def purge(dsn: str, queue: str, key: str | None, yes: bool) -> None:
     """Remove the messages of a queue, those in flight, delayed and to be retried too."""
-    if not yes:
-        click.confirm(f"Remove messages of {queue}?", abort=True)
+    confirm(f"Remove messages of {queue}?", yes)
     with connect(dsn) as client:
         count = client.purge(queue) if key is None else client.purge_key(queue, key)
-    click.echo(f"{count} removed")
+    echo(f"{count} removed")
 
 
 # -- workers ------------------------------------------------------------------
@@ -236,7 +250,8 @@ def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) ->
     """List the workers that hold messages."""
     with connect(dsn) as client:
         rows = client.list_workers(queue, consumer)
-    print_rows("Workers", rows, as_json)
+    shown = ("queue", "consumer", "worker", "messages", "lease_until", "batches", "last_seen")
+    print_rows("Workers", rows, as_json, shown)
 
 
 @click.command()
@@ -247,7 +262,7 @@ def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) ->
 def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
     """Take back the batches that the workers of a consumer hold."""
     with connect(dsn) as client:
-        click.echo(f"{client.reclaim(queue, consumer, older_than)} reclaimed")
+        echo(f"{client.reclaim(queue, consumer, older_than)} reclaimed")
 
 
 # -- messages that failed ------------------------------------------------------------------
@@ -267,7 +282,8 @@ def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
     """List messages that were delivered more than once without an outcome, or died of that."""
     with connect(dsn) as client:
         rows = client.list_poison(queue, limit)
-    print_rows(f"Poison messages of {queue}", rows, as_json)
+    shown = ("msg_id", "consumer_name", "status", "receive_count", "last_error", "dl_id")
+    print_rows(f"Poison messages of {queue}", rows, as_json, shown)
 
 
 @poison.command("archive")
@@ -276,7 +292,7 @@ def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
 def poison_archive(dsn: str, queue: str) -> None:
     """Move those that are dead letters to the archive."""
     with connect(dsn) as client:
-        click.echo(f"{client.archive_poison(queue)} archived")
+        echo(f"{client.archive_poison(queue)} archived")
 
 
 @click.group()
@@ -293,35 +309,41 @@ def dlq_list(dsn: str, as_json: bool, queue: str, limit: int) -> None:
     """List the dead letters of a queue."""
     with connect(dsn) as client:
         rows = client.dlq_inspect(queue, limit)
-    shown = ("dl_id", "dl_time", "ev_id", "ev_type", "ev_retry", "dl_reason", "ev_data")
+    shown = ("dl_id", "consumer_name", "dl_reason", "ev_type", "ev_data", "dl_time", "ev_id", "ev_retry")
     print_rows(f"Dead letters of {queue}", rows, as_json, shown)
 
 
 @dlq.command("requeue")
 @dsn_option
-@click.argument("ids", nargs=-1, type=int, metavar="[DL_ID]...")
+@click.argument(
+    "ids", nargs=-1, metavar="[DL_ID]...",
+    callback=parsed_ids("ids of dead letters, which pgque dlq list QUEUE shows, or --all QUEUE"),
+)  # fmt: skip
 @click.option("--all", "queue", metavar="QUEUE", help="All dead letters of this queue.")
 def dlq_requeue(dsn: str, ids: Sequence[int], queue: str | None) -> None:
     """Give dead letters back to the consumer that failed them, all or none."""
     if bool(ids) == (queue is not None):
-        raise click.UsageError("give ids of dead letters, or --all QUEUE")
+        raise click.UsageError("Give ids of dead letters, which pgque dlq list QUEUE shows, or --all QUEUE.")
     with connect(dsn) as client:
         if queue is not None:
             count = client.dlq_requeue_all(queue)
         else:
             count = len([client.dlq_requeue(dl_id) for dl_id in ids])
-    click.echo(f"{count} requeued")
+    echo(f"{count} requeued")
 
 
 @dlq.command("replay")
 @dsn_option
-@click.argument("ids", nargs=-1, type=int, metavar="DL_ID...", required=True)
+@click.argument(
+    "ids", nargs=-1, metavar="DL_ID...", required=True,
+    callback=parsed_ids("ids of dead letters, which pgque dlq list QUEUE shows"),
+)  # fmt: skip
 def dlq_replay(dsn: str, ids: Sequence[int]) -> None:
     """Send dead letters again, to every consumer, and print the new ids."""
     with connect(dsn) as client:
         sent = [client.dlq_replay(dl_id) for dl_id in ids]
     for msg_id in sent:
-        click.echo(msg_id)
+        echo(msg_id)
 
 
 @dlq.command("purge")
@@ -332,7 +354,7 @@ def dlq_purge(dsn: str, queue: str, older_than: timedelta) -> None:
     """Delete the dead letters of a queue that are older than AGE."""
     with connect(dsn) as client:
         count = client.dlq_purge(queue, older_than)
-    click.echo(f"{count} deleted")
+    echo(f"{count} deleted")
 
 
 # -- archive ------------------------------------------------------------------
@@ -353,28 +375,22 @@ def archive_list(dsn: str, as_json: bool, limit: int, queue: str, since: datetim
     """List archived messages of a queue."""
     with connect(dsn) as client:
         rows = client.archive_list(queue, limit, since)
-    shown = (
-        "archive_id",
-        "msg_id",
-        "consumer_name",
-        "type",
-        "archived_at",
-        "receive_count",
-        "worker",
-        "outcome",
-    )
-    print_rows(f"Archive of {queue}", rows, as_json, shown)
+    shown = ("archive_id", "msg_id", "consumer_name", "type", "outcome", "archived_at", "receive_count")
+    print_rows(f"Archive of {queue}", rows, as_json, (*shown, "worker"))
 
 
 @archive.command("replay")
 @dsn_option
-@click.argument("ids", nargs=-1, type=int, metavar="ARCHIVE_ID...", required=True)
+@click.argument(
+    "ids", nargs=-1, metavar="ARCHIVE_ID...", required=True,
+    callback=parsed_ids("ids of the archive, which pgque archive list QUEUE shows"),
+)  # fmt: skip
 def archive_replay(dsn: str, ids: Sequence[int]) -> None:
     """Send archived messages again, all or none, and print the new ids."""
     with connect(dsn) as client:
         sent = [client.archive_replay(archive_id) for archive_id in ids]
     for msg_id in sent:
-        click.echo(msg_id)
+        echo(msg_id)
 
 
 @archive.command("purge")
@@ -385,7 +401,7 @@ def archive_purge(dsn: str, queue: str, older_than: timedelta) -> None:
     """Drop old days of the archive of a queue."""
     with connect(dsn) as client:
         count = client.archive_purge(queue, datetime.now(timezone.utc) - older_than)
-    click.echo(f"{count} days dropped")
+    echo(f"{count} days dropped")
 
 
 COMMANDS: list[click.Command] = [

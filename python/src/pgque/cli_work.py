@@ -9,12 +9,28 @@ from typing import ParamSpec, TypeVar
 
 import click
 
-from ._cli import EXIT_CODES, NOTHING, age, as_dict, dsn_option, dump, json_option, length_option, print_rows
+from ._cli import (
+    EXIT_CODES,
+    NOTHING,
+    age,
+    as_dict,
+    dsn_option,
+    dump,
+    echo,
+    json_option,
+    length_option,
+    parsed_ids,
+    print_rows,
+    read_input,
+    warn_unread,
+)
 from .client import connect
 from .types import Message, Outcome
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_BATCH = parsed_ids("the batch_id that pgque receive --json --no-ack shows")
 
 
 @click.command()
@@ -27,9 +43,16 @@ R = TypeVar("R")
 def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[str]) -> None:
     """Create a queue, if it is not there, and subscribe consumers to it."""
     with connect(dsn) as client:
-        client.create_queue(queue, _pairs(settings) or None)
-        for consumer in consumers:
-            client.subscribe(queue, consumer)
+        created = client.create_queue(queue, _pairs(settings) or None)
+        subscribed = [(consumer, client.subscribe(queue, consumer)) for consumer in consumers]
+        client.conn.commit()
+        if created:
+            echo(f"queue {queue} is created")
+        else:
+            echo(f"queue {queue} is there already{'; its settings stay' if settings else ''}")
+        for consumer, new in subscribed:
+            _say_subscribed(queue, consumer, new)
+        warn_unread(client, queue, "messages are kept only for consumers")
 
 
 @click.command()
@@ -41,7 +64,15 @@ def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[st
 def subscribe(dsn: str, queue: str, consumer: str, start_at: str | None, keyed_order: bool) -> None:
     """Subscribe a consumer to a queue."""
     with connect(dsn) as client:
-        client.subscribe(queue, consumer, start_at, keyed_order=keyed_order or None)
+        new = client.subscribe(queue, consumer, start_at, keyed_order=keyed_order or None)
+    _say_subscribed(queue, consumer, new)
+
+
+def _say_subscribed(queue: str, consumer: str, new: int) -> None:
+    if new:
+        echo(f"consumer {consumer} is subscribed to queue {queue}")
+    else:
+        echo(f"consumer {consumer} was subscribed to queue {queue} already; its position stays")
 
 
 @click.command()
@@ -51,7 +82,11 @@ def subscribe(dsn: str, queue: str, consumer: str, start_at: str | None, keyed_o
 def unsubscribe(dsn: str, queue: str, consumer: str) -> None:
     """Take a consumer off a queue."""
     with connect(dsn) as client:
-        client.unsubscribe(queue, consumer)
+        count = client.unsubscribe(queue, consumer)
+    if count:
+        echo(f"consumer {consumer} is unsubscribed from queue {queue}")
+    else:
+        echo(f"consumer {consumer} was not subscribed to queue {queue}")
 
 
 @click.command()
@@ -83,9 +118,10 @@ def send(
     if lines and payload is not None:
         raise click.UsageError("--lines reads standard input: leave PAYLOAD out")
     if lines:
-        texts = [line.rstrip("\r\n") for line in sys.stdin]
+        text = read_input()
+        texts = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")] if text else []
     else:
-        texts = [sys.stdin.read() if payload in (None, "-") else str(payload)]
+        texts = [read_input() if payload is None or payload == "-" else payload]
     count = len(texts)
     with connect(dsn) as client:
         ids = client.send_batch(
@@ -99,8 +135,10 @@ def send(
             ttls=[ttl] * count if ttl is not None else None,
             partition_keys=[partition_key] * count if partition_key is not None else None,
         )
-    for msg_id in ids:
-        click.echo(msg_id)
+        client.conn.commit()
+        for msg_id in ids:
+            echo(msg_id)
+        warn_unread(client, queue, "nobody gets what was sent")
 
 
 @click.command(epilog=EXIT_CODES)
@@ -129,16 +167,18 @@ def receive(
     With --no-ack the same messages come again; with --worker only after the visibility timeout. The exit
     code is 3 when there are none, or when they could not be acked once they were printed.
     """
+    if sys.stdout is None:
+        raise click.UsageError("standard output is closed: nothing can be printed")
     with connect(dsn, autocommit=True) as client:
         batch = client.receive(
             queue, consumer, max_messages, worker=worker, visibility_timeout=visibility_timeout
         )
         for message in batch:
-            click.echo(dump(as_dict(message)) if as_json else _text(message))
+            echo(dump(as_dict(message)) if as_json else _text(message))
         sys.stdout.flush()
         settled = client.ack(batch[0].batch_id) if batch and ack else len(batch)
     if batch and settled == 0:
-        click.echo("not acked: others have finished the batch, or taken messages of it", err=True)
+        echo("not acked: others have finished the batch, or taken messages of it", err=True)
     if settled == 0:
         sys.exit(NOTHING)
 
@@ -152,12 +192,14 @@ def peek(dsn: str, as_json: bool, queue: str, count: int) -> None:
     """Show the next messages that the slowest consumer has not finished, without taking them."""
     with connect(dsn) as client:
         rows = client.peek(queue, count)
-    print_rows(f"Messages of {queue}", rows, as_json, ("msg_id", "type", "key", "created_at", "payload"))
+    print_rows(f"Messages of {queue}", rows, as_json, ("msg_id", "type", "payload", "created_at", "key"))
 
 
 def _outcome_arguments(command: Callable[P, R]) -> Callable[P, R]:
-    ids = click.argument("ids", nargs=-1, type=int, metavar="[MSG_ID]...")(command)
-    return dsn_option(click.argument("batch", type=int)(ids))
+    ids = click.argument("ids", nargs=-1, callback=parsed_ids("ids of messages"), metavar="[MSG_ID]...")(
+        command
+    )
+    return dsn_option(click.argument("batch", callback=_BATCH)(ids))
 
 
 @click.command(epilog=EXIT_CODES)
@@ -167,7 +209,7 @@ def ack(dsn: str, batch: int, ids: Sequence[int]) -> None:
     with connect(dsn) as client:
         settled = client.ack(batch, ids) if ids else client.ack(batch)
     if settled == 0:
-        click.echo("batch not open", err=True)
+        echo("batch not open", err=True)
         sys.exit(NOTHING)
     _report(settled if isinstance(settled, list) else [])
 
@@ -199,20 +241,20 @@ def release(dsn: str, batch: int, ids: Sequence[int]) -> None:
     """Hand messages of a worker's batch back, or all, to come again at once."""
     with connect(dsn) as client:
         released = client.release(batch, ids or None)
-    click.echo(f"{released} released")
+    echo(f"{released} released")
     if released == 0:
         sys.exit(NOTHING)
 
 
 @click.command(epilog=EXIT_CODES)
 @dsn_option
-@click.argument("batch", type=int)
+@click.argument("batch", callback=_BATCH)
 @click.argument("length", callback=lambda ctx, param, value: age(value))
 def extend(dsn: str, batch: int, length: timedelta) -> None:
     """Hide the messages of a worker's batch for LENGTH more."""
     with connect(dsn) as client:
         held = client.extend(batch, length)
-    click.echo(f"{held} held")
+    echo(f"{held} held")
     if held == 0:
         sys.exit(NOTHING)
 
@@ -234,7 +276,7 @@ def _report(outcomes: Sequence[Outcome]) -> None:
     """Print what was refused, and end with an exit code that says so: after the commit of the rest."""
     for outcome in outcomes:
         if not outcome.ok:
-            click.echo(f"{outcome.msg_id}: {outcome.reason}", err=True)
+            echo(f"{outcome.msg_id}: {outcome.reason}", err=True)
     if not all(outcome.ok for outcome in outcomes):
         sys.exit(NOTHING)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
-import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -20,8 +19,8 @@ from pathlib import Path
 import psycopg
 from psycopg.conninfo import make_conninfo
 from rich.console import Console
-from rich.markup import escape
 
+from .._cli import line_width, plain_console, visible
 from ..client import PgqueClient, connect
 from ..embedded import EmbeddedServerError
 from ..errors import PgqueError, PgqueQueueNotFound
@@ -45,33 +44,36 @@ def run_demo(
     keep: bool = False,
 ) -> int:
     """Run the demo and return its exit code: 0 when each consumer saw every message exactly once."""
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = plain_console(line_width() or 120)
     count = workers or min(8, max(2, os.cpu_count() or 2))
     try:
         with clean_ends(), ExitStack() as stack:
             if path is not None:
                 messages = good_lines(path, console)
                 if not messages:
-                    console.print(f"{escape(str(path))} has no line to send")
+                    console.print(f"{visible(str(path))} has no line to send")
                     return 1
                 type_ = "line"
             else:
                 own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pgque-demo-")))
                 messages, type_ = library_messages(own, console), "file"
             place = stack.enter_context(find_place(dsn, server, keep, console))
+            console.print("Installing pgque …")
             version = install(place.dsn)
+            console.print("Starting the ticker …")
             driver = stack.enter_context(Driver(place.dsn, keep, console))
             console.print(
                 f"{place.title}; pgque {version}; driven by {driver.title}; "
-                f"Python {platform.python_version()}, {count} workers"
+                f"Python {platform.python_version()}"
             )
+            console.print(f"Starting {count + 1} processes: {count} workers, and a consumer of its own …")
             good = _run(place, messages, type_, count, console)
             if not keep:
                 _clean_up(place)
             farewell(place, driver, keep, console)
             return 0 if good else 1
     except (PgqueError, psycopg.Error, EmbeddedServerError) as error:
-        console.print(f"pgque demo: {escape(str(error))}", style="red")
+        console.print(f"pgque demo: {visible(str(error))}", style="red")
         return 1
     except KeyboardInterrupt:
         console.print("stopped")
@@ -101,7 +103,7 @@ def _run(place: Place, messages: list[str], type_: str, count: int, console: Con
             ids, seconds = _send_and_watch(client, messages, type_, processes, console)
         finally:
             _stop(processes)
-        return report(client, ids, messages, seconds, console)
+        return report(client, ids, messages, seconds, type_, console)
 
 
 def _clean_up(place: Place) -> None:

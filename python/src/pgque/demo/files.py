@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
+
+from .._cli import visible
 
 _BROKEN = {
     "never_closed.py": b"def f(:\n    return (1,\n",
@@ -59,7 +60,7 @@ def good_lines(path: Path, console: Console) -> list[str]:
                 json.loads(text, parse_constant=_no_constant)
             except (ValueError, RecursionError) as error:
                 console.print(
-                    f"{escape(str(path))}, line {number}: not sent, {escape(str(error))}", style="yellow"
+                    f"{visible(str(path))}, line {number}: not sent, {visible(str(error))}", style="yellow"
                 )
                 continue
             lines.append(text)
@@ -71,15 +72,17 @@ def _no_constant(text: str) -> object:
 
 
 def library_messages(own: Path, console: Console) -> list[str]:
+    """Return a message for each Python file of the standard library; some of the files do not compile."""
+    console.print("Looking for the Python files of the standard library …")
     files = library_files()
     if has_broken(files):
-        note = "some of its test files are broken on purpose"
+        note = "some that Python's own tests need do not compile"
     else:
         for name, content in _BROKEN.items():
             (own / name).write_bytes(content)
             files.append((own / name, "broken"))
-        note = f"its broken test files are not installed, so the demo adds {len(_BROKEN)} of its own"
-    console.print(f"{len(files)} Python files of the standard library; {note}")
+        note = f"{len(_BROKEN)} of them do not compile, which the demo adds to show retries"
+    console.print(f"{len(files):,} files, a message for each; {note}")
     return [
         json.dumps({"path": str(file), "package": package, "size": file.stat().st_size})
         for file, package in files

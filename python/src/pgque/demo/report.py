@@ -19,14 +19,16 @@ from types import TracebackType
 from psycopg import sql
 from psycopg.rows import tuple_row
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from .._cli import visible
 from ..client import PgqueClient
 from ..types import DeadLetter
 from .servers import Driver, Place
 from .work import QUEUE
+
+ALONE, ALONE_BATCH, ALONE_BYTES = 10_000, 500, 100  # for the queue by itself: messages, a call, bytes each
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,7 +76,7 @@ class Display(AbstractContextManager["Display"]):
             self._progress.stop()
 
     def show(self, counts: Counts, *, last: bool = False) -> None:
-        note = f"{counts.dead} dead letters" if counts.dead else ""
+        note = f"{counts.dead} of them given up" if counts.dead else ""
         done = (counts.sent, counts.compiled + counts.dead, counts.sized)
         if self._progress is not None:
             for bar, value, text in zip(self._bars, done, ("", note, ""), strict=True):
@@ -82,8 +84,8 @@ class Display(AbstractContextManager["Display"]):
         elif last or time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + 2
             self._console.print(
-                f"sent {done[0]}/{self._total}, {self._work} {done[1]}/{self._total}"
-                f" ({counts.dead} of them dead letters), sizes added {done[2]}/{self._total}"
+                f"sent {counts.sent} of {self._total}, {self._work} {counts.compiled},"
+                f" given up {counts.dead}, sizes added {counts.sized}"
             )
 
 
@@ -92,10 +94,13 @@ def dead_letters(client: PgqueClient) -> list[DeadLetter]:
 
 
 def report(
-    client: PgqueClient, ids: list[int], messages: list[str], seconds: float, console: Console
+    client: PgqueClient, ids: list[int], messages: list[str], seconds: float, type_: str, console: Console
 ) -> bool:
+    work, what = ("compiling", "files") if type_ == "file" else ("parsing", "lines")
     dead_tuples = _dead_tuples(client)
+    console.print("Measuring the queue by itself …")
     lone = _lone_messages(client)
+    sending, receiving = _queue_alone(client)
     dead = dead_letters(client)
     by_id = dict(zip(ids, messages, strict=True))
     compiled = _ints(client, "select msg_id from pgque_demo.compiled")
@@ -105,22 +110,22 @@ def report(
     good = sorted(compiled + dead_ids) == sent and sorted(sized) == sent and len(set(sent)) == len(messages)
 
     if dead:
-        table = Table(title="Dead letters", title_justify="left")
+        table = Table(title="Dead letters: messages given up after retries", title_justify="left")
         table.add_column("message", overflow="fold")
         table.add_column("attempts", justify="right")
         table.add_column("reason", overflow="fold")
-        for letter in dead[:25]:
+        for letter in dead[:_DEAD_SHOWN]:
             reason = (letter.dl_reason or "").splitlines() or [""]
             table.add_row(
-                escape(_short(by_id.get(letter.ev_id, ""))),
+                visible(_short(by_id.get(letter.ev_id, ""))),
                 str((letter.ev_retry or 0) + 1),
-                escape(reason[0][:100]),
+                visible(reason[0] if len(reason[0]) <= 100 else f"{reason[0][:99]}…"),
             )
         console.print(table)
-        if len(dead) > 25:
-            console.print(f"… and {len(dead) - 25} more: pgque dlq list {QUEUE}")
+        if len(dead) > _DEAD_SHOWN:
+            console.print(f"… and {len(dead) - _DEAD_SHOWN} more")
 
-    table = Table(title="Sizes by package, largest first", title_justify="left")
+    table = Table(title="Sizes added up by the second consumer", title_justify="left")
     for heading in ("package", "messages", "bytes"):
         table.add_column(heading, justify="left" if heading == "package" else "right")
     for package, number, size in tuples(
@@ -128,25 +133,33 @@ def report(
         "select package, count(*), sum(bytes)::bigint from pgque_demo.sized"
         " group by 1 order by 3 desc limit 5",
     ):
-        table.add_row(escape(str(package)), f"{number:,}", f"{size:,}")
+        table.add_row(visible(str(package)), f"{number:,}", f"{size:,}")
     console.print(table)
 
-    table = Table(title="What came of it", title_justify="left", show_header=False)
-    rows = [
-        ("messages", f"{len(ids):,}, each to 2 consumers"),
-        ("messages/s, first send to last ack", f"{len(ids) / seconds:,.0f}"),
-        ("workers, messages each", ", ".join(f"{n:,}" for (n,) in tuples(client, _PER_WORKER))),
-        ("end to end, sizes: p50 / p99", _latency(client, "sized")),
-        ("end to end, a lone message: p50 / max", lone),
-        ("end to end, compile group with its backlog: p50 / p99", _latency(client, "compiled")),
-        ("retries", f"{_retries(client, dead):,}"),
-        ("dead letters", f"{len(dead):,}"),
-        ("dead tuples in the schema", dead_tuples),
-        ("every message exactly once for each consumer", "yes" if good else "NO"),
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
-    console.print(table)
+    _print_summary(
+        "The run",
+        [
+            ("messages", f"{len(ids):,}, each to 2 consumers"),
+            ("every message exactly once for each consumer", "yes" if good else "NO"),
+            ("retries", f"{_retries(client, dead):,}"),
+            ("dead letters", f"{len(dead):,}"),
+            ("messages of each worker", ", ".join(f"{n:,}" for (n,) in tuples(client, _PER_WORKER))),
+            (f"time, nearly all of it for {work}", f"{seconds:.1f} s ({len(ids) / seconds:,.0f} {what}/s)"),
+            ("from send until a worker is done: p50 / p99", _latency(client, "compiled")),
+            ("from send until its size is added: p50 / p99", _latency(client, "sized")),
+            ("dead rows that VACUUM has to remove", dead_tuples),
+        ],
+        console,
+    )
+    _print_summary(
+        "The queue by itself, through one connection",
+        [
+            (f"send, {ALONE_BATCH} messages of {ALONE_BYTES} bytes a call", f"{sending:,.0f} messages/s"),
+            (f"receive and ack, {ALONE_BATCH} a call", f"{receiving:,.0f} messages/s"),
+            ("from send to receive, a lone message: p50 / max", lone),
+        ],
+        console,
+    )
     if not good:
         everything = set(sent)
         console.print(
@@ -158,6 +171,14 @@ def report(
     return good
 
 
+def _print_summary(title: str, rows: list[tuple[str, str]], console: Console) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+_DEAD_SHOWN = 10
 _PER_WORKER = "select count(*) from pgque_demo.compiled group by worker order by worker"
 
 
@@ -222,6 +243,31 @@ def _lone_messages(client: PgqueClient, number: int = 20) -> str:
     return f"{statistics.median(took) * 1000:,.0f} ms / {max(took) * 1000:,.0f} ms"
 
 
+def _queue_alone(client: PgqueClient) -> tuple[float, float]:
+    """Send messages to a queue of their own and receive them; return messages a second of either."""
+    queue, consumer = f"{QUEUE}_alone", "probe"
+    client.create_queue(queue, {"ticker_max_count": ALONE_BATCH})
+    client.subscribe(queue, consumer)
+    payloads = ["x" * ALONE_BYTES] * ALONE_BATCH
+    began = time.monotonic()
+    for _ in range(ALONE // ALONE_BATCH):
+        client.send_batch(queue, "probe", payloads)
+    sent_in = time.monotonic() - began
+    received, received_in = 0, 0.0
+    deadline = time.monotonic() + 30
+    while received < ALONE and time.monotonic() < deadline:
+        began = time.monotonic()
+        batch = client.receive(queue, consumer, ALONE_BATCH)
+        if not batch:  # the last tick is still to come
+            time.sleep(0.01)
+            continue
+        client.ack(batch[0].batch_id)
+        received += len(batch)
+        received_in += time.monotonic() - began
+    client.drop_queue(queue, force=True)
+    return ALONE / sent_in, received / received_in if received_in else 0.0
+
+
 def _short(message: str) -> str:
     match = re.search(r'"path": "([^"]*)"', message)
     text = match[1] if match else message
@@ -231,7 +277,7 @@ def _short(message: str) -> str:
 
 def farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None:
     if not keep:
-        console.print("Once more with --keep (make demo KEEP=1), and the server stays up to look around.")
+        console.print("To look around afterwards, run it with --keep (make demo KEEP=1).")
         return
     pgque = _command()
     lines = [
@@ -249,7 +295,7 @@ def farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None
     if stop:
         lines.append(f"Stop it with: {stop}")
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _command() -> str:

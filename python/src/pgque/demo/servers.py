@@ -15,9 +15,9 @@ from types import TracebackType
 
 import psycopg
 from rich.console import Console
-from rich.markup import escape
 
 from .. import embedded
+from .._cli import visible
 from ..client import PgqueClient, connect
 from ..errors import PgqueError, PgqueNoScheduler
 
@@ -54,12 +54,13 @@ def _own_server(kind: str, keep: bool, console: Console) -> Iterator[Place]:
         try:
             binaries = embedded.find_server(prefer)
             preload = ("pg_cron",) if binaries.has_extension("pg_cron") else ()
+            console.print(f"Starting PostgreSQL from {binaries.bindir} …", soft_wrap=True)
             running = embedded.start(binaries.bindir, preload=preload, keep=keep)
             break
         except embedded.EmbeddedServerError as error:
             if prefer == "embedded" or kind != "auto":
                 raise
-            console.print(f"no local server: {escape(str(error).splitlines()[0])}")
+            console.print(f"No local server: {visible(str(error).splitlines()[0])}")
     if running is None:
         raise embedded.EmbeddedServerError("no server")
     psql = running.bindir / "psql"
@@ -96,8 +97,9 @@ def _docker(keep: bool, console: Console) -> Iterator[Place]:
             raise embedded.EmbeddedServerError(
                 f"there is no image {IMAGE!r}, and no Dockerfile to build it from"
             )
-        console.print(f"building the image {IMAGE}")
+        console.print(f"Building the image {IMAGE} …")
         docker("build", "-t", IMAGE, str(folder))
+    console.print(f"Starting the image {IMAGE} …")
     password = secrets.token_hex(8)
     name = docker(
         "run", "-d", "-e", f"POSTGRES_PASSWORD={password}", "-p", "127.0.0.1::5432", IMAGE
@@ -169,7 +171,7 @@ class Driver:
                 raise PgqueError(f"{self.title} did not start to tick within {STARTED:.0f} seconds")
             if waited > 2 and not told:
                 told = True
-                self._console.print(f"waiting for {self.title}, which may start at the full minute only")
+                self._console.print(f"Waiting for {self.title}, which may start at the full minute only …")
             time.sleep(0.05)
 
     def _start_process(self) -> None:

@@ -11,7 +11,6 @@ import platform
 import random
 import secrets
 import shlex
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -21,8 +20,8 @@ from pathlib import Path
 import psycopg
 from psycopg import sql
 from rich.console import Console
-from rich.markup import escape
 
+from ..._cli import line_width, plain_console, visible
 from ...client import PgqueClient, connect
 from ...embedded import EmbeddedServerError
 from ...errors import PgqueError
@@ -75,10 +74,10 @@ def run_pipeline(
     `kills` is how many times the streaming job is killed on its way; `limit` takes the first records only;
     `plot` is where the SVG goes, by default the folder for temporary files.
     """
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = plain_console(line_width() or 120)
     lacks = missing()
     if lacks is not None:
-        console.print(f"pgque pipeline: {escape(lacks)}", style="red")
+        console.print(f"pgque pipeline: {visible(lacks)}", style="red")
         return 1
     try:
         with clean_ends(), ExitStack() as stack:
@@ -104,11 +103,11 @@ def run_pipeline(
             save_plot(
                 path, f"{len(records.stanzas):,} records through Spark", run.batches, run.began, run.kills
             )
-            console.print(f"Throughput per micro-batch: {escape(str(path))}", soft_wrap=True)
+            console.print(f"Throughput per micro-batch: {visible(str(path))}", soft_wrap=True)
             _farewell(place, driver, keep, console)
             return 0 if good else 1
     except (PgqueError, psycopg.Error, EmbeddedServerError) as error:
-        console.print(f"pgque pipeline: {escape(str(error))}", style="red")
+        console.print(f"pgque pipeline: {visible(str(error))}", style="red")
         return 1
     except KeyboardInterrupt:
         console.print("stopped")
@@ -211,7 +210,7 @@ class _Pipeline:
                 self._console.print(
                     f"the streaming job ended with {program.code}; starting it again. It wrote:", style="red"
                 )
-                self._console.print(program.told(), markup=False)
+                self._console.print(visible(program.told(), keep="\n\t"))
                 job, moved = self._again(job), now
             if plan and (done + counts.received) / 2 >= plan[0] * self._total:
                 plan.pop(0)
@@ -225,7 +224,7 @@ class _Pipeline:
                 break
             elif now - moved > STALLED:
                 self._console.print(f"nothing moved for {STALLED:.0f} seconds; the job wrote:", style="red")
-                self._console.print(job.told(), markup=False)
+                self._console.print(visible(job.told(), keep="\n\t"))
                 break
         self._show(counts)
         job.kill()
@@ -271,4 +270,4 @@ def _farewell(place: Place, driver: Driver, keep: bool, console: Console) -> Non
         f"  {shlex.join([place.psql, place.dsn])}",
         *([f"Stop it with: {stop}"] if stop else []),
     ):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from ..._cli import visible
 from ...client import PgqueClient
 from ..report import tuples
 from . import records
@@ -81,7 +82,7 @@ def report(client: PgqueClient, sent: Records, run: Run, console: Console) -> bo
     _dead_letters(client, console)
     _sections(client, console)
 
-    table = Table(title="What came of it", title_justify="left", show_header=False)
+    table = Table(title="Summary", title_justify="left", show_header=False)
     total = len(sent.stanzas)
     rows = [
         ("records", f"{total:,}" + (f", {sent.damaged} of them damaged on purpose" if sent.damaged else "")),
@@ -100,7 +101,7 @@ def report(client: PgqueClient, sent: Records, run: Run, console: Console) -> bo
             )
         )
     starts = f"{len(run.kills) + 1} starts" if run.kills else "the start"
-    rows.append(("all in all", f"{run.seconds:.0f} s, with {starts} of Spark's streaming job"))
+    rows.append(("total time", f"{run.seconds:.0f} s, with {starts} of Spark's streaming job"))
     for name, text in rows:
         table.add_row(name, text)
     console.print(table)
@@ -109,9 +110,8 @@ def report(client: PgqueClient, sent: Records, run: Run, console: Console) -> bo
     for heading in ("", "expected", "found", ""):
         table.add_column(heading, justify="right" if heading else "left")
     for check in results:
-        table.add_row(
-            check.name, f"{check.expected:,}", f"{check.found:,}", "yes" if check.good else "[red]NO[/red]"
-        )
+        answer = Text("yes") if check.good else Text("NO", style="red")
+        table.add_row(check.name, f"{check.expected:,}", f"{check.found:,}", answer)
     console.print(table)
     return all(check.good for check in results)
 
@@ -126,7 +126,7 @@ def _dead_letters(client: PgqueClient, console: Console) -> None:
     table.add_column("messages", justify="right")
     table.add_column("such as", overflow="fold")
     for reason, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        table.add_row(escape(reason), f"{len(names):,}", escape(", ".join(sorted(names)[:2])))
+        table.add_row(visible(reason), f"{len(names):,}", visible(", ".join(sorted(names)[:2])))
     console.print(table)
 
 
@@ -136,7 +136,7 @@ def _sections(client: PgqueClient, console: Console) -> None:
         table.add_column(heading, justify="left" if heading == "section" else "right")
     for section, packages, maintainers, size, large, depends in tuples(client, _SECTIONS):
         table.add_row(
-            escape(str(section)),
+            visible(str(section)),
             f"{packages:,}",
             f"{maintainers:,}",
             f"{size / 1024:,.0f}",
