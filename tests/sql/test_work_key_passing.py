@@ -167,6 +167,28 @@ def test_what_was_put_aside_has_the_newest_body_when_the_pump_moves_it(
     assert everything(pool) == ["new"]
 
 
+def test_a_rotation_rewrites_only_what_waits_with_a_body_that_goes(
+    pool: Connection, own_dsn: str, transaction: Transaction
+) -> None:
+    same = post(pool, "q", "same", key="same")
+    undone = transaction(dsn=own_dsn)
+    post(undone, "q", "undone", key="same")
+    sender = transaction(dsn=own_dsn)
+    first = replaced(pool, sender)
+    assert receive(pool, "q") == []  # both are put aside
+    undone.rollback()
+    sender.commit()
+    assert rotate(pool, "q") == 1
+    tick(pool, "q")
+    assert receive(pool, "q") == []
+    waiting = "select ev_id, ctid::text, ev_data from pgque.retry_queue order by ev_id"
+    before = rows(pool, waiting)
+    assert [rotate(pool, "q") for _ in range(2)] == [1, 1]
+    after = rows(pool, waiting)
+    assert after[0] == before[0] == (same, before[0][1], "same")
+    assert (before[1][2], after[1][0], after[1][2]) == ("old", first, "new")
+
+
 def test_a_body_that_is_committed_behind_the_pump_is_a_new_message(
     pool: Connection,
     own_dsn: str,
