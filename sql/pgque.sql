@@ -1983,7 +1983,8 @@ $$;
 -- Waits for all who have said something about a key and not committed: what they
 -- replaced must not be passed by meanwhile, or nobody would get what they sent.
 -- Who waits for a lock keeps others from it, so most of the time it only tries:
--- one sender that stays open is not to stop them all.
+-- one sender that stays open is not to stop them all.  A sender with an older
+-- snapshot, which does not show who passes what, is stopped by the queue's row.
 create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
 language plpgsql as $$
 declare
@@ -2015,6 +2016,7 @@ begin
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
+  update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
 end
 $$;
 
@@ -3724,6 +3726,7 @@ create or replace function pgque.register_consumer_at(queue_name text, consumer_
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
+  v_sub       int;
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
@@ -3733,7 +3736,10 @@ begin
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
-  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id);
+  v_sub := (pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id;
+  -- As in seek().
+  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub)).pos_tick;
+  v_position := pgque._lock_position(v_sub);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
@@ -4108,8 +4114,8 @@ end
 $$;
 
 -- The messages of a batch of a queue with keys or expiry: those that are to be
--- delivered, and those of the slice that are not.  p_max null: the batch was
--- handed out before and comes again.
+-- delivered, and those of the slice that are not.  p_max null: all of p_rows;
+-- p_look null: the batch was handed out before and comes again.
 create or replace function pgque._sift_batch(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows text, p_max bigint, p_look bigint,
   out rows pgque.event[], out looked bigint, out next_id bigint, out skip bigint[]
@@ -4209,11 +4215,12 @@ language plpgsql as $$
 declare
   v_ids  bigint[];
 begin
-  if pgque._carry_over(p_batch) = 0 then
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_0 s where s.set_batch = p_batch.pos_batch;
-  else
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_1 s where s.set_batch = p_batch.pos_batch;
-  end if;
+  select pg_catalog.array_agg(s.set_ev_id) into v_ids
+  from (
+    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch.pos_batch
+    union
+    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch.pos_batch
+  ) s;
   return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
 end
 $$;
@@ -4265,7 +4272,9 @@ language sql as $$ select pgque.ack($1) $$;
 
 -- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
 -- what receive() left of one.  An open batch comes again.  Null if there is no
--- further tick.
+-- further tick.  What receive() would not deliver is no part of the batch, and
+-- bodies stay as they are from here on: nobody may read the batch before
+-- finish_batch().
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -4275,6 +4284,8 @@ create or replace function pgque.next_batch_custom(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue  pgque.queue;
+  v_leaf   int;
   v_batch  pgque.position_0;
   v_prev   pgque.tick;
   v_cur    pgque.tick;
@@ -4304,7 +4315,15 @@ begin
     v_batch.pos_last_id := null;
     v_batch.pos_batch := pgque._new_batch_id(v_batch);
     v_batch.pos_last_batch := v_batch.pos_batch;
-    perform pgque._append_position(v_batch);
+    v_leaf := pgque._journal_leaf();
+    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+    if v_queue.queue_keyed or v_queue.queue_expiring then
+      perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, s.skip, null, v_leaf)
+      from pgque._sift_batch(v_queue, v_sub,
+        pgque._batch_sql(v_sub, v_batch, format(' and (e.ev_key is not null or e.ev_expires <= %L)', pgque.clock())), null, 2147483647) s
+      where cardinality(s.skip) > 0;
+    end if;
+    perform pgque._append_position(v_batch, v_leaf);
   end if;
   v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
   batch_id := v_batch.pos_batch;
@@ -4439,21 +4458,24 @@ declare
   v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
   v_sub   pgque.subscriber := v_open.sub;
   v_rows  pgque.event[];
-  v_said  pgque.event[];
 begin
   if (select q.queue_keyed from pgque.queue q where q.queue_id = v_sub.sub_queue) then
-    execute format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._batch_sql(v_open.sub, v_open.pos)) into v_rows;
-    v_said := pgque._said(v_sub.sub_queue, v_rows);
-    v_rows := array(
-      select e from unnest(pgque._with_bodies(v_sub.sub_queue, v_rows, v_said)) e
-      where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
-      order by e.ev_id);
-    perform pgque._seal(v_sub.sub_queue, v_rows);
-    return query execute format('select %s from unnest($1) e', pgque._event_columns()) using v_rows;
+    execute format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._open_sql(v_open.sub, v_open.pos)) into v_rows;
+    return query execute format('select %s from unnest($1) e order by e.ev_id', pgque._event_columns())
+    using pgque._with_bodies(v_sub.sub_queue, v_rows);
     return;
   end if;
-  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos));
+  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(v_open.sub, v_open.pos));
 end
+$$;
+
+-- The query of an open batch: where messages may be left out as it is opened,
+-- without those that have an outcome.
+create or replace function pgque._open_sql(p_sub pgque.subscriber, p_pos pgque.position_0) returns text
+language sql as $$
+  select pgque._batch_sql(p_sub, p_pos, case when q.queue_keyed or q.queue_expiring then pgque._unsettled_condition(p_pos) else '' end)
+  from pgque.queue q
+  where q.queue_id = p_sub.sub_queue
 $$;
 
 create or replace function pgque._event_columns() returns text
@@ -4468,7 +4490,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_open  record := pgque._open_batch(p_batch);
 begin
-  return pgque._batch_sql(v_open.sub, v_open.pos);
+  return pgque._open_sql(v_open.sub, v_open.pos);
 end
 $$;
 
@@ -4733,7 +4755,8 @@ $$;
 
 -- Moves a consumer forward to a tick, or with force back too; its open batch is
 -- dropped.  Returns the tick where it stands then: a tick that it has passed
--- changes nothing.
+-- changes nothing.  Senders that replace a body are waited for as subscribe()
+-- does it: what they commit later would be behind the new position.
 create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -4742,6 +4765,9 @@ declare
   v_position  pgque.position_0;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
+  perform pgque._let_keys_be_said(q)
+  from pgque.queue q
+  where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);
@@ -5880,28 +5906,41 @@ begin
       end
       order by r.ev_id)
     from pg_catalog.unnest(p_rows) r
-    left join lateral (
-      select s.* from pg_catalog.unnest(p_said) s where s.ev_id = r.ev_id and s.ev_owner = 0 order by s.ev_retry desc limit 1
-    ) s on r.ev_key is not null);
+    left join (
+      select distinct on (s.ev_id) s.* from pg_catalog.unnest(p_said) s where s.ev_owner = 0 order by s.ev_id, s.ev_retry desc
+    ) s on s.ev_id = r.ev_id and r.ev_key is not null);
 end
 $$;
 
--- Before messages with keys are handed out for the first time: takes their keys'
--- locks and reads their bodies.  busy: somebody is replacing it, and is not
--- waited for; gone: it was purged.
+-- Before messages with keys are delivered for the first time, or passed: takes
+-- their keys' locks and reads their bodies.  busy: somebody is replacing it, and is
+-- not waited for; gone: it was purged.  A whole window may have more keys than one
+-- transaction should lock: then one lock stands for all of them, and while senders
+-- hold that one, the messages with the keys that are left over count as busy.
 create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
 language plpgsql as $$
 declare
-  v_said  pgque.event[];
+  v_class  int := pg_catalog.hashtext('pgque.keys');
+  v_most   bigint := greatest(pgque._lock_room() / 4, 200);
+  v_said   pgque.event[];
+  v_ids    bigint[];
+  v_keys   text[];
 begin
   v_said := pgque._said(p_queue.queue_id, p_rows);
-  busy := array(
-    select r.ev_id
-    from pg_catalog.unnest(p_rows) r
-    where r.ev_key is not null
-      and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0)
-      and not (pg_catalog.pg_try_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id)
-        and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.ev_key))));
+  select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_key is not null
+    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+  busy := '{}';
+  if (pg_catalog.cardinality(v_ids) > v_most and pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id)) is not true then
+    busy := array(
+      select r.id
+      from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) with ordinality r (id, key, n)
+      where case
+        when r.n > v_most or not pg_catalog.pg_try_advisory_xact_lock_shared(v_class, p_queue.queue_id) then true
+        else not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.key))
+      end);
+  end if;
   -- Under the locks nothing more is said.
   v_said := pgque._said(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
@@ -5910,25 +5949,32 @@ end
 $$;
 
 -- Notes that messages with keys were handed out: their bodies stay as they are.
+-- An old snapshot may not show a body that was stored before a rotation and
+-- committed since, so it notes that in all three tables: the unique index of each
+-- knows its own rows only.
 create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
 language plpgsql as $$
 declare
-  v_said  pgque.event[];
+  v_said          pgque.event[];
+  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
   if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
     return;
   end if;
-  if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+  if v_old_snapshot then
     -- So that the table is the one where senders write, or this one gets 40001.
     perform from pgque.queue q where q.queue_id = p_queue_id for share;
   end if;
   v_said := pgque._said(p_queue_id, p_rows);
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-  select q.queue_id * 3 + q.queue_cur_table, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(),
-    coalesce((select max(s.ev_retry) from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id), 0) + 1, r.ev_key
-  from pg_catalog.unnest(p_rows) r, pgque.queue q
-  where q.queue_id = p_queue_id and r.ev_key is not null
-    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+  select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
+  from pgque.queue q
+  join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
+  cross join pg_catalog.unnest(p_rows) r
+  left join (
+    select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
+  ) s on s.ev_id = r.ev_id
+  where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
 exception
   when unique_violation then
     raise exception using
@@ -6774,15 +6820,47 @@ begin
 end
 $$;
 
+-- Claims messages with keys that wait for their consumer's first delivery, in rows
+-- that the caller has locked.  Gives back those that may leave: they have their
+-- newest bodies, and nobody is replacing them.
+create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
+language plpgsql as $$
+declare
+  v_claim  record;
+begin
+  if pg_catalog.cardinality(p_rows) = 0 then
+    return;
+  end if;
+  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
+  select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
+  perform pgque._refresh_waiting(p_queue_id, null, ids);
+end
+$$;
+
 create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
   v_txid   xid8 := pg_catalog.pg_current_xact_id();
   v_now    timestamptz;
+  v_aside  record;
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
   v_now := pgque.clock();   -- what was put there just now is due
+  v_aside := pgque._claim_aside(p_queue_id, array(
+    select e.item
+    from pgque.subscriber s
+    cross join lateral (
+      select e as item from pgque.retry_queue e
+      where e.ev_owner = s.sub_id and e.ev_retry_after <= v_now and e.ev_key is not null and e.ev_receives = 0
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
+    limit 10000));
   with found as materialized (
     select e.ctid
     from (
@@ -6792,6 +6870,8 @@ begin
     cross join lateral (
       select e.ctid from pgque.retry_queue e
       where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
+        and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
+          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
       order by e.ev_retry_after
       limit 10000
       for update skip locked
@@ -7345,85 +7425,120 @@ begin
   if v_queue.queue_restored or not pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period) then
     return 0;
   end if;
-  -- Even to ask for a table's size waits for its lock, so one at a time.
-  if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) then
-    return 0;
-  end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;
-  v_event := format('pgque.event_%s_%s', v_id, v_next);
-  v_tick := format('pgque.tick_%s_%s', v_id, v_next);
-  v_current := format('pgque.%s_%s_%s', '%s', v_id, v_queue.queue_cur_table);
-  -- Idle ticks alone are worth a rotation only once they fill some pages.
-  if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
-    and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
-    and pg_relation_size(format(v_current, 'tick')) < 131072
-  then
-    perform pgque._let_go();
+  -- What waits and has its body in this table only: most of that work is done, and
+  -- stays done, before the table is locked.
+  if v_queue.queue_keyed then
+    begin
+      if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
+        perform pgque._let_go();
+      end if;
+    exception
+      when lock_not_available or sqlstate 'PQ099' then
+        null;
+    end;
   end if;
-  -- All that was asked without a lock, so that asking in vain writes nothing.
-  perform from pgque.queue q
-  where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
-  for no key update skip locked;
-  if not found then
-    perform pgque._let_go();
-  end if;
-  if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
-    if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
-      perform set_config('lock_timeout', '100ms', true);
-      execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
-    else
-      execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+  begin
+    -- Even to ask for a table's size waits for its lock, so one at a time.
+    if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) then
+      return 0;
     end if;
-    v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
-    execute format(
-      'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
-      ' or exists (select from %1$s e where e.ev_txid = any ($2))'
-      ' or exists (select from %s t where t.tick_id >= $3)', v_event, v_tick)
-    into v_needed
-    using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
-    if v_needed is distinct from false then
+    v_event := format('pgque.event_%s_%s', v_id, v_next);
+    v_tick := format('pgque.tick_%s_%s', v_id, v_next);
+    v_current := format('pgque.%s_%s_%s', '%s', v_id, v_queue.queue_cur_table);
+    -- Idle ticks alone are worth a rotation only once they fill some pages.
+    if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
+      and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
+      and pg_relation_size(format(v_current, 'tick')) < 131072
+    then
       perform pgque._let_go();
     end if;
-    perform pgque._refresh_waiting(v_id);
-    execute format('truncate %s, %s', v_event, v_tick);
-  end if;
-  update pgque.queue q
-  set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pg_current_xact_id()
-  where q.queue_id = v_id;
-  return 1;
-exception
-  -- What can not be emptied yet is not to stay locked.
-  when lock_not_available or sqlstate 'PQ099' then
-    return 0;
+    -- All that was asked without a lock, so that asking in vain writes nothing.
+    perform from pgque.queue q
+    where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
+    for no key update skip locked;
+    if not found then
+      perform pgque._let_go();
+    end if;
+    if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
+      if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
+        perform set_config('lock_timeout', '100ms', true);
+        execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
+      else
+        execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+      end if;
+      v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
+      execute format(
+        'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
+        ' or exists (select from %1$s e where e.ev_txid = any ($2))'
+        ' or exists (select from %s t where t.tick_id >= $3)', v_event, v_tick)
+      into v_needed
+      using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
+      if v_needed is distinct from false then
+        perform pgque._let_go();
+      end if;
+      -- Who has such a row locked may wait for the table: then this gives up.
+      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where v_queue.queue_keyed;
+      execute format('truncate %s, %s', v_event, v_tick);
+    end if;
+    update pgque.queue q
+    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pg_current_xact_id()
+    where q.queue_id = v_id;
+    return 1;
+  exception
+    -- What can not be emptied yet is not to stay locked.
+    when lock_not_available or sqlstate 'PQ099' then
+      return 0;
+  end;
 end
 $$;
 
--- Before a table goes: gives messages with keys that wait and were handed out to
--- nobody the body that was sent last, and takes out what was purged.
-create or replace function pgque._refresh_waiting(p_queue_id int) returns void
-language plpgsql as $$
+-- Gives messages with keys that wait and were delivered to nobody the body that
+-- was sent last, and takes out what was purged: those whose newest row lies in one
+-- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
+create or replace function pgque._refresh_waiting(
+  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
+) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_row    pgque.retry_queue;
-  v_event  pgque.event;
-  v_said   pgque.event[];
+  v_count  bigint;
 begin
-  for v_row in
-    select r.* from pgque.retry_queue r where r.ev_queue = p_queue_id and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
-    order by r.ev_id
-    -- Who has such a row locked may wait for the table: a rotation gives up.
-    for update nowait
-  loop
-    v_said := pgque._said(p_queue_id, array[pgque._event(v_row)]);
-    if exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2) then
-      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
-      continue;
-    end if;
-    v_event := (pgque._with_bodies(p_queue_id, array[pgque._event(v_row)], v_said))[1];
-    update pgque.retry_queue r
-    set ev_type = v_event.ev_type, ev_data = v_event.ev_data, ev_bytes = v_event.ev_bytes, ev_headers = v_event.ev_headers,
-      ev_expires = v_event.ev_expires, ev_extra1 = v_event.ev_extra1
-    where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
-  end loop;
+  execute (
+    select pg_catalog.format(
+      $q$
+      with newest as materialized (
+        select r.ctid as place, e.*
+        from pgque.retry_queue r
+        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
+        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
+          and (e.ev_owner = -2
+            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
+              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
+            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
+        for update of r %s
+      ),
+      purged as (
+        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
+      ),
+      renewed as (
+        update pgque.retry_queue r
+        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
+          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
+        from newest n
+        where r.ctid = n.place and n.ev_owner = 0
+      )
+      select count(*) from newest
+      $q$,
+      pg_catalog.string_agg(pg_catalog.format(
+        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
+        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
+        p_queue_id, n), ' union all '),
+      p_locked)
+    from pg_catalog.generate_series(0, 2) n)
+  into v_count
+  using p_queue_id, p_leaf, p_ids;
+  return v_count;
 end
 $$;
 
@@ -7602,6 +7717,7 @@ declare
   v_lease     pgque.position_0;
   v_token     bigint;
   v_item      pgque.retry_queue;
+  v_aside     record;
   v_moved     boolean;
   v_count     int := 0;
 begin
@@ -7663,11 +7779,22 @@ begin
       v_count := v_count + v_moved::int;
     end loop;
   end if;
+  v_aside := pgque._claim_aside(p_queue_id, array(
+    select e.item
+    from (
+      select e as item from pgque.retry_queue e
+      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      limit 10000
+      for update skip locked
+    ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
         and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+        and (e.ev_key is null or e.ev_receives > 0
+          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
         -- A dead letter that was requeued has its time again.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
       for update skip locked
@@ -7692,9 +7819,21 @@ declare
   v_rows   text := pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(p_sub, p_position, p_to.tick_snapshot)
     || case when p_position.pos_batch is not null then pgque._unsettled_condition(p_position) else '' end);
   v_event  pgque.event;
-  v_said   pgque.event[];
+  v_keyed  pgque.event[];
+  v_claim  record;
   v_count  bigint;
 begin
+  if p_queue.queue_keyed then
+    -- As in receive(): a message whose body is being replaced is put aside.
+    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e where e.ev_key is not null', v_rows) into v_keyed;
+    v_claim := pgque._claim(p_queue, v_keyed);
+    insert into pgque.retry_queue
+    select (pgque._waiting(e, p_sub, 0, pgque.clock(), null, null)).*
+    from pg_catalog.unnest(v_claim.rows) e
+    where e.ev_id in (select b.id from pg_catalog.unnest(v_claim.busy) b (id))
+    on conflict do nothing;
+    v_rows := pg_catalog.format('select * from (%s) e where e.ev_id <> all (%L)', v_rows, v_claim.busy || v_claim.gone);
+  end if;
   if p_queue.queue_drop_policy = 'drop' then
     execute pg_catalog.format('select count(*) from (%s) e', v_rows) into v_count;
     perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', v_count);
@@ -7714,9 +7853,7 @@ begin
   end if;
   for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
     if v_event.ev_key is not null then
-      v_said := pgque._said(p_queue.queue_id, array[v_event]);
-      continue when exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
-      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event], v_said))[1];
+      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event]))[1];
     end if;
     if v_event.ev_expires <= pgque.clock() then
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);

@@ -281,7 +281,8 @@ $$;
 -- Waits for all who have said something about a key and not committed: what they
 -- replaced must not be passed by meanwhile, or nobody would get what they sent.
 -- Who waits for a lock keeps others from it, so most of the time it only tries:
--- one sender that stays open is not to stop them all.
+-- one sender that stays open is not to stop them all.  A sender with an older
+-- snapshot, which does not show who passes what, is stopped by the queue's row.
 create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
 language plpgsql as $$
 declare
@@ -313,6 +314,7 @@ begin
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
+  update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
 end
 $$;
 

@@ -252,6 +252,7 @@ create or replace function pgque.register_consumer_at(queue_name text, consumer_
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
+  v_sub       int;
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
@@ -261,7 +262,10 @@ begin
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
-  v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id);
+  v_sub := (pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id;
+  -- As in seek().
+  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub)).pos_tick;
+  v_position := pgque._lock_position(v_sub);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
@@ -636,8 +640,8 @@ end
 $$;
 
 -- The messages of a batch of a queue with keys or expiry: those that are to be
--- delivered, and those of the slice that are not.  p_max null: the batch was
--- handed out before and comes again.
+-- delivered, and those of the slice that are not.  p_max null: all of p_rows;
+-- p_look null: the batch was handed out before and comes again.
 create or replace function pgque._sift_batch(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows text, p_max bigint, p_look bigint,
   out rows pgque.event[], out looked bigint, out next_id bigint, out skip bigint[]
@@ -737,11 +741,12 @@ language plpgsql as $$
 declare
   v_ids  bigint[];
 begin
-  if pgque._carry_over(p_batch) = 0 then
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_0 s where s.set_batch = p_batch.pos_batch;
-  else
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_1 s where s.set_batch = p_batch.pos_batch;
-  end if;
+  select pg_catalog.array_agg(s.set_ev_id) into v_ids
+  from (
+    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch.pos_batch
+    union
+    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch.pos_batch
+  ) s;
   return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
 end
 $$;
@@ -793,7 +798,9 @@ language sql as $$ select pgque.ack($1) $$;
 
 -- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
 -- what receive() left of one.  An open batch comes again.  Null if there is no
--- further tick.
+-- further tick.  What receive() would not deliver is no part of the batch, and
+-- bodies stay as they are from here on: nobody may read the batch before
+-- finish_batch().
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -803,6 +810,8 @@ create or replace function pgque.next_batch_custom(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue  pgque.queue;
+  v_leaf   int;
   v_batch  pgque.position_0;
   v_prev   pgque.tick;
   v_cur    pgque.tick;
@@ -832,7 +841,15 @@ begin
     v_batch.pos_last_id := null;
     v_batch.pos_batch := pgque._new_batch_id(v_batch);
     v_batch.pos_last_batch := v_batch.pos_batch;
-    perform pgque._append_position(v_batch);
+    v_leaf := pgque._journal_leaf();
+    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
+    if v_queue.queue_keyed or v_queue.queue_expiring then
+      perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, s.skip, null, v_leaf)
+      from pgque._sift_batch(v_queue, v_sub,
+        pgque._batch_sql(v_sub, v_batch, format(' and (e.ev_key is not null or e.ev_expires <= %L)', pgque.clock())), null, 2147483647) s
+      where cardinality(s.skip) > 0;
+    end if;
+    perform pgque._append_position(v_batch, v_leaf);
   end if;
   v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
   batch_id := v_batch.pos_batch;
@@ -967,21 +984,24 @@ declare
   v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
   v_sub   pgque.subscriber := v_open.sub;
   v_rows  pgque.event[];
-  v_said  pgque.event[];
 begin
   if (select q.queue_keyed from pgque.queue q where q.queue_id = v_sub.sub_queue) then
-    execute format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (%s) e', pgque._batch_sql(v_open.sub, v_open.pos)) into v_rows;
-    v_said := pgque._said(v_sub.sub_queue, v_rows);
-    v_rows := array(
-      select e from unnest(pgque._with_bodies(v_sub.sub_queue, v_rows, v_said)) e
-      where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
-      order by e.ev_id);
-    perform pgque._seal(v_sub.sub_queue, v_rows);
-    return query execute format('select %s from unnest($1) e', pgque._event_columns()) using v_rows;
+    execute format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._open_sql(v_open.sub, v_open.pos)) into v_rows;
+    return query execute format('select %s from unnest($1) e order by e.ev_id', pgque._event_columns())
+    using pgque._with_bodies(v_sub.sub_queue, v_rows);
     return;
   end if;
-  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._batch_sql(v_open.sub, v_open.pos));
+  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(v_open.sub, v_open.pos));
 end
+$$;
+
+-- The query of an open batch: where messages may be left out as it is opened,
+-- without those that have an outcome.
+create or replace function pgque._open_sql(p_sub pgque.subscriber, p_pos pgque.position_0) returns text
+language sql as $$
+  select pgque._batch_sql(p_sub, p_pos, case when q.queue_keyed or q.queue_expiring then pgque._unsettled_condition(p_pos) else '' end)
+  from pgque.queue q
+  where q.queue_id = p_sub.sub_queue
 $$;
 
 create or replace function pgque._event_columns() returns text
@@ -996,7 +1016,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_open  record := pgque._open_batch(p_batch);
 begin
-  return pgque._batch_sql(v_open.sub, v_open.pos);
+  return pgque._open_sql(v_open.sub, v_open.pos);
 end
 $$;
 

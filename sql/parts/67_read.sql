@@ -194,7 +194,8 @@ $$;
 
 -- Moves a consumer forward to a tick, or with force back too; its open batch is
 -- dropped.  Returns the tick where it stands then: a tick that it has passed
--- changes nothing.
+-- changes nothing.  Senders that replace a body are waited for as subscribe()
+-- does it: what they commit later would be behind the new position.
 create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -203,6 +204,9 @@ declare
   v_position  pgque.position_0;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
+  perform pgque._let_keys_be_said(q)
+  from pgque.queue q
+  where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);

@@ -1060,28 +1060,41 @@ begin
       end
       order by r.ev_id)
     from pg_catalog.unnest(p_rows) r
-    left join lateral (
-      select s.* from pg_catalog.unnest(p_said) s where s.ev_id = r.ev_id and s.ev_owner = 0 order by s.ev_retry desc limit 1
-    ) s on r.ev_key is not null);
+    left join (
+      select distinct on (s.ev_id) s.* from pg_catalog.unnest(p_said) s where s.ev_owner = 0 order by s.ev_id, s.ev_retry desc
+    ) s on s.ev_id = r.ev_id and r.ev_key is not null);
 end
 $$;
 
--- Before messages with keys are handed out for the first time: takes their keys'
--- locks and reads their bodies.  busy: somebody is replacing it, and is not
--- waited for; gone: it was purged.
+-- Before messages with keys are delivered for the first time, or passed: takes
+-- their keys' locks and reads their bodies.  busy: somebody is replacing it, and is
+-- not waited for; gone: it was purged.  A whole window may have more keys than one
+-- transaction should lock: then one lock stands for all of them, and while senders
+-- hold that one, the messages with the keys that are left over count as busy.
 create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
 language plpgsql as $$
 declare
-  v_said  pgque.event[];
+  v_class  int := pg_catalog.hashtext('pgque.keys');
+  v_most   bigint := greatest(pgque._lock_room() / 4, 200);
+  v_said   pgque.event[];
+  v_ids    bigint[];
+  v_keys   text[];
 begin
   v_said := pgque._said(p_queue.queue_id, p_rows);
-  busy := array(
-    select r.ev_id
-    from pg_catalog.unnest(p_rows) r
-    where r.ev_key is not null
-      and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0)
-      and not (pg_catalog.pg_try_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue.queue_id)
-        and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.ev_key))));
+  select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_key is not null
+    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+  busy := '{}';
+  if (pg_catalog.cardinality(v_ids) > v_most and pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id)) is not true then
+    busy := array(
+      select r.id
+      from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) with ordinality r (id, key, n)
+      where case
+        when r.n > v_most or not pg_catalog.pg_try_advisory_xact_lock_shared(v_class, p_queue.queue_id) then true
+        else not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.key))
+      end);
+  end if;
   -- Under the locks nothing more is said.
   v_said := pgque._said(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
@@ -1090,25 +1103,32 @@ end
 $$;
 
 -- Notes that messages with keys were handed out: their bodies stay as they are.
+-- An old snapshot may not show a body that was stored before a rotation and
+-- committed since, so it notes that in all three tables: the unique index of each
+-- knows its own rows only.
 create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
 language plpgsql as $$
 declare
-  v_said  pgque.event[];
+  v_said          pgque.event[];
+  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
   if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
     return;
   end if;
-  if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
+  if v_old_snapshot then
     -- So that the table is the one where senders write, or this one gets 40001.
     perform from pgque.queue q where q.queue_id = p_queue_id for share;
   end if;
   v_said := pgque._said(p_queue_id, p_rows);
   insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-  select q.queue_id * 3 + q.queue_cur_table, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(),
-    coalesce((select max(s.ev_retry) from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id), 0) + 1, r.ev_key
-  from pg_catalog.unnest(p_rows) r, pgque.queue q
-  where q.queue_id = p_queue_id and r.ev_key is not null
-    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+  select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
+  from pgque.queue q
+  join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
+  cross join pg_catalog.unnest(p_rows) r
+  left join (
+    select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
+  ) s on s.ev_id = r.ev_id
+  where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
 exception
   when unique_violation then
     raise exception using

@@ -532,15 +532,47 @@ begin
 end
 $$;
 
+-- Claims messages with keys that wait for their consumer's first delivery, in rows
+-- that the caller has locked.  Gives back those that may leave: they have their
+-- newest bodies, and nobody is replacing them.
+create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
+language plpgsql as $$
+declare
+  v_claim  record;
+begin
+  if pg_catalog.cardinality(p_rows) = 0 then
+    return;
+  end if;
+  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
+  select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
+  perform pgque._refresh_waiting(p_queue_id, null, ids);
+end
+$$;
+
 create or replace function pgque._retry_queue(p_queue_id int) returns int
 language plpgsql as $$
 declare
   v_txid   xid8 := pg_catalog.pg_current_xact_id();
   v_now    timestamptz;
+  v_aside  record;
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
   v_now := pgque.clock();   -- what was put there just now is due
+  v_aside := pgque._claim_aside(p_queue_id, array(
+    select e.item
+    from pgque.subscriber s
+    cross join lateral (
+      select e as item from pgque.retry_queue e
+      where e.ev_owner = s.sub_id and e.ev_retry_after <= v_now and e.ev_key is not null and e.ev_receives = 0
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
+    limit 10000));
   with found as materialized (
     select e.ctid
     from (
@@ -550,6 +582,8 @@ begin
     cross join lateral (
       select e.ctid from pgque.retry_queue e
       where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
+        and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
+          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
       order by e.ev_retry_after
       limit 10000
       for update skip locked

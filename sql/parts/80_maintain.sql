@@ -43,85 +43,120 @@ begin
   if v_queue.queue_restored or not pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period) then
     return 0;
   end if;
-  -- Even to ask for a table's size waits for its lock, so one at a time.
-  if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) then
-    return 0;
-  end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;
-  v_event := format('pgque.event_%s_%s', v_id, v_next);
-  v_tick := format('pgque.tick_%s_%s', v_id, v_next);
-  v_current := format('pgque.%s_%s_%s', '%s', v_id, v_queue.queue_cur_table);
-  -- Idle ticks alone are worth a rotation only once they fill some pages.
-  if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
-    and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
-    and pg_relation_size(format(v_current, 'tick')) < 131072
-  then
-    perform pgque._let_go();
+  -- What waits and has its body in this table only: most of that work is done, and
+  -- stays done, before the table is locked.
+  if v_queue.queue_keyed then
+    begin
+      if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
+        perform pgque._let_go();
+      end if;
+    exception
+      when lock_not_available or sqlstate 'PQ099' then
+        null;
+    end;
   end if;
-  -- All that was asked without a lock, so that asking in vain writes nothing.
-  perform from pgque.queue q
-  where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
-  for no key update skip locked;
-  if not found then
-    perform pgque._let_go();
-  end if;
-  if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
-    if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
-      perform set_config('lock_timeout', '100ms', true);
-      execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
-    else
-      execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+  begin
+    -- Even to ask for a table's size waits for its lock, so one at a time.
+    if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) then
+      return 0;
     end if;
-    v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
-    execute format(
-      'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
-      ' or exists (select from %1$s e where e.ev_txid = any ($2))'
-      ' or exists (select from %s t where t.tick_id >= $3)', v_event, v_tick)
-    into v_needed
-    using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
-    if v_needed is distinct from false then
+    v_event := format('pgque.event_%s_%s', v_id, v_next);
+    v_tick := format('pgque.tick_%s_%s', v_id, v_next);
+    v_current := format('pgque.%s_%s_%s', '%s', v_id, v_queue.queue_cur_table);
+    -- Idle ticks alone are worth a rotation only once they fill some pages.
+    if pg_relation_size(v_event) = 0 and pg_relation_size(format(v_current, 'event')) = 0
+      and pg_relation_size(format('pgque.event_%s_%s', v_id, (v_next + 1) % 3)) = 0
+      and pg_relation_size(format(v_current, 'tick')) < 131072
+    then
       perform pgque._let_go();
     end if;
-    perform pgque._refresh_waiting(v_id);
-    execute format('truncate %s, %s', v_event, v_tick);
-  end if;
-  update pgque.queue q
-  set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pg_current_xact_id()
-  where q.queue_id = v_id;
-  return 1;
-exception
-  -- What can not be emptied yet is not to stay locked.
-  when lock_not_available or sqlstate 'PQ099' then
-    return 0;
+    -- All that was asked without a lock, so that asking in vain writes nothing.
+    perform from pgque.queue q
+    where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
+    for no key update skip locked;
+    if not found then
+      perform pgque._let_go();
+    end if;
+    if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
+      if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
+        perform set_config('lock_timeout', '100ms', true);
+        execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
+      else
+        execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+      end if;
+      v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
+      execute format(
+        'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
+        ' or exists (select from %1$s e where e.ev_txid = any ($2))'
+        ' or exists (select from %s t where t.tick_id >= $3)', v_event, v_tick)
+      into v_needed
+      using pg_snapshot_xmax(v_slowest.tick_snapshot), array(select pg_snapshot_xip(v_slowest.tick_snapshot)), v_slowest.tick_id;
+      if v_needed is distinct from false then
+        perform pgque._let_go();
+      end if;
+      -- Who has such a row locked may wait for the table: then this gives up.
+      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where v_queue.queue_keyed;
+      execute format('truncate %s, %s', v_event, v_tick);
+    end if;
+    update pgque.queue q
+    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pg_current_xact_id()
+    where q.queue_id = v_id;
+    return 1;
+  exception
+    -- What can not be emptied yet is not to stay locked.
+    when lock_not_available or sqlstate 'PQ099' then
+      return 0;
+  end;
 end
 $$;
 
--- Before a table goes: gives messages with keys that wait and were handed out to
--- nobody the body that was sent last, and takes out what was purged.
-create or replace function pgque._refresh_waiting(p_queue_id int) returns void
-language plpgsql as $$
+-- Gives messages with keys that wait and were delivered to nobody the body that
+-- was sent last, and takes out what was purged: those whose newest row lies in one
+-- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
+create or replace function pgque._refresh_waiting(
+  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
+) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_row    pgque.retry_queue;
-  v_event  pgque.event;
-  v_said   pgque.event[];
+  v_count  bigint;
 begin
-  for v_row in
-    select r.* from pgque.retry_queue r where r.ev_queue = p_queue_id and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
-    order by r.ev_id
-    -- Who has such a row locked may wait for the table: a rotation gives up.
-    for update nowait
-  loop
-    v_said := pgque._said(p_queue_id, array[pgque._event(v_row)]);
-    if exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2) then
-      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
-      continue;
-    end if;
-    v_event := (pgque._with_bodies(p_queue_id, array[pgque._event(v_row)], v_said))[1];
-    update pgque.retry_queue r
-    set ev_type = v_event.ev_type, ev_data = v_event.ev_data, ev_bytes = v_event.ev_bytes, ev_headers = v_event.ev_headers,
-      ev_expires = v_event.ev_expires, ev_extra1 = v_event.ev_extra1
-    where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
-  end loop;
+  execute (
+    select pg_catalog.format(
+      $q$
+      with newest as materialized (
+        select r.ctid as place, e.*
+        from pgque.retry_queue r
+        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
+        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
+          and (e.ev_owner = -2
+            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
+              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
+            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
+        for update of r %s
+      ),
+      purged as (
+        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
+      ),
+      renewed as (
+        update pgque.retry_queue r
+        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
+          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
+        from newest n
+        where r.ctid = n.place and n.ev_owner = 0
+      )
+      select count(*) from newest
+      $q$,
+      pg_catalog.string_agg(pg_catalog.format(
+        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
+        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
+        p_queue_id, n), ' union all '),
+      p_locked)
+    from pg_catalog.generate_series(0, 2) n)
+  into v_count
+  using p_queue_id, p_leaf, p_ids;
+  return v_count;
 end
 $$;
 
@@ -300,6 +335,7 @@ declare
   v_lease     pgque.position_0;
   v_token     bigint;
   v_item      pgque.retry_queue;
+  v_aside     record;
   v_moved     boolean;
   v_count     int := 0;
 begin
@@ -361,11 +397,22 @@ begin
       v_count := v_count + v_moved::int;
     end loop;
   end if;
+  v_aside := pgque._claim_aside(p_queue_id, array(
+    select e.item
+    from (
+      select e as item from pgque.retry_queue e
+      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      limit 10000
+      for update skip locked
+    ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
         and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+        and (e.ev_key is null or e.ev_receives > 0
+          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
         -- A dead letter that was requeued has its time again.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
       for update skip locked
@@ -390,9 +437,21 @@ declare
   v_rows   text := pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(p_sub, p_position, p_to.tick_snapshot)
     || case when p_position.pos_batch is not null then pgque._unsettled_condition(p_position) else '' end);
   v_event  pgque.event;
-  v_said   pgque.event[];
+  v_keyed  pgque.event[];
+  v_claim  record;
   v_count  bigint;
 begin
+  if p_queue.queue_keyed then
+    -- As in receive(): a message whose body is being replaced is put aside.
+    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e where e.ev_key is not null', v_rows) into v_keyed;
+    v_claim := pgque._claim(p_queue, v_keyed);
+    insert into pgque.retry_queue
+    select (pgque._waiting(e, p_sub, 0, pgque.clock(), null, null)).*
+    from pg_catalog.unnest(v_claim.rows) e
+    where e.ev_id in (select b.id from pg_catalog.unnest(v_claim.busy) b (id))
+    on conflict do nothing;
+    v_rows := pg_catalog.format('select * from (%s) e where e.ev_id <> all (%L)', v_rows, v_claim.busy || v_claim.gone);
+  end if;
   if p_queue.queue_drop_policy = 'drop' then
     execute pg_catalog.format('select count(*) from (%s) e', v_rows) into v_count;
     perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', v_count);
@@ -412,9 +471,7 @@ begin
   end if;
   for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
     if v_event.ev_key is not null then
-      v_said := pgque._said(p_queue.queue_id, array[v_event]);
-      continue when exists (select from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
-      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event], v_said))[1];
+      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event]))[1];
     end if;
     if v_event.ev_expires <= pgque.clock() then
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
