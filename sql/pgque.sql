@@ -2114,7 +2114,7 @@ language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, nu
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
 
--- A partition key that is no JSON object.  Until 0.4 an untyped literal in its
+-- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
 -- place was taken for headers: those are not to become a partition key in silence.
 create or replace function pgque._no_headers(p_queue text, p_key text) returns text
 language plpgsql immutable as $$

@@ -166,7 +166,7 @@ def test_every_message_is_done_once_or_too_old_whatever_retention_meets(
     own: Connection, kind: str, keyed: bool, seed: int
 ) -> None:
     get = ready(own, kind)
-    chance = random.Random(f"{seed} {kind} {keyed}")
+    chance = random.Random(f"{seed} {kind} {keyed}")  # noqa: S311
     sent: list[int] = []
     done: list[int] = []
     held: dict[str, list[Message]] = {}
