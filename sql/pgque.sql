@@ -1802,28 +1802,41 @@ end
 $$;
 
 -- Whether a queue with max_depth has room for so many messages more; PQ003 if
--- not.  All that somebody waits for has an id above the oldest of it, so far from
--- the limit the ids answer; near it the messages are counted, since rolled-back
--- sends take ids too.
+-- not.
 create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
+language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
+
+-- How many messages more a queue with max_depth takes; PQ003 if fewer than
+-- p_count.  All that somebody waits for has an id above the oldest of it, so far
+-- from the limit the ids answer; near it the messages are counted, since
+-- rolled-back sends take ids too.  What an external ticker says of ids need not be
+-- so: then they are always counted.
+create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
   v_oldest  bigint;
+  v_left    bigint;
 begin
   select least(min(p.pos_event_seq), (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)) into v_oldest
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
-  if coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_oldest + p_count > p_queue.queue_max_depth
-    and pgque._depth(p_queue.queue_id) + p_count > p_queue.queue_max_depth
-  then
+  if v_oldest is null then
+    return greatest(p_queue.queue_max_depth, p_count);   -- nobody waits for anything
+  end if;
+  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
+  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > v_last then
+    v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
+  end if;
+  if v_left < p_count then
     raise exception using
       errcode = 'PQ003',
       message = format('queue full: %I', p_queue.queue_name),
       detail = format('max_depth is %s.', p_queue.queue_max_depth),
       hint = 'Try again when consumers have caught up, or raise max_depth. Nothing was sent.';
   end if;
-  return true;
+  return v_left;
 end
 $$;
 
@@ -1869,6 +1882,7 @@ declare
   v_txid   xid8 := pg_current_xact_id();
   v_stored   int;
   v_delayed  int;
+  v_last     bigint;
 begin
   -- Counted from 1 in one dimension, whatever the caller's arrays are.
   p_data := pgque._flat(p_data); p_bytes := pgque._flat(p_bytes); p_headers := pgque._flat(p_headers); p_keys := pgque._flat(p_keys);
@@ -1951,10 +1965,16 @@ begin
   end if;
   if false = any (v_plain) then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
+    v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
     for v_n in 1..v_count loop
       continue when v_plain[v_n];
       v_ids[v_n] := pgque._send_keyed(v_queue, p_type, p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
     end loop;
+  end if;
+  -- Only now it is known which keys made a message; and what is delayed counts though
+  -- nobody has subscribed.
+  if v_queue.queue_max_depth > 0 and (v_delayed > 0 or v_last < any (v_ids)) then
+    perform pgque._room(v_queue, 0);
   end if;
   return v_ids;
 end
@@ -2072,9 +2092,6 @@ begin
     where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_id = v_last.ev_id;
     return v_last.ev_id;
   end if;
-  if p_queue.queue_max_depth > 0 then
-    perform pgque._room(p_queue, 1);
-  end if;
   v_id := pg_catalog.nextval(p_queue.queue_event_seq);
   if p_due is not null then
     insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers,
@@ -2163,6 +2180,24 @@ language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, 
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
+
+create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
+language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
+
+-- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
+-- place was taken for headers: those are not to become a partition key in silence.
+create or replace function pgque._no_headers(p_queue text, p_key text) returns text
+language plpgsql immutable as $$
+begin
+  if pg_catalog.ltrim(p_key) like '{%' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
+      hint = 'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.';
+  end if;
+  return p_key;
+end
+$$;
 
 -- With options: headers, a JSON object that travels with the message; a key, of
 -- which one message at a time is pending; when to deliver it and how long it is
@@ -2303,10 +2338,10 @@ declare
   v_leaf   int;
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
-  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' then
+  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
     raise exception using
       errcode = 'PQ005',
-      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl', v_queue.queue_name),
+      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
       hint = 'Without a key use pgque.send().';
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
@@ -2376,14 +2411,38 @@ $$;
 -- place is dropped and made anew by a writer that overwrites.  Their columns
 -- are text where a driver has strings.  sink knows all that send() knows, by a
 -- trigger; sink_bulk takes plain messages, by a rule, which is faster.
-create or replace view pgque.sink as
-  select null::text as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
-    null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts
-  where false;
-
-create or replace view pgque.sink_bulk as
-  select null::text as queue, null::text as type, null::text as payload, null::text as headers
-  where false;
+-- Their column queue is of a domain: under session_replication_role = replica
+-- neither rules nor triggers of a view do anything, and no view can have them do it
+-- always, so a row would be lost silently.  The check of the domain refuses it.
+do $$
+declare
+  v_grants  text[];
+  v_grant   text;
+begin
+  if to_regtype('pgque.sink_queue') is null then
+    create domain pgque.sink_queue as text
+      constraint session_replication_role_is_not_replica check (pg_catalog.current_setting('session_replication_role') <> 'replica');
+    revoke usage on type pgque.sink_queue from public;
+    -- Views of an earlier version are made anew, with what was granted on them.
+    v_grants := array(
+      select format('grant %s on %s to %s', a.privilege_type, c.oid::regclass, case a.grantee when 0 then 'public' else a.grantee::regrole::text end)
+      from pg_class c
+      cross join lateral aclexplode(c.relacl) a
+      where c.oid in (to_regclass('pgque.sink'), to_regclass('pgque.sink_bulk')) and a.grantee <> c.relowner);
+    drop view if exists pgque.sink, pgque.sink_bulk;
+  end if;
+  create or replace view pgque.sink as
+    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
+      null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts
+    where false;
+  create or replace view pgque.sink_bulk as
+    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers
+    where false;
+  foreach v_grant in array coalesce(v_grants, '{}') loop
+    execute v_grant;
+  end loop;
+end
+$$;
 
 -- The table that a message of this queue goes to, for a statement whose own
 -- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
@@ -2400,19 +2459,39 @@ begin
 end
 $$;
 
+-- Whether a queue with max_depth has room for one more row of a statement, which a
+-- number that nobody can guess stands for; PQ003 if not.  Up to which id there is
+-- room is asked once, and again when others have used those ids up.
+create or replace function pgque._sink_room(p_queue pgque.queue, p_statement uuid) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_name   text := 'pgque.room_' || p_queue.queue_id;
+  v_known  text := current_setting(v_name, true);
+  v_last   bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
+begin
+  if (starts_with(v_known, p_statement::text) and v_last < substr(v_known, 37)::bigint) is not true then
+    perform set_config(v_name, p_statement::text || (v_last + pgque._room_left(p_queue, 1)), true);
+  end if;
+  return true;
+end
+$$;
+
 -- The rule has no condition: with one, the server would run the source of the
 -- rows twice.  Each of a row's columns is named once, since an expression in
 -- VALUES takes its place and would be run as often as it is named.  The look-up
--- is lateral, so that rows keep their order; what it does not find open is left
+-- is lateral, so that rows keep their order, and is remembered for the rows of one
+-- queue, so the limit is asked outside; what it does not find open is left
 -- to _open_slot(), since the row would be lost silently otherwise.  The
 -- functions run with the rights of whoever inserts.
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
-  select coalesce(q.slot, pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
+  select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
+      pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
     coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
   from (select new.queue, new.type, new.payload, new.headers offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_max_depth > 0 then q end as limited,
       case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
     where q.queue_name = n.queue
@@ -2436,8 +2515,17 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_txid  xid8 := pg_current_xact_id();
 begin
-  if new.sink_id is not null and not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
-    return null;
+  if new.sink_id is not null then
+    if not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
+      return null;
+    end if;
+  elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
+    -- Without the name of its sink a replay would be sent twice.
+    raise exception using
+      errcode = 'PQ005',
+      message = format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'), coalesce(new.part::text, 'null'),
+        coalesce(quote_ident(new.queue), 'null')),
+      hint = 'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.';
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
@@ -2514,10 +2602,11 @@ begin
   -- older epochs may have been forgotten.
   perform pgque._journal_leaf();
   perform pgque._check_epoch(p_sink, p_epoch);
-  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s', e.parts, p_parts) end
+  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s',
+    coalesce(e.parts::text, 'any number of'), coalesce(p_parts::text, 'any number')) end
   into v_other
   from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
-  where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts <> p_parts or (e.part = -1) <> (p_part = -1))
+  where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts is distinct from p_parts or (e.part = -1) <> (p_part = -1))
   limit 1;
   if found then
     perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
@@ -2672,6 +2761,11 @@ begin
     perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
       'What is staged is kept for a day. Write the epoch again; nothing was sent.');
   end if;
+  perform pgque._room(q, 0)
+  from pgque.queue q
+  where q.queue_max_depth > 0
+    and q.queue_name = any (array(
+      select s.queue from (select * from pgque.sink_stage_0 union all select * from pgque.sink_stage_1) s where s.attempt = any ($3) group by s.queue));
   return 'applied';
 end
 $$;
@@ -6447,9 +6541,8 @@ begin
         v_item.ev_error := p_reason;
       end if;
       v_item.ev_retry_after := case
-        when p_what = 'nack' then pgque.clock() + coalesce(p_after, pgque._backoff(v_queue.queue_retry_backoff, v_item.ev_retry))
-        when p_what = 'release' then pgque.clock()
-        else pgque.clock() + p_after
+        when p_what in ('nack', 'retry') then pgque.clock() + coalesce(p_after, pgque._backoff(v_queue.queue_retry_backoff, v_item.ev_retry))
+        else pgque.clock()
       end;
       insert into pgque.retry_queue select v_item.*
       -- As in _shelve().
@@ -6751,7 +6844,8 @@ begin
     select (pgque._answer(f, $1)).ok::int
     from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
       -- An infinite one has no distance from now.
-      pgque._not_negative(least(greatest($3, v_now), v_now + interval '101 years') - v_now, 'the time until then', $1), null, true) f);
+      pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
+      null, true) f);
 end
 $$;
 
@@ -6780,7 +6874,7 @@ begin
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null, false));
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
 end
 $$;
 
@@ -7032,13 +7126,20 @@ begin
 end
 $$;
 
--- Deletes dead letters of a queue that are older than an interval.
+-- Deletes dead letters of a queue that are older than an interval.  A null would
+-- delete none without a word.
 create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint;
 begin
+  if $2 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('dlq_purge of queue %I needs an age', v_queue.queue_name),
+      hint = 'Leave older_than out for 30 days; ''0'' deletes all of them.';
+  end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
   get diagnostics v_count = row_count;
@@ -7702,8 +7803,9 @@ $$;
 -- last tick before it, so that a consumer which never comes back can not fill
 -- the disk.  What it misses, and what waits for it longer than that, goes the
 -- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
--- keeps no tick waiting for long.  Returns the number of subscribers moved; only
--- after 0 there is nothing more to do.
+-- keeps no tick waiting for long.  A window that is open only begins later then:
+-- how far it was delivered stays known.  Returns 0 only if there is nothing more
+-- to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -7716,8 +7818,11 @@ declare
   v_position  pgque.position_0;
   v_lease     pgque.position_0;
   v_token     bigint;
+  v_leaf      int;
+  v_dropped   bigint[];
   v_item      pgque.retry_queue;
   v_aside     record;
+  v_items     int := 0;
   v_moved     boolean;
   v_count     int := 0;
 begin
@@ -7759,22 +7864,31 @@ begin
       end if;
       if v_position.pos_tick < v_to.tick_id then
         v_moved := true;
-        if v_position.pos_main is null then
-          v_upto := v_to;
-          if v_to.tick_event_seq - v_position.pos_event_seq > 10000 then
-            -- Not within its window, since what is settled of that is known by the window.
-            v_upto := pgque._tick(p_queue_id, greatest(
-              pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id),
-              case when v_position.pos_next_tick <= v_to.tick_id then v_position.pos_next_tick end));
-          end if;
-          perform pgque._drop_behind(v_queue, v_sub, v_position, v_upto);
-          v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
-          v_position.pos_skipped := v_position.pos_skipped + v_upto.tick_event_seq - v_position.pos_event_seq;
-          perform pgque._append_position(pgque._at_tick(v_position, v_upto));
-        else
-          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed', false) where v_position.pos_batch is not null;
-          perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
+        v_upto := v_to;
+        if v_position.pos_next_tick < v_upto.tick_id then
+          v_upto := pgque._tick(p_queue_id, v_position.pos_next_tick);
         end if;
+        if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
+          v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
+        end if;
+        v_dropped := pgque._drop_upto(v_queue, v_sub, v_position, v_upto);
+        -- The leaf that knows what is settled in its open batch.
+        v_leaf := case when v_sub.sub_role <> 'pool' then pgque._carry_over(v_position) end;
+        if v_position.pos_main is null then
+          v_position.pos_skipped := v_position.pos_skipped + cardinality(v_dropped);
+        end if;
+        if v_upto.tick_id < v_position.pos_next_tick then
+          -- Who says something about a message of the batch that was dropped hears that it has its outcome.
+          perform pgque._note(v_position.pos_batch, v_sub.sub_id,
+            array(select d.id from unnest(v_dropped) d (id) where (d.id > v_position.pos_last_id) is not true), null, v_leaf)
+          where v_position.pos_batch is not null;
+          v_position.pos_tick := v_upto.tick_id;
+          v_position.pos_snapshot := v_upto.tick_snapshot;
+          v_position.pos_event_seq := v_upto.tick_event_seq;
+        else
+          v_position := pgque._at_tick(v_position, case when v_position.pos_main is null then v_upto end);
+        end if;
+        perform pgque._append_position(v_position, v_leaf);
       end if;
       v_count := v_count + v_moved::int;
     end loop;
@@ -7797,34 +7911,42 @@ begin
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
         -- A dead letter that was requeued has its time again.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      limit 10000
       for update skip locked
     )
     delete from pgque.retry_queue r using found f
     where r.ctid = f.ctid
     returning r.*
   loop
+    v_items := v_items + 1;
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
     if found then
       perform pgque._bury(v_queue, v_sub, v_item, 'retention period passed');
     end if;
   end loop;
-  return v_count;
+  return v_count + (v_items = 10000)::int;
 end
 $$;
 
--- What a consumer has before it up to a tick and will not get any more.
-create or replace function pgque._drop_behind(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position_0, p_to pgque.tick) returns void
+-- What a subscriber has before it up to a tick, not beyond its window, and will not
+-- get any more; of a subconsumer, what its batch has.  Returns the ids.
+create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position_0, p_to pgque.tick)
+returns bigint[]
 language plpgsql as $$
 declare
-  v_rows   text := pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(p_sub, p_position, p_to.tick_snapshot)
-    || case when p_position.pos_batch is not null then pgque._unsettled_condition(p_position) else '' end);
+  v_rows   text;
+  v_ids    bigint[];
   v_event  pgque.event;
   v_keyed  pgque.event[];
   v_claim  record;
-  v_count  bigint;
 begin
+  if p_sub.sub_main is null then
+    p_position.pos_last_id := null;
+  end if;
+  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(
+    coalesce(p_sub.sub_main, p_sub.sub_id), pgque._with_window(p_position, p_to), coalesce(p_position.pos_batch, 0)));
   if p_queue.queue_keyed then
-    -- As in receive(): a message whose body is being replaced is put aside.
+    -- As in receive(): a message whose body is being replaced is set aside.
     execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e where e.ev_key is not null', v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     insert into pgque.retry_queue
@@ -7832,12 +7954,14 @@ begin
     from pg_catalog.unnest(v_claim.rows) e
     where e.ev_id in (select b.id from pg_catalog.unnest(v_claim.busy) b (id))
     on conflict do nothing;
-    v_rows := pg_catalog.format('select * from (%s) e where e.ev_id <> all (%L)', v_rows, v_claim.busy || v_claim.gone);
+    v_rows := pg_catalog.format(
+      'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))',
+      v_rows, v_claim.busy || v_claim.gone);
   end if;
+  execute pg_catalog.format('select coalesce(array_agg(e.ev_id), ''{}'') from (%s) e', v_rows) into v_ids;
   if p_queue.queue_drop_policy = 'drop' then
-    execute pg_catalog.format('select count(*) from (%s) e', v_rows) into v_count;
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', v_count);
-    return;
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', pg_catalog.cardinality(v_ids));
+    return v_ids;
   end if;
   if not p_queue.queue_keyed and not p_queue.queue_expiring and (p_queue.queue_dead_letter_queue is null or p_queue.queue_drop_policy = 'hold') then
     -- The same as below, set-based.
@@ -7849,7 +7973,7 @@ begin
       ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
       ' from (%s) e order by e.ev_id on conflict do nothing', v_rows)
     using p_queue.queue_id, p_sub.sub_consumer, 'retention period passed'::text, p_queue.queue_drop_policy = 'hold';
-    return;
+    return v_ids;
   end if;
   for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
     if v_event.ev_key is not null then
@@ -7861,17 +7985,23 @@ begin
       perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
     end if;
   end loop;
+  return v_ids;
 end
 $$;
 
 -- The condition on e for what a subscriber has before it, as a snapshot shows
--- it: not behind its position, and not handed out from its window.
+-- it: not behind its position, not handed out from its window, and without an
+-- outcome in its open batch.
 create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position_0, p_snapshot pg_snapshot) returns text
 language sql stable as $$
   select coalesce(pgque._xid_condition(p_position.pos_snapshot, p_snapshot), 'false')
     || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
+    || case when p_position.pos_batch is not null then pg_catalog.format(
+      ' and not ((exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
+      ' or exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id))'
+      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
 $$;
 
 -- How many messages the slowest consumer has before it or in the hands of its
@@ -7888,7 +8018,7 @@ declare
   v_most   bigint := 0;
 begin
   if pg_catalog.pg_current_xact_id_if_assigned() is not null then
-    -- What this transaction sent is in no snapshot.
+    -- What this transaction sent is not in the snapshot.
     execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
@@ -7898,16 +8028,9 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
     execute pg_catalog.format('select count(*) from (%s) e',
-      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot())
+      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pgque._tick_snapshot())
         || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
-    -- What has its outcome in an open batch waits elsewhere, or is done.
-    v_count := v_count + v_own - (
-      select count(*)
-      from (
-        select s.set_ev_id from pgque.settled_0 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
-        union
-        select s.set_ev_id from pgque.settled_1 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
-      ) s)
+    v_count := v_count + v_own
       + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
       + coalesce((
         select sum((o.lease).pos_done_count - o.settled)
@@ -8024,7 +8147,8 @@ end
 $$;
 
 -- Judges, for pools that nobody receives from, what lapsed for the last time:
--- messages whose attempts are used up.  Never one that is leased.
+-- messages whose attempts are used up, 10,000 of a pool in one call.  Never one
+-- that is leased.
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -8048,6 +8172,7 @@ begin
       from (
         select r.* from pgque.retry_queue r
         where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
+        limit 10000
         for update skip locked
       ) r);
     perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
@@ -8145,37 +8270,38 @@ end
 $$;
 
 -- Turns to the other leaf of the idempotency keys once one has grown past 4 MB,
--- and empties the old one as soon as hardly any of its keys holds any more: what
--- does goes along.
+-- and empties the old one as soon as half of its keys hold no more, or the leaf
+-- that is written has outgrown it: keys that hold for years keep no others.  The
+-- keys that hold, of queues that are there, go along.
 create or replace function pgque._compact_idempotency() returns int
 language plpgsql as $$
 declare
   v_cur   int := (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1);
-  v_all   bigint;
-  v_live  bigint;
+  v_size  bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass);
+  v_old   bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass);
+  v_live  text := 'i.idem_expires > $1 and exists (select from pgque.queue q where q.queue_id = i.idem_queue)';
+  v_half  boolean;
 begin
-  if pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass) < 4194304
-    and pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0
-  then
+  if v_size < 4194304 and v_old = 0 then
     return 0;
   end if;
   perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
   if not found then
     return 0;
   end if;
-  if pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0 then
+  if v_old = 0 then
     update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
     return 1;
   end if;
   -- Counted without the lock, which keeps every send_idem() waiting.
-  execute pg_catalog.format('select count(*), count(*) filter (where i.idem_expires > $1) from pgque.idempotency_%s i', 1 - v_cur)
-  into v_all, v_live using pgque.clock();
-  if v_live * 2 > v_all then
+  execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
+  into v_half using pgque.clock();
+  if v_half and v_size < v_old then
     return 0;
   end if;
   execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
   execute pg_catalog.format(
-    'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where i.idem_expires > $1 on conflict do nothing', v_cur, 1 - v_cur)
+    'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where %s on conflict do nothing', v_cur, 1 - v_cur, v_live)
   using pgque.clock();
   execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;
@@ -10032,6 +10158,8 @@ comment on function pgque.send(text, jsonb) is
   'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
 comment on function pgque.send(text, text, text, text) is
   'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
+comment on function pgque.send(text, text, jsonb, text) is
+  'The same for JSON. PQ005 the key begins with { and may be meant as headers: name it headers or partition_key.';
 comment on function pgque.send_batch(text, text[]) is
   'Same as send_batch(queue_name, type_name, payloads) with type default.';
 comment on function pgque.send_batch(text, jsonb[]) is
@@ -10039,7 +10167,7 @@ comment on function pgque.send_batch(text, jsonb[]) is
 comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
   'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
   'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
-  'PQ001 no such queue, PQ005 no key or a ttl that is not positive, PQ013 the queue is paused.';
+  'PQ001 no such queue, PQ005 no key, or a ttl that is not positive or above 100 years, PQ013 the queue is paused.';
 comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
   'Same as send_idem with a text payload, for JSON.';
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
@@ -10063,7 +10191,8 @@ comment on function pgque.sqltriga() is
 comment on view pgque.sink is
   'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
   'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
-  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ016 see sink_commit().';
+  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ005 epoch, part or parts without sink_id, '
+  'PQ016 see sink_commit(), 23514 under session_replication_role = replica, where the view could do nothing.';
 comment on view pgque.sink_bulk is
   'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
 comment on function pgque.sink_begin(text, bigint) is
@@ -10073,7 +10202,7 @@ comment on function pgque.sink_begin(text, bigint) is
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
   'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
-  'also through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
+  'also through a crash of the server. PQ001 no such queue, PQ003 a queue is full, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
   '25000 not READ COMMITTED.';
 
 -- consume
@@ -10131,12 +10260,12 @@ comment on function pgque.get_batch_cursor(bigint, text, int, text) is
 comment on function pgque.get_batch_cursor(bigint, text, int) is
   'Same as get_batch_cursor without extra_where.';
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Delivers one event of an open batch to this consumer again at retry_time, however often it failed before. Returns 1, or 0 if it was failed already. '
+  'Delivers one event of an open batch to this consumer again at retry_time (NULL: as nack() does), however often it failed before. Returns 1, or 0 if it was failed already. '
   'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.event_retry(bigint, bigint, int) is
   'Same as event_retry with a time, in so many seconds from now.';
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now, and returns their number. Finish the batch '
+  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now (NULL: as nack() does), and returns their number. Finish the batch '
   'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
 
 -- workers
@@ -10173,7 +10302,7 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
 comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
 comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue.';
+  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
 
 -- queues
 comment on function pgque.create_queue(text, jsonb) is
@@ -10527,6 +10656,7 @@ language sql immutable as $$
     ('_headers', 'pgque_user'),
     ('_bad_headers', 'pgque_user'),
     ('_no_payloads', 'pgque_user'),
+    ('_no_headers', 'pgque_user'),
     ('register_consumer', 'pgque_user'),
     ('unregister_consumer', 'pgque_user'),
     ('ack', 'pgque_user'),
@@ -10553,7 +10683,9 @@ language sql immutable as $$
     ('_send', 'pgque_writer'),
     ('_headers', 'pgque_writer'),
     ('_bad_headers', 'pgque_writer'),
+    ('_no_headers', 'pgque_writer'),
     ('_open_slot', 'pgque_writer'),
+    ('_sink_room', 'pgque_writer'),
     ('_takes_nothing', 'pgque_writer'),
     ('_row_event', 'pgque_writer'),
     ('_url_encode', 'pgque_writer'),

@@ -100,28 +100,41 @@ end
 $$;
 
 -- Whether a queue with max_depth has room for so many messages more; PQ003 if
--- not.  All that somebody waits for has an id above the oldest of it, so far from
--- the limit the ids answer; near it the messages are counted, since rolled-back
--- sends take ids too.
+-- not.
 create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
+language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
+
+-- How many messages more a queue with max_depth takes; PQ003 if fewer than
+-- p_count.  All that somebody waits for has an id above the oldest of it, so far
+-- from the limit the ids answer; near it the messages are counted, since
+-- rolled-back sends take ids too.  What an external ticker says of ids need not be
+-- so: then they are always counted.
+create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
   v_oldest  bigint;
+  v_left    bigint;
 begin
   select least(min(p.pos_event_seq), (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)) into v_oldest
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
-  if coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_oldest + p_count > p_queue.queue_max_depth
-    and pgque._depth(p_queue.queue_id) + p_count > p_queue.queue_max_depth
-  then
+  if v_oldest is null then
+    return greatest(p_queue.queue_max_depth, p_count);   -- nobody waits for anything
+  end if;
+  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
+  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > v_last then
+    v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
+  end if;
+  if v_left < p_count then
     raise exception using
       errcode = 'PQ003',
       message = format('queue full: %I', p_queue.queue_name),
       detail = format('max_depth is %s.', p_queue.queue_max_depth),
       hint = 'Try again when consumers have caught up, or raise max_depth. Nothing was sent.';
   end if;
-  return true;
+  return v_left;
 end
 $$;
 
@@ -167,6 +180,7 @@ declare
   v_txid   xid8 := pg_current_xact_id();
   v_stored   int;
   v_delayed  int;
+  v_last     bigint;
 begin
   -- Counted from 1 in one dimension, whatever the caller's arrays are.
   p_data := pgque._flat(p_data); p_bytes := pgque._flat(p_bytes); p_headers := pgque._flat(p_headers); p_keys := pgque._flat(p_keys);
@@ -249,10 +263,16 @@ begin
   end if;
   if false = any (v_plain) then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
+    v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
     for v_n in 1..v_count loop
       continue when v_plain[v_n];
       v_ids[v_n] := pgque._send_keyed(v_queue, p_type, p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
     end loop;
+  end if;
+  -- Only now it is known which keys made a message; and what is delayed counts though
+  -- nobody has subscribed.
+  if v_queue.queue_max_depth > 0 and (v_delayed > 0 or v_last < any (v_ids)) then
+    perform pgque._room(v_queue, 0);
   end if;
   return v_ids;
 end
@@ -370,9 +390,6 @@ begin
     where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_id = v_last.ev_id;
     return v_last.ev_id;
   end if;
-  if p_queue.queue_max_depth > 0 then
-    perform pgque._room(p_queue, 1);
-  end if;
   v_id := pg_catalog.nextval(p_queue.queue_event_seq);
   if p_due is not null then
     insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers,
@@ -461,6 +478,24 @@ language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, 
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
+
+create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
+language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
+
+-- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
+-- place was taken for headers: those are not to become a partition key in silence.
+create or replace function pgque._no_headers(p_queue text, p_key text) returns text
+language plpgsql immutable as $$
+begin
+  if pg_catalog.ltrim(p_key) like '{%' then
+    raise exception using
+      errcode = 'PQ005',
+      message = pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
+      hint = 'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.';
+  end if;
+  return p_key;
+end
+$$;
 
 -- With options: headers, a JSON object that travels with the message; a key, of
 -- which one message at a time is pending; when to deliver it and how long it is
@@ -601,10 +636,10 @@ declare
   v_leaf   int;
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
-  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' then
+  if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
     raise exception using
       errcode = 'PQ005',
-      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl', v_queue.queue_name),
+      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
       hint = 'Without a key use pgque.send().';
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));

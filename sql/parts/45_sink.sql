@@ -6,14 +6,38 @@
 -- place is dropped and made anew by a writer that overwrites.  Their columns
 -- are text where a driver has strings.  sink knows all that send() knows, by a
 -- trigger; sink_bulk takes plain messages, by a rule, which is faster.
-create or replace view pgque.sink as
-  select null::text as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
-    null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts
-  where false;
-
-create or replace view pgque.sink_bulk as
-  select null::text as queue, null::text as type, null::text as payload, null::text as headers
-  where false;
+-- Their column queue is of a domain: under session_replication_role = replica
+-- neither rules nor triggers of a view do anything, and no view can have them do it
+-- always, so a row would be lost silently.  The check of the domain refuses it.
+do $$
+declare
+  v_grants  text[];
+  v_grant   text;
+begin
+  if to_regtype('pgque.sink_queue') is null then
+    create domain pgque.sink_queue as text
+      constraint session_replication_role_is_not_replica check (pg_catalog.current_setting('session_replication_role') <> 'replica');
+    revoke usage on type pgque.sink_queue from public;
+    -- Views of an earlier version are made anew, with what was granted on them.
+    v_grants := array(
+      select format('grant %s on %s to %s', a.privilege_type, c.oid::regclass, case a.grantee when 0 then 'public' else a.grantee::regrole::text end)
+      from pg_class c
+      cross join lateral aclexplode(c.relacl) a
+      where c.oid in (to_regclass('pgque.sink'), to_regclass('pgque.sink_bulk')) and a.grantee <> c.relowner);
+    drop view if exists pgque.sink, pgque.sink_bulk;
+  end if;
+  create or replace view pgque.sink as
+    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
+      null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts
+    where false;
+  create or replace view pgque.sink_bulk as
+    select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers
+    where false;
+  foreach v_grant in array coalesce(v_grants, '{}') loop
+    execute v_grant;
+  end loop;
+end
+$$;
 
 -- The table that a message of this queue goes to, for a statement whose own
 -- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
@@ -30,19 +54,39 @@ begin
 end
 $$;
 
+-- Whether a queue with max_depth has room for one more row of a statement, which a
+-- number that nobody can guess stands for; PQ003 if not.  Up to which id there is
+-- room is asked once, and again when others have used those ids up.
+create or replace function pgque._sink_room(p_queue pgque.queue, p_statement uuid) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_name   text := 'pgque.room_' || p_queue.queue_id;
+  v_known  text := current_setting(v_name, true);
+  v_last   bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
+begin
+  if (starts_with(v_known, p_statement::text) and v_last < substr(v_known, 37)::bigint) is not true then
+    perform set_config(v_name, p_statement::text || (v_last + pgque._room_left(p_queue, 1)), true);
+  end if;
+  return true;
+end
+$$;
+
 -- The rule has no condition: with one, the server would run the source of the
 -- rows twice.  Each of a row's columns is named once, since an expression in
 -- VALUES takes its place and would be run as often as it is named.  The look-up
--- is lateral, so that rows keep their order; what it does not find open is left
+-- is lateral, so that rows keep their order, and is remembered for the rows of one
+-- queue, so the limit is asked outside; what it does not find open is left
 -- to _open_slot(), since the row would be lost silently otherwise.  The
 -- functions run with the rights of whoever inserts.
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
-  select coalesce(q.slot, pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
+  select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
+      pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
     coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
   from (select new.queue, new.type, new.payload, new.headers offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
+      case when q.queue_max_depth > 0 then q end as limited,
       case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
     where q.queue_name = n.queue
@@ -66,8 +110,17 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_txid  xid8 := pg_current_xact_id();
 begin
-  if new.sink_id is not null and not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
-    return null;
+  if new.sink_id is not null then
+    if not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
+      return null;
+    end if;
+  elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
+    -- Without the name of its sink a replay would be sent twice.
+    raise exception using
+      errcode = 'PQ005',
+      message = format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'), coalesce(new.part::text, 'null'),
+        coalesce(quote_ident(new.queue), 'null')),
+      hint = 'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.';
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
@@ -144,10 +197,11 @@ begin
   -- older epochs may have been forgotten.
   perform pgque._journal_leaf();
   perform pgque._check_epoch(p_sink, p_epoch);
-  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s', e.parts, p_parts) end
+  select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s',
+    coalesce(e.parts::text, 'any number of'), coalesce(p_parts::text, 'any number')) end
   into v_other
   from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
-  where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts <> p_parts or (e.part = -1) <> (p_part = -1))
+  where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts is distinct from p_parts or (e.part = -1) <> (p_part = -1))
   limit 1;
   if found then
     perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
@@ -302,6 +356,11 @@ begin
     perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
       'What is staged is kept for a day. Write the epoch again; nothing was sent.');
   end if;
+  perform pgque._room(q, 0)
+  from pgque.queue q
+  where q.queue_max_depth > 0
+    and q.queue_name = any (array(
+      select s.queue from (select * from pgque.sink_stage_0 union all select * from pgque.sink_stage_1) s where s.attempt = any ($3) group by s.queue));
   return 'applied';
 end
 $$;

@@ -159,9 +159,8 @@ begin
         v_item.ev_error := p_reason;
       end if;
       v_item.ev_retry_after := case
-        when p_what = 'nack' then pgque.clock() + coalesce(p_after, pgque._backoff(v_queue.queue_retry_backoff, v_item.ev_retry))
-        when p_what = 'release' then pgque.clock()
-        else pgque.clock() + p_after
+        when p_what in ('nack', 'retry') then pgque.clock() + coalesce(p_after, pgque._backoff(v_queue.queue_retry_backoff, v_item.ev_retry))
+        else pgque.clock()
       end;
       insert into pgque.retry_queue select v_item.*
       -- As in _shelve().
@@ -463,7 +462,8 @@ begin
     select (pgque._answer(f, $1)).ok::int
     from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
       -- An infinite one has no distance from now.
-      pgque._not_negative(least(greatest($3, v_now), v_now + interval '101 years') - v_now, 'the time until then', $1), null, true) f);
+      pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
+      null, true) f);
 end
 $$;
 
@@ -492,7 +492,7 @@ begin
   if not pgque._is_open($1) then
     perform pgque._no_batch($1);
   end if;
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => coalesce($2, 0)), 'retry_seconds', $1), null, false));
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
 end
 $$;
 
@@ -744,13 +744,20 @@ begin
 end
 $$;
 
--- Deletes dead letters of a queue that are older than an interval.
+-- Deletes dead letters of a queue that are older than an interval.  A null would
+-- delete none without a word.
 create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint;
 begin
+  if $2 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('dlq_purge of queue %I needs an age', v_queue.queue_name),
+      hint = 'Leave older_than out for 30 days; ''0'' deletes all of them.';
+  end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
   get diagnostics v_count = row_count;

@@ -320,8 +320,9 @@ $$;
 -- last tick before it, so that a consumer which never comes back can not fill
 -- the disk.  What it misses, and what waits for it longer than that, goes the
 -- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
--- keeps no tick waiting for long.  Returns the number of subscribers moved; only
--- after 0 there is nothing more to do.
+-- keeps no tick waiting for long.  A window that is open only begins later then:
+-- how far it was delivered stays known.  Returns 0 only if there is nothing more
+-- to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -334,8 +335,11 @@ declare
   v_position  pgque.position_0;
   v_lease     pgque.position_0;
   v_token     bigint;
+  v_leaf      int;
+  v_dropped   bigint[];
   v_item      pgque.retry_queue;
   v_aside     record;
+  v_items     int := 0;
   v_moved     boolean;
   v_count     int := 0;
 begin
@@ -377,22 +381,31 @@ begin
       end if;
       if v_position.pos_tick < v_to.tick_id then
         v_moved := true;
-        if v_position.pos_main is null then
-          v_upto := v_to;
-          if v_to.tick_event_seq - v_position.pos_event_seq > 10000 then
-            -- Not within its window, since what is settled of that is known by the window.
-            v_upto := pgque._tick(p_queue_id, greatest(
-              pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_to.tick_id),
-              case when v_position.pos_next_tick <= v_to.tick_id then v_position.pos_next_tick end));
-          end if;
-          perform pgque._drop_behind(v_queue, v_sub, v_position, v_upto);
-          v_position.pos_high := greatest(v_position.pos_high, v_position.pos_next_tick);
-          v_position.pos_skipped := v_position.pos_skipped + v_upto.tick_event_seq - v_position.pos_event_seq;
-          perform pgque._append_position(pgque._at_tick(v_position, v_upto));
-        else
-          perform pgque._settle(v_position.pos_batch, null, 'dead', null, 'retention period passed', false) where v_position.pos_batch is not null;
-          perform pgque._append_position(pgque._at_tick(pgque._position(v_sub.sub_id), null));
+        v_upto := v_to;
+        if v_position.pos_next_tick < v_upto.tick_id then
+          v_upto := pgque._tick(p_queue_id, v_position.pos_next_tick);
         end if;
+        if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
+          v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
+        end if;
+        v_dropped := pgque._drop_upto(v_queue, v_sub, v_position, v_upto);
+        -- The leaf that knows what is settled in its open batch.
+        v_leaf := case when v_sub.sub_role <> 'pool' then pgque._carry_over(v_position) end;
+        if v_position.pos_main is null then
+          v_position.pos_skipped := v_position.pos_skipped + cardinality(v_dropped);
+        end if;
+        if v_upto.tick_id < v_position.pos_next_tick then
+          -- Who says something about a message of the batch that was dropped hears that it has its outcome.
+          perform pgque._note(v_position.pos_batch, v_sub.sub_id,
+            array(select d.id from unnest(v_dropped) d (id) where (d.id > v_position.pos_last_id) is not true), null, v_leaf)
+          where v_position.pos_batch is not null;
+          v_position.pos_tick := v_upto.tick_id;
+          v_position.pos_snapshot := v_upto.tick_snapshot;
+          v_position.pos_event_seq := v_upto.tick_event_seq;
+        else
+          v_position := pgque._at_tick(v_position, case when v_position.pos_main is null then v_upto end);
+        end if;
+        perform pgque._append_position(v_position, v_leaf);
       end if;
       v_count := v_count + v_moved::int;
     end loop;
@@ -415,34 +428,42 @@ begin
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
         -- A dead letter that was requeued has its time again.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      limit 10000
       for update skip locked
     )
     delete from pgque.retry_queue r using found f
     where r.ctid = f.ctid
     returning r.*
   loop
+    v_items := v_items + 1;
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
     if found then
       perform pgque._bury(v_queue, v_sub, v_item, 'retention period passed');
     end if;
   end loop;
-  return v_count;
+  return v_count + (v_items = 10000)::int;
 end
 $$;
 
--- What a consumer has before it up to a tick and will not get any more.
-create or replace function pgque._drop_behind(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position_0, p_to pgque.tick) returns void
+-- What a subscriber has before it up to a tick, not beyond its window, and will not
+-- get any more; of a subconsumer, what its batch has.  Returns the ids.
+create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position_0, p_to pgque.tick)
+returns bigint[]
 language plpgsql as $$
 declare
-  v_rows   text := pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(p_sub, p_position, p_to.tick_snapshot)
-    || case when p_position.pos_batch is not null then pgque._unsettled_condition(p_position) else '' end);
+  v_rows   text;
+  v_ids    bigint[];
   v_event  pgque.event;
   v_keyed  pgque.event[];
   v_claim  record;
-  v_count  bigint;
 begin
+  if p_sub.sub_main is null then
+    p_position.pos_last_id := null;
+  end if;
+  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(
+    coalesce(p_sub.sub_main, p_sub.sub_id), pgque._with_window(p_position, p_to), coalesce(p_position.pos_batch, 0)));
   if p_queue.queue_keyed then
-    -- As in receive(): a message whose body is being replaced is put aside.
+    -- As in receive(): a message whose body is being replaced is set aside.
     execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e where e.ev_key is not null', v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     insert into pgque.retry_queue
@@ -450,12 +471,14 @@ begin
     from pg_catalog.unnest(v_claim.rows) e
     where e.ev_id in (select b.id from pg_catalog.unnest(v_claim.busy) b (id))
     on conflict do nothing;
-    v_rows := pg_catalog.format('select * from (%s) e where e.ev_id <> all (%L)', v_rows, v_claim.busy || v_claim.gone);
+    v_rows := pg_catalog.format(
+      'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))',
+      v_rows, v_claim.busy || v_claim.gone);
   end if;
+  execute pg_catalog.format('select coalesce(array_agg(e.ev_id), ''{}'') from (%s) e', v_rows) into v_ids;
   if p_queue.queue_drop_policy = 'drop' then
-    execute pg_catalog.format('select count(*) from (%s) e', v_rows) into v_count;
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', v_count);
-    return;
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', pg_catalog.cardinality(v_ids));
+    return v_ids;
   end if;
   if not p_queue.queue_keyed and not p_queue.queue_expiring and (p_queue.queue_dead_letter_queue is null or p_queue.queue_drop_policy = 'hold') then
     -- The same as below, set-based.
@@ -467,7 +490,7 @@ begin
       ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
       ' from (%s) e order by e.ev_id on conflict do nothing', v_rows)
     using p_queue.queue_id, p_sub.sub_consumer, 'retention period passed'::text, p_queue.queue_drop_policy = 'hold';
-    return;
+    return v_ids;
   end if;
   for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
     if v_event.ev_key is not null then
@@ -479,17 +502,23 @@ begin
       perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
     end if;
   end loop;
+  return v_ids;
 end
 $$;
 
 -- The condition on e for what a subscriber has before it, as a snapshot shows
--- it: not behind its position, and not handed out from its window.
+-- it: not behind its position, not handed out from its window, and without an
+-- outcome in its open batch.
 create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position_0, p_snapshot pg_snapshot) returns text
 language sql stable as $$
   select coalesce(pgque._xid_condition(p_position.pos_snapshot, p_snapshot), 'false')
     || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
+    || case when p_position.pos_batch is not null then pg_catalog.format(
+      ' and not ((exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
+      ' or exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id))'
+      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
 $$;
 
 -- How many messages the slowest consumer has before it or in the hands of its
@@ -506,7 +535,7 @@ declare
   v_most   bigint := 0;
 begin
   if pg_catalog.pg_current_xact_id_if_assigned() is not null then
-    -- What this transaction sent is in no snapshot.
+    -- What this transaction sent is not in the snapshot.
     execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
@@ -516,16 +545,9 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
     execute pg_catalog.format('select count(*) from (%s) e',
-      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot())
+      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pgque._tick_snapshot())
         || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
-    -- What has its outcome in an open batch waits elsewhere, or is done.
-    v_count := v_count + v_own - (
-      select count(*)
-      from (
-        select s.set_ev_id from pgque.settled_0 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
-        union
-        select s.set_ev_id from pgque.settled_1 s where s.set_batch = v_pos.pos_batch and s.set_ev_id > 0
-      ) s)
+    v_count := v_count + v_own
       + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
       + coalesce((
         select sum((o.lease).pos_done_count - o.settled)
@@ -642,7 +664,8 @@ end
 $$;
 
 -- Judges, for pools that nobody receives from, what lapsed for the last time:
--- messages whose attempts are used up.  Never one that is leased.
+-- messages whose attempts are used up, 10,000 of a pool in one call.  Never one
+-- that is leased.
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -666,6 +689,7 @@ begin
       from (
         select r.* from pgque.retry_queue r
         where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
+        limit 10000
         for update skip locked
       ) r);
     perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
@@ -763,37 +787,38 @@ end
 $$;
 
 -- Turns to the other leaf of the idempotency keys once one has grown past 4 MB,
--- and empties the old one as soon as hardly any of its keys holds any more: what
--- does goes along.
+-- and empties the old one as soon as half of its keys hold no more, or the leaf
+-- that is written has outgrown it: keys that hold for years keep no others.  The
+-- keys that hold, of queues that are there, go along.
 create or replace function pgque._compact_idempotency() returns int
 language plpgsql as $$
 declare
   v_cur   int := (select j.journal_idem_cur from pgque.journal j where j.journal_id = 1);
-  v_all   bigint;
-  v_live  bigint;
+  v_size  bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass);
+  v_old   bigint := pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass);
+  v_live  text := 'i.idem_expires > $1 and exists (select from pgque.queue q where q.queue_id = i.idem_queue)';
+  v_half  boolean;
 begin
-  if pg_catalog.pg_relation_size(('pgque.idempotency_' || v_cur)::regclass) < 4194304
-    and pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0
-  then
+  if v_size < 4194304 and v_old = 0 then
     return 0;
   end if;
   perform from pgque.journal j where j.journal_id = 1 for no key update skip locked;
   if not found then
     return 0;
   end if;
-  if pg_catalog.pg_relation_size(('pgque.idempotency_' || (1 - v_cur))::regclass) = 0 then
+  if v_old = 0 then
     update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
     return 1;
   end if;
   -- Counted without the lock, which keeps every send_idem() waiting.
-  execute pg_catalog.format('select count(*), count(*) filter (where i.idem_expires > $1) from pgque.idempotency_%s i', 1 - v_cur)
-  into v_all, v_live using pgque.clock();
-  if v_live * 2 > v_all then
+  execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
+  into v_half using pgque.clock();
+  if v_half and v_size < v_old then
     return 0;
   end if;
   execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
   execute pg_catalog.format(
-    'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where i.idem_expires > $1 on conflict do nothing', v_cur, 1 - v_cur)
+    'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where %s on conflict do nothing', v_cur, 1 - v_cur, v_live)
   using pgque.clock();
   execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;

@@ -12,6 +12,8 @@ comment on function pgque.send(text, jsonb) is
   'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
 comment on function pgque.send(text, text, text, text) is
   'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
+comment on function pgque.send(text, text, jsonb, text) is
+  'The same for JSON. PQ005 the key begins with { and may be meant as headers: name it headers or partition_key.';
 comment on function pgque.send_batch(text, text[]) is
   'Same as send_batch(queue_name, type_name, payloads) with type default.';
 comment on function pgque.send_batch(text, jsonb[]) is
@@ -19,7 +21,7 @@ comment on function pgque.send_batch(text, jsonb[]) is
 comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
   'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
   'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
-  'PQ001 no such queue, PQ005 no key or a ttl that is not positive, PQ013 the queue is paused.';
+  'PQ001 no such queue, PQ005 no key, or a ttl that is not positive or above 100 years, PQ013 the queue is paused.';
 comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
   'Same as send_idem with a text payload, for JSON.';
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
@@ -43,7 +45,8 @@ comment on function pgque.sqltriga() is
 comment on view pgque.sink is
   'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
   'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
-  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ016 see sink_commit().';
+  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ005 epoch, part or parts without sink_id, '
+  'PQ016 see sink_commit(), 23514 under session_replication_role = replica, where the view could do nothing.';
 comment on view pgque.sink_bulk is
   'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
 comment on function pgque.sink_begin(text, bigint) is
@@ -53,7 +56,7 @@ comment on function pgque.sink_begin(text, bigint) is
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
   'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
-  'also through a crash of the server. PQ001 no such queue, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
+  'also through a crash of the server. PQ001 no such queue, PQ003 a queue is full, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
   '25000 not READ COMMITTED.';
 
 -- consume
@@ -111,12 +114,12 @@ comment on function pgque.get_batch_cursor(bigint, text, int, text) is
 comment on function pgque.get_batch_cursor(bigint, text, int) is
   'Same as get_batch_cursor without extra_where.';
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Delivers one event of an open batch to this consumer again at retry_time, however often it failed before. Returns 1, or 0 if it was failed already. '
+  'Delivers one event of an open batch to this consumer again at retry_time (NULL: as nack() does), however often it failed before. Returns 1, or 0 if it was failed already. '
   'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
 comment on function pgque.event_retry(bigint, bigint, int) is
   'Same as event_retry with a time, in so many seconds from now.';
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now, and returns their number. Finish the batch '
+  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now (NULL: as nack() does), and returns their number. Finish the batch '
   'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
 
 -- workers
@@ -153,7 +156,7 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
 comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
 comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue.';
+  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
 
 -- queues
 comment on function pgque.create_queue(text, jsonb) is

@@ -579,3 +579,24 @@ def test_a_message_dead_lettered_while_its_queue_is_dropped_deadlocks_nobody(
     nack(consumer, message)
     consumer.execute("commit")
     assert dropping.result() == 1
+
+
+def test_a_retry_without_a_delay_waits_as_a_nack_without_one(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    for call in (
+        "select pgque.event_retry(%s, %s, null::int)",
+        "select pgque.event_retry(%s, %s, null::timestamptz)",
+        "select pgque.batch_retry(%s, null)",
+    ):
+        send(own, "q")
+        tick(own, "q")
+        (message,) = receive(own, "q")
+        assert value(own, call, *(message.batch_id, message.msg_id)[: call.count("%s")]) == 1
+        assert ack(own, message.batch_id) == 1
+        assert value(own, "select min(ev_retry_after) > pgque.clock() from pgque.retry_queue") is True
+
+
+def test_a_purge_of_dead_letters_without_an_age_is_refused(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    refused("PQ005", value, own, "select pgque.dlq_purge('q', null)")

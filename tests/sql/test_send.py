@@ -429,3 +429,42 @@ def test_a_trigger_whose_key_is_no_column_refuses_the_change(
         assert table in str(error)
         assert "no such, neither" in str(error)
     assert changes(conn, subscribed) == []
+def test_json_and_a_fourth_literal_by_position_is_a_partition_key_as_with_text(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    own.execute("select pgque.send('q', 't', '{\"a\": 1}'::jsonb, 'key1')")
+    own.execute("select pgque.send('q', 't', '{\"a\": 1}'::jsonb, null)")
+    own.execute("select pgque.send('q', 't', '{\"a\": 1}'::jsonb, headers => '{\"h\": 1}')")
+    own.execute("select pgque.send('q', 't', '{\"a\": 1}'::jsonb, '{\"h\": 2}'::jsonb)")
+    error = refused("PQ005", rows, own, "select pgque.send('q', 't', '{\"a\": 1}'::jsonb, '{\"h\": 1}')")
+    assert "headers =>" in str(error.diag.message_hint)
+    forced_tick(own, "q")
+    found = [(m.extra1, m.headers) for m in receive(own, "q")]
+    assert found == [("key1", None), (None, None), (None, {"h": 1}), (None, {"h": 2})]
+
+
+def test_keys_that_hold_for_years_keep_no_others(own: Connection) -> None:
+    for queue in ("q", "gone"):
+        value(own, "select pgque.create_queue(%s)", queue)
+    refused("PQ005", value, own, "select pgque.send_idem('q', 't', 'x', 'k', '101 years')")
+    long = "select count(*) from generate_series(1, 5000) n, pgque.send_idem(%s, 't', 'x', n || repeat('x', 900), '100 years')"
+    value(own, long, "gone")
+    value(own, "select pgque.drop_queue('gone')")
+    sizes = "select array[pg_relation_size('pgque.idempotency_0'), pg_relation_size('pgque.idempotency_1')]"
+    for _ in range(3):
+        value(own, "select pgque.maint_tables()")
+    assert value(own, sizes) == [0, 0]
+    value(own, long, "q")
+    assert value(own, "select pgque.maint_tables()") > 0
+    value(own, long.replace("n ||", "'a' || n ||").replace("100 years", "1 second"), "q")
+    value(own, long.replace("n ||", "'b' || n ||").replace("100 years", "1 second"), "q")
+    move_clock(own, "1 hour")
+    for _ in range(6):
+        value(own, "select pgque.maint_tables()")
+    kept = value(
+        own, "select (select count(*) from pgque.idempotency_0) + (select count(*) from pgque.idempotency_1)"
+    )
+    assert kept == 5000
+    assert value(own, "select deduped from pgque.send_idem('q', 't', 'x', 1 || repeat('x', 900))") is True

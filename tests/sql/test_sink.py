@@ -692,7 +692,7 @@ def test_a_row_opens_a_queue_that_came_out_of_a_dump(
 def test_a_part_that_was_written_is_left_out_whole_when_it_comes_again(
     conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:
-    first = [part_of(subscribed, p, 3, 1, 2) for p in "abc"]
+    first = [part_of(subscribed, p, 3, 1) for p in "abc"]
     with conn.transaction():
         assert [insert(conn, "sink", r) for r in first] == [1, 1, 1]
     replay = connect()
@@ -1005,9 +1005,10 @@ def test_what_names_no_part_of_an_epoch_is_refused(conn: Connection, subscribed:
         refused("PQ005", insert, conn, "sink", good | wrong)
     for name in (f"{subscribed} \\ 'x' \"y\" %s %I {{}}", "é😀" * 30, "0 0 0", " "):
         assert insert(conn, "sink", good | {"sink_id": name}) == 1
-    # Without a sink the rest means nothing.
-    assert insert(conn, "sink", good | {"sink_id": None, "epoch": -1, "part": None}) == 1
-    assert len(sent_texts(conn, subscribed)) == 5
+    # Without a sink a replay would be sent twice.
+    for named in ({"epoch": 0}, {"part": 0}, {"parts": 1}):
+        refused("PQ005", insert, conn, "sink", {"queue": subscribed, "payload": "x"} | named)
+    assert len(sent_texts(conn, subscribed)) == 4
 
 
 def test_sinks_with_like_names_are_strangers(conn: Connection, subscribed: str) -> None:
@@ -1573,3 +1574,69 @@ def test_what_was_staged_twice_does_not_stop_maintenance(conn: Connection, subsc
     assert notices == []
     assert commit(conn, subscribed, [attempt], 1) == "applied"
     assert sent_texts(conn, subscribed) == ["x"]
+
+
+# --- full queues, other roles of a session ----------------------------------------------------------------
+
+
+def test_a_statement_into_the_bulk_view_stops_at_the_limit_and_sends_nothing(
+    conn: Connection, new_queue: Callable[..., str]
+) -> None:
+    full, free = new_queue(), new_queue()
+    for queue in (full, free):
+        subscribe(conn, queue)
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '5')", full)
+    with conn.transaction(force_rollback=True):
+        insert(conn, "sink_bulk", *({"queue": full, "payload": "x"} for _ in range(4)))
+    many = "insert into pgque.sink_bulk (queue, payload) select %s, n::text from generate_series(1, %s) n"
+    refused("PQ003", rows, conn, many, full, 6)
+    rows(conn, many, full, 3)
+    mixed = "insert into pgque.sink_bulk (queue, payload) select (array[%s, %s])[1 + n %% 2], n::text from generate_series(1, %s) n"
+    refused("PQ003", rows, conn, mixed, full, free, 6)
+    rows(conn, mixed, full, free, 4)
+    refused("PQ003", insert, conn, "sink_bulk", {"queue": full, "payload": "x"})
+    assert len(sent_texts(conn, full)) == 5
+    assert len(sent_texts(conn, free)) == 2
+    rows(conn, many, full, 5)
+
+
+def test_an_epoch_for_a_full_queue_is_refused_whole_and_can_be_written_later(
+    conn: Connection, subscribed: str
+) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '5')", subscribed)
+    first = stage(conn, subscribed, subscribed, numbers(4))
+    assert commit(conn, subscribed, [first], 4) == "applied"
+    second = stage(conn, subscribed, subscribed, numbers(2, 4), 1)
+    refused("PQ003", commit, conn, subscribed, [second], 2, 1)
+    assert commit(conn, subscribed, [first], 4) == "duplicate"
+    assert sent_texts(conn, subscribed) == numbers(4)
+    assert commit(conn, subscribed, [second], 2, 1) == "applied"
+    assert sent_texts(conn, subscribed) == numbers(2, 4)
+
+
+@VIEWS
+def test_where_triggers_and_rules_do_not_work_a_row_is_refused_and_not_lost(
+    conn: Connection, subscribed: str, view: str
+) -> None:
+    full = "queue, type, payload, headers"
+    row = (subscribed, "t", "x", None)
+    conn.execute("set session_replication_role = replica")
+    refused("23514", insert, conn, view, {"queue": subscribed, "payload": "x"})
+    refused("23514", insert, conn, view, dict(zip(full.split(", "), row, strict=True)))
+    refused("23514", insert, conn, view, {"payload": "x"})
+    refused("23514", copy, conn, f"pgque.{view}", full, [row])
+    assert isinstance(send(conn, subscribed), int)
+    conn.execute("reset session_replication_role")
+    assert insert(conn, view, {"queue": subscribed, "payload": "x"}) == 1
+    assert len(sent_texts(conn, subscribed)) == 2
+
+
+def test_a_replay_with_and_without_a_number_of_parts_is_refused(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    insert(conn, "sink", part_of(subscribed, "a", 0, 0, 2))
+    refused("PQ016", insert, connect(), "sink", part_of(subscribed, "b", 0, 1))
+    insert(conn, "sink", part_of(subscribed, "c", 1, 0))
+    error = refused("PQ016", insert, connect(), "sink", part_of(subscribed, "d", 1, 1, 2))
+    assert "any number" in str(error)
+    assert sent_texts(conn, subscribed) == ["a", "c"]

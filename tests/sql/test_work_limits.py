@@ -349,3 +349,75 @@ def test_a_global_default_is_seen_by_every_sessions_next_call(
 def test_a_global_default_that_makes_no_sense_is_refused(own: Connection, name: str, to: str) -> None:
     refused("PQ005", value, own, "select pgque.set_default_config(%s, %s)", name, to)
     assert rows(own, "select pgque.create_queue('q')") == [(1,)]
+
+
+def test_what_a_transaction_sent_counts_once_though_others_end_meanwhile(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    configure(conn, subscribed, max_depth=20)
+    conn.execute("begin")
+    send_many(conn, subscribed, 15)
+    conn.execute("rollback")
+    other = connect()
+    conn.execute("begin")
+    for _ in range(20):
+        send(conn, subscribed)
+        other.execute("select pg_current_xact_id()")
+    with pytest.raises(ZeroDivisionError), conn.transaction():
+        assert value(conn, "select pgque.purge(%s)", subscribed) == 20
+        raise ZeroDivisionError
+    refused("PQ003", send, conn, subscribed)
+    conn.execute("rollback")
+
+
+def test_an_external_ticker_whose_ids_run_ahead_does_not_lift_the_limit(conn: Connection, queue: str) -> None:
+    configure(conn, queue, external_ticker=True, max_depth=5)
+    value(conn, "select pgque.ticker(%s, 1000, clock_timestamp(), 1000000)", queue)
+    subscribe(conn, queue)
+    for _ in range(5):
+        send(conn, queue)
+    refused("PQ003", send, conn, queue)
+    refused("PQ003", send_many, conn, queue, 1)
+    value(conn, "select pgque.ticker(%s, 1001, clock_timestamp(), 1000001)", queue)
+    assert len(drain(conn, queue)) == 5
+    assert len(send_many(conn, queue, 5)) == 5
+
+
+def test_what_is_delayed_counts_from_the_first_batch_on_though_nobody_subscribed(
+    conn: Connection, queue: str
+) -> None:
+    configure(conn, queue, max_depth=5)
+    delayed = (
+        "select pgque.send_batch(%s, 't', array_fill('x'::text, array[%s]),"
+        " delays => array_fill('1 hour'::interval, array[%s]))"
+    )
+    refused("PQ003", value, conn, delayed, queue, 6, 6)
+    assert len(value(conn, delayed, queue, 5, 5)) == 5
+    refused("PQ003", value, conn, delayed, queue, 1, 1)
+
+
+def test_a_batch_with_keys_counts_the_queue_once_and_replaces_where_it_is_full(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    configure(own, "q", max_depth=100)
+    batch = "select pgque.send_batch('q', 't', array(select 'x' from generate_series(1, %s)), keys => array(select 'k' || n from generate_series(1, %s) n))"
+    own.execute("begin")
+    send_many(own, "q", 90)
+    own.execute("rollback")
+    own.execute("set track_functions = 'all'")
+    calls = (
+        "select coalesce(sum(f.calls), 0) from pg_stat_user_functions f where f.funcname = '_depth'"
+        " and f.schemaname = 'pgque'"
+    )
+    own.execute("begin")
+    own.execute("select pg_stat_clear_snapshot()")
+    before = value(own, calls.replace("pg_stat_user_functions", "pg_stat_xact_user_functions"))
+    assert len(value(own, batch, 100, 100)) == 100
+    counted = value(own, calls.replace("pg_stat_user_functions", "pg_stat_xact_user_functions")) - before
+    own.execute("commit")
+    assert counted == 1
+    assert len(set(value(own, batch, 100, 100))) == 100
+    refused("PQ003", value, own, batch, 101, 101)
+    refused("PQ003", send, own, "q")
