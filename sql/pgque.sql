@@ -4015,7 +4015,7 @@ begin
   v_claim := pgque._claim(p_queue, v_rows);
   v_ids := array(
     select e.ev_id from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone) and (e.ev_expires > v_now) is not false
+    where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true and (e.ev_expires > v_now) is not false
     order by e.ev_id
     limit p_max + 1);
   if pg_catalog.cardinality(v_ids) > p_max then
@@ -4023,16 +4023,17 @@ begin
     v_ids := v_ids[:p_max];
   end if;
   -- The slice: what is before next_id.
-  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and e.ev_id <> all (v_ids));
+  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is not true);
   looked := pg_catalog.cardinality(skip) + pg_catalog.cardinality(v_ids);
-  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where e.ev_id = any (v_ids) order by e.ev_id);
+  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is true order by e.ev_id);
   insert into pgque.retry_queue
   select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
-  where e.ev_id = any (v_claim.busy) and e.ev_id = any (skip)
+  where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy)))) is true and (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
   on conflict do nothing;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', (
     select count(*) from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id = any (skip) and e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone)));
+    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
+      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
   perform pgque._seal(p_queue.queue_id, rows);
 end
 $$;
@@ -4086,15 +4087,9 @@ $$;
 -- A condition that leaves out what is settled in an open batch.
 create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
 language plpgsql as $$
-declare
-  v_ids  bigint[];
 begin
-  if pgque._carry_over(p_batch) = 0 then
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_0 s where s.set_batch = p_batch.pos_batch;
-  else
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_1 s where s.set_batch = p_batch.pos_batch;
-  end if;
-  return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
+  return pg_catalog.format(' and e.ev_id not in (select s.set_ev_id from pgque.settled_%s s where s.set_batch = %s)',
+    pgque._carry_over(p_batch), p_batch.pos_batch);
 end
 $$;
 
@@ -4809,7 +4804,8 @@ begin
       on conflict do nothing
       returning set_ev_id
     )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n where not v_old_snapshot or n.set_ev_id = any (v_new);
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n
+    where not v_old_snapshot or (n.set_ev_id in (select pg_catalog.unnest((select v_new)))) is true;
   end if;
   return v_new;
 end
@@ -5237,20 +5233,21 @@ end
 $$;
 
 -- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner is
--- not shown long arrays: it would weigh each element.
+-- not shown long arrays: it would weigh each element.  The ids rise, so each row
+-- finds its own by bisection.
 create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
 language plpgsql immutable as $$
 begin
   if p_leaves[1] = all (p_leaves) then
     return 'select e.* from pgque.event_' || p_queue_id || '_' || p_leaves[1]
       || case when pg_catalog.cardinality(p_leaves) > 10
-        then ' e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null'
+        then ' e where e.ctid = any ((select $2)::tid[]) and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id and $3 is not null'
         else ' e where e.ctid = any ($2) and e.ev_id = any ($1) and $3 is not null' end;
   end if;
   return (
     select pg_catalog.string_agg(pg_catalog.format(
       'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
-      ' and e.ev_id = any ((select $1)::bigint[])', p_queue_id, n), ' union all ')
+      ' and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id', p_queue_id, n), ' union all ')
     from pg_catalog.generate_series(0, 2) n
     where n = any (p_leaves));
 end
@@ -5299,7 +5296,7 @@ begin
   select pg_catalog.array_agg(m.id), pg_catalog.array_agg(m.leaf), pg_catalog.array_agg(m.tid)
   into v_ids, v_leaves, v_tids
   from unnest(v_slice.ids, v_slice.leaves, v_slice.tids) m (id, leaf, tid)
-  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or m.id = any (p_ids));
+  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or (m.id in (select pg_catalog.unnest((select p_ids)))) is true);
   if v_ids is null then
     return null;
   end if;
@@ -5484,7 +5481,7 @@ begin
     select r
     from (
       select r.* from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
       order by r.ev_retry_after, r.ev_id
       limit p_max
@@ -5545,9 +5542,16 @@ begin
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
+      -- One look-up by index for each, whatever the planner takes their number for.
+      with found as materialized (
+        select f.ctid
+        from pg_catalog.unnest(v_ids) i (id)
+        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) f
+      )
       update pgque.retry_queue r
       set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_ids);
+      from found f
+      where r.ctid = f.ctid;
       taken := pg_catalog.cardinality(v_ids);
       return;
     end if;
@@ -5622,9 +5626,10 @@ begin
     from (
       select r.*
       from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
+        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (r.ev_lane is null
-          or r.ev_lane <> all (v_out)
+          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
             -- A message of the key that is out may be one that was sent later.
             and not exists (
               select from pgque.retry_queue o
@@ -6221,7 +6226,7 @@ begin
       select pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + case when v_sub.sub_role = 'pool' then 1 else v_lease.pos_attempt end,
         null, null, v_lease.pos_worker)
       from pg_catalog.unnest(v_rows) r
-      where r.ev_id = any (v_new));
+      where (r.ev_id in (select pg_catalog.unnest((select v_new)))) is true);
   end if;
   if v_sub.sub_role = 'pool' then
     if p_wait then
@@ -6232,7 +6237,11 @@ begin
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
       select e.ctid from pgque.retry_queue e
-      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
+      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+        -- The index finds one message of many; many are looked up in a hash table.
+        and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest(p_ids) i (id)), 0)
+        and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest(p_ids) i (id)), 9223372036854775807)
+        and (p_ids is null or (e.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
       order by e.ev_id
       for update skip locked
     ),
@@ -6250,7 +6259,8 @@ begin
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
     end if;
     if p_ids is not null and pg_catalog.cardinality(p_ids) > coalesce(pg_catalog.cardinality(v_new), 0) and exists (
-      select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids))
+      select from pgque.retry_queue r
+      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
     then
       -- Who has one of them locked may let go of it again; but the caller is told
       -- that it is lost, so an ack of all that is left must not finish it.
@@ -6297,13 +6307,13 @@ begin
     return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
   else
     return query
-      select i.id, i.id = any (v_new) is true,
+      select i.id, i.ok,
         case
-          when i.id = any (v_new) then null
+          when i.ok then null
           when exists (
             select from pgque.retry_queue r
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
-          when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
+          when i.id in (select r.ev_id from pg_catalog.unnest((select v_rows)) r) then 'settled already'
           when exists (
             select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)
             union all
@@ -6312,7 +6322,9 @@ begin
           else 'not in this batch'
         end
       from (
-        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited from pg_catalog.unnest(p_ids) u (id)
+        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
+          (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
+        from pg_catalog.unnest(p_ids) u (id)
       ) i;
   end if;
 end

@@ -611,7 +611,7 @@ begin
   v_claim := pgque._claim(p_queue, v_rows);
   v_ids := array(
     select e.ev_id from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone) and (e.ev_expires > v_now) is not false
+    where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true and (e.ev_expires > v_now) is not false
     order by e.ev_id
     limit p_max + 1);
   if pg_catalog.cardinality(v_ids) > p_max then
@@ -619,16 +619,17 @@ begin
     v_ids := v_ids[:p_max];
   end if;
   -- The slice: what is before next_id.
-  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and e.ev_id <> all (v_ids));
+  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is not true);
   looked := pg_catalog.cardinality(skip) + pg_catalog.cardinality(v_ids);
-  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where e.ev_id = any (v_ids) order by e.ev_id);
+  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is true order by e.ev_id);
   insert into pgque.retry_queue
   select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
-  where e.ev_id = any (v_claim.busy) and e.ev_id = any (skip)
+  where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy)))) is true and (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
   on conflict do nothing;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', (
     select count(*) from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id = any (skip) and e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone)));
+    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
+      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
   perform pgque._seal(p_queue.queue_id, rows);
 end
 $$;
@@ -682,15 +683,9 @@ $$;
 -- A condition that leaves out what is settled in an open batch.
 create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
 language plpgsql as $$
-declare
-  v_ids  bigint[];
 begin
-  if pgque._carry_over(p_batch) = 0 then
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_0 s where s.set_batch = p_batch.pos_batch;
-  else
-    select pg_catalog.array_agg(s.set_ev_id) into v_ids from pgque.settled_1 s where s.set_batch = p_batch.pos_batch;
-  end if;
-  return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
+  return pg_catalog.format(' and e.ev_id not in (select s.set_ev_id from pgque.settled_%s s where s.set_batch = %s)',
+    pgque._carry_over(p_batch), p_batch.pos_batch);
 end
 $$;
 

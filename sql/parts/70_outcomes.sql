@@ -99,7 +99,7 @@ begin
       select pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + case when v_sub.sub_role = 'pool' then 1 else v_lease.pos_attempt end,
         null, null, v_lease.pos_worker)
       from pg_catalog.unnest(v_rows) r
-      where r.ev_id = any (v_new));
+      where (r.ev_id in (select pg_catalog.unnest((select v_new)))) is true);
   end if;
   if v_sub.sub_role = 'pool' then
     if p_wait then
@@ -110,7 +110,11 @@ begin
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
       select e.ctid from pgque.retry_queue e
-      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
+      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+        -- The index finds one message of many; many are looked up in a hash table.
+        and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest(p_ids) i (id)), 0)
+        and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest(p_ids) i (id)), 9223372036854775807)
+        and (p_ids is null or (e.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
       order by e.ev_id
       for update skip locked
     ),
@@ -128,7 +132,8 @@ begin
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
     end if;
     if p_ids is not null and pg_catalog.cardinality(p_ids) > coalesce(pg_catalog.cardinality(v_new), 0) and exists (
-      select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids))
+      select from pgque.retry_queue r
+      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
     then
       -- Who has one of them locked may let go of it again; but the caller is told
       -- that it is lost, so an ack of all that is left must not finish it.
@@ -175,13 +180,13 @@ begin
     return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
   else
     return query
-      select i.id, i.id = any (v_new) is true,
+      select i.id, i.ok,
         case
-          when i.id = any (v_new) then null
+          when i.ok then null
           when exists (
             select from pgque.retry_queue r
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
-          when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
+          when i.id in (select r.ev_id from pg_catalog.unnest((select v_rows)) r) then 'settled already'
           when exists (
             select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)
             union all
@@ -190,7 +195,9 @@ begin
           else 'not in this batch'
         end
       from (
-        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited from pg_catalog.unnest(p_ids) u (id)
+        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
+          (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
+        from pg_catalog.unnest(p_ids) u (id)
       ) i;
   end if;
 end
