@@ -69,7 +69,7 @@ begin
     v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
-  elsif p_start_at ~ '^[0-9]{1,18}$' then
+  elsif p_start_at ~ '^[0-9]{1,19}$' then
     v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
@@ -206,6 +206,9 @@ begin
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
+  -- The numbers in a pool's journal follow the clock, so no primary key stops an old snapshot.
+  perform pgque._need_read_committed('register_consumer_at() for a pool of workers')
+  where (pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_role = 'pool';
   v_position := pgque._lock_position((pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
@@ -410,7 +413,7 @@ begin
   if receive.max_return is null or receive.max_return < 1 then
     raise exception using
       errcode = 'PQ005',
-      message = format('max_return must be at least 1, for queue %I', receive.queue_name),
+      message = format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
       hint = 'It is the greatest number of messages to hand out.';
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
@@ -684,7 +687,7 @@ $$;
 create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
 language plpgsql as $$
 begin
-  return pg_catalog.format(' and e.ev_id not in (select s.set_ev_id from pgque.settled_%s s where s.set_batch = %s)',
+  return pg_catalog.format(' and e.ev_id not in (select s.set_ev_id from pgque.settled_%s s where s.set_batch = %L)',
     pgque._carry_over(p_batch), p_batch.pos_batch);
 end
 $$;
@@ -956,7 +959,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_cursor  refcursor := $2;
 begin
-  if coalesce($2, '') = '' or $3 < 0 then
+  if coalesce($2, '') = '' or ($3 >= 0) is not true then
     raise exception using
       errcode = 'PQ005',
       message = format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),

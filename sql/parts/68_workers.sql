@@ -409,15 +409,18 @@ end
 $$;
 
 -- Makes a consumer on its own a pool of workers, unless it has become
--- something else meanwhile.
+-- something else meanwhile.  One that has received a batch on its own stays as it
+-- is: the process that reads it could not go on.
 create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
 language plpgsql as $$
 begin
-  if (pgque._lock_position(p_sub.sub_id)).pos_batch is not null then
+  if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
     raise exception using
       errcode = 'PQ006',
-      message = pg_catalog.format('consumer %s of queue %I holds a batch of its own', pgque._subscriber_name(p_sub), p_queue),
-      hint = 'Finish it before workers share the consumer.';
+      message = pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+      hint = pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
+        'which loses its pending retries: select i.last_tick, pgque.unsubscribe(%1$L, %2$L) from pgque.get_consumer_info(%1$L, %2$L) i; '
+        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub));
   end if;
   update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
 end

@@ -29,6 +29,7 @@ declare
   v_items  pgque.retry_queue[] := '{}';
   v_item   pgque.retry_queue;
 begin
+  p_ids := pgque._flat(p_ids);
   -- Nobody unsubscribes it until this is committed; of a pool, others go on meanwhile.
   select s.* into v_sub
   from pgque.subscriber s
@@ -393,7 +394,7 @@ declare
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
-  if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
+  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
     return pgque.release($1);
   end if;
   v_sub := pgque._batch_owner($1);
@@ -487,7 +488,7 @@ begin
     return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
       or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);
   end if;
-  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch = p_batch;
+  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch is not distinct from p_batch;
 end
 $$;
 
@@ -765,21 +766,26 @@ create or replace function pgque.reclaim(queue_name text, consumer_name text, ol
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
-  v_span   interval := coalesce($3, '0');
   v_token  bigint;
   v_count  int := 0;
 begin
+  if $3 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      hint = 'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.';
+  end if;
   for v_token in
     select o.token
     from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
     cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-    where (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
+    where (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
     union
     select r.ev_batch
     from pgque.retry_queue r
     cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
     where r.ev_owner = v_sub.sub_id and r.ev_batch is not null
-      and (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is not true
+      and (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is not true
   loop
     -- A worker that is just settling its batch is left alone.
     if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then

@@ -222,3 +222,12 @@ def test_a_call_that_waited_for_an_unsubscribe_names_queue_and_consumer(
     error = refused("PQ011", other.result)
     assert "not subscriber to queue" in str(error)
     assert isinstance(error, psycopg.Error)
+
+
+def test_a_consumer_may_stand_at_a_tick_of_nineteen_digits(conn: Connection, queue: str) -> None:
+    tick_id = 10**18 + 7
+    value(conn, "select pgque.set_queue_config(%s, 'external_ticker', 'true')", queue)
+    value(conn, "select pgque.ticker(%s, %s::bigint, now(), 1)", queue, tick_id)
+    assert value(conn, "select pgque.register_consumer_at(%s, 'c', %s)", queue, tick_id) == 1
+    assert value(conn, "select pgque.tick_for(%s, %s::text)", queue, tick_id) == tick_id
+    refused("PQ005", value, conn, "select pgque.subscribe(%s, 'd', %s)", queue, "9" * 19)

@@ -46,7 +46,9 @@ def worker_rejects(conn: Connection) -> None:
     assert all(ok for _, ok, _ in nack_ids(conn, batch[0].batch_id, ids(batch)))
     again = take(conn, "q", count=COUNT)
     assert ids(again) == ids(batch)
-    assert all(ok for _, ok, _ in rows(conn, "select * from pgque.ack(%s, %s)", again[0].batch_id, ids(again)))
+    assert all(
+        ok for _, ok, _ in rows(conn, "select * from pgque.ack(%s, %s)", again[0].batch_id, ids(again))
+    )
 
 
 def worker_releases(conn: Connection) -> None:
@@ -64,7 +66,9 @@ def alone_acks(conn: Connection) -> None:
 
 def alone_rejects(conn: Connection) -> None:
     batch = receive(conn, "q", count=COUNT)
-    assert all(ok for _, ok, _ in rows(conn, "select * from pgque.dead(%s, %s)", batch[0].batch_id, ids(batch)))
+    assert all(
+        ok for _, ok, _ in rows(conn, "select * from pgque.dead(%s, %s)", batch[0].batch_id, ids(batch))
+    )
     assert ack(conn, batch[0].batch_id) == 1
 
 
