@@ -3637,7 +3637,7 @@ begin
     v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
-  elsif p_start_at ~ '^[0-9]{1,18}$' then
+  elsif p_start_at ~ '^[0-9]{1,19}$' then
     v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
@@ -3820,7 +3820,7 @@ create or replace function pgque.register_consumer_at(queue_name text, consumer_
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
-  v_sub       int;
+  v_sub       pgque.subscriber;
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
@@ -3830,10 +3830,12 @@ begin
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
-  v_sub := (pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id;
+  v_sub := pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller);
+  -- The numbers in a pool's journal follow the clock, so no primary key stops an old snapshot.
+  perform pgque._need_read_committed('register_consumer_at() for a pool of workers') where v_sub.sub_role = 'pool';
   -- As in seek().
-  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub)).pos_tick;
-  v_position := pgque._lock_position(v_sub);
+  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
+  v_position := pgque._lock_position(v_sub.sub_id);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
@@ -4034,7 +4036,7 @@ begin
   if receive.max_return is null or receive.max_return < 1 then
     raise exception using
       errcode = 'PQ005',
-      message = format('max_return must be at least 1, for queue %I', receive.queue_name),
+      message = format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
       hint = 'It is the greatest number of messages to hand out.';
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
@@ -4235,7 +4237,7 @@ begin
   v_claim := pgque._claim(p_queue, v_rows);
   v_ids := array(
     select e.ev_id from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone) and (e.ev_expires > v_now) is not false
+    where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true and (e.ev_expires > v_now) is not false
     order by e.ev_id
     limit p_max + 1);
   if pg_catalog.cardinality(v_ids) > p_max then
@@ -4243,16 +4245,17 @@ begin
     v_ids := v_ids[:p_max];
   end if;
   -- The slice: what is before next_id.
-  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and e.ev_id <> all (v_ids));
+  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is not true);
   looked := pg_catalog.cardinality(skip) + pg_catalog.cardinality(v_ids);
-  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where e.ev_id = any (v_ids) order by e.ev_id);
+  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is true order by e.ev_id);
   insert into pgque.retry_queue
   select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
-  where e.ev_id = any (v_claim.busy) and e.ev_id = any (skip)
+  where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy)))) is true and (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
   on conflict do nothing;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', (
     select count(*) from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id = any (skip) and e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone)));
+    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
+      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
   perform pgque._seal(p_queue.queue_id, rows);
 end
 $$;
@@ -4305,18 +4308,10 @@ $$;
 
 -- A condition that leaves out what is settled in an open batch.
 create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
-language plpgsql as $$
-declare
-  v_ids  bigint[];
-begin
-  select pg_catalog.array_agg(s.set_ev_id) into v_ids
-  from (
-    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch.pos_batch
-    union
-    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch.pos_batch
-  ) s;
-  return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
-end
+language sql stable as $$
+  select pg_catalog.format(
+    ' and e.ev_id not in (select s.set_ev_id from pgque.settled_0 s where s.set_batch = %1$L'
+    ' union all select s.set_ev_id from pgque.settled_1 s where s.set_batch = %1$L)', p_batch.pos_batch)
 $$;
 
 -- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
@@ -4601,7 +4596,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_cursor  refcursor := $2;
 begin
-  if coalesce($2, '') = '' or $3 < 0 then
+  if coalesce($2, '') = '' or ($3 >= 0) is not true then
     raise exception using
       errcode = 'PQ005',
       message = format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
@@ -4681,7 +4676,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
-  if $2 ~ '^[0-9]{1,18}$' then
+  if $2 ~ '^[0-9]{1,19}$' and $2::numeric <= 9223372036854775807 then
     return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
   end if;
   return (pgque._find_tick(v_queue, $2)).tick_id;
@@ -5049,7 +5044,8 @@ begin
       on conflict do nothing
       returning set_ev_id
     )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n where not v_old_snapshot or n.set_ev_id = any (v_new);
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n
+    where not v_old_snapshot or (n.set_ev_id in (select pg_catalog.unnest((select v_new)))) is true;
   end if;
   return v_new;
 end
@@ -5348,15 +5344,18 @@ end
 $$;
 
 -- Makes a consumer on its own a pool of workers, unless it has become
--- something else meanwhile.
+-- something else meanwhile.  One that has received a batch on its own stays as it
+-- is: the process that reads it could not go on.
 create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
 language plpgsql as $$
 begin
-  if (pgque._lock_position(p_sub.sub_id)).pos_batch is not null then
+  if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
     raise exception using
       errcode = 'PQ006',
-      message = pg_catalog.format('consumer %s of queue %I holds a batch of its own', pgque._subscriber_name(p_sub), p_queue),
-      hint = 'Finish it before workers share the consumer.';
+      message = pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+      hint = pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
+        'which loses its pending retries: select i.last_tick, pgque.unsubscribe(%1$L, %2$L) from pgque.get_consumer_info(%1$L, %2$L) i; '
+        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub));
   end if;
   update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
 end
@@ -5477,20 +5476,21 @@ end
 $$;
 
 -- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner is
--- not shown long arrays: it would weigh each element.
+-- not shown long arrays: it would weigh each element.  The ids rise, so each row
+-- finds its own by bisection.
 create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
 language plpgsql immutable as $$
 begin
   if p_leaves[1] = all (p_leaves) then
     return 'select e.* from pgque.event_' || p_queue_id || '_' || p_leaves[1]
       || case when pg_catalog.cardinality(p_leaves) > 10
-        then ' e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null'
+        then ' e where e.ctid = any ((select $2)::tid[]) and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id and $3 is not null'
         else ' e where e.ctid = any ($2) and e.ev_id = any ($1) and $3 is not null' end;
   end if;
   return (
     select pg_catalog.string_agg(pg_catalog.format(
       'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
-      ' and e.ev_id = any ((select $1)::bigint[])', p_queue_id, n), ' union all ')
+      ' and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id', p_queue_id, n), ' union all ')
     from pg_catalog.generate_series(0, 2) n
     where n = any (p_leaves));
 end
@@ -5539,7 +5539,7 @@ begin
   select pg_catalog.array_agg(m.id), pg_catalog.array_agg(m.leaf), pg_catalog.array_agg(m.tid)
   into v_ids, v_leaves, v_tids
   from unnest(v_slice.ids, v_slice.leaves, v_slice.tids) m (id, leaf, tid)
-  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or m.id = any (p_ids));
+  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or (m.id in (select pg_catalog.unnest((select p_ids)))) is true);
   if v_ids is null then
     return null;
   end if;
@@ -5724,7 +5724,7 @@ begin
     select r
     from (
       select r.* from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
       order by r.ev_retry_after, r.ev_id
       limit p_max
@@ -5785,9 +5785,16 @@ begin
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
+      -- One look-up by index for each, whatever the planner takes their number for.
+      with found as materialized (
+        select f.ctid
+        from pg_catalog.unnest(v_ids) i (id)
+        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) f
+      )
       update pgque.retry_queue r
       set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_ids);
+      from found f
+      where r.ctid = f.ctid;
       taken := pg_catalog.cardinality(v_ids);
       return;
     end if;
@@ -5862,9 +5869,10 @@ begin
     from (
       select r.*
       from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
+        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (r.ev_lane is null
-          or r.ev_lane <> all (v_out)
+          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
             -- A message of the key that is out may be one that was sent later.
             and not exists (
               select from pgque.retry_queue o
@@ -6167,7 +6175,9 @@ begin
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name); pgque.register_consumer_at(queue, consumer, tick_id) moves it.'
+      hint = case p_sub.sub_role
+        when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
+          'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
   end if;
 end
@@ -6210,7 +6220,7 @@ begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     raise exception using
       errcode = 'PQ004',
-      message = format('invalid worker name for consumer %I of queue %I', $2, $1),
+      message = format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
       hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
   end if;
   perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);
@@ -6411,6 +6421,7 @@ declare
   v_items  pgque.retry_queue[] := '{}';
   v_item   pgque.retry_queue;
 begin
+  p_ids := pgque._flat(p_ids);
   -- Nobody unsubscribes it until this is committed; of a pool, others go on meanwhile.
   select s.* into v_sub
   from pgque.subscriber s
@@ -6481,7 +6492,7 @@ begin
       select pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + case when v_sub.sub_role = 'pool' then 1 else v_lease.pos_attempt end,
         null, null, v_lease.pos_worker)
       from pg_catalog.unnest(v_rows) r
-      where r.ev_id = any (v_new));
+      where (r.ev_id in (select pg_catalog.unnest((select v_new)))) is true);
   end if;
   if v_sub.sub_role = 'pool' then
     if p_wait then
@@ -6492,7 +6503,11 @@ begin
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
       select e.ctid from pgque.retry_queue e
-      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
+      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+        -- The index finds one message of many; many are looked up in a hash table.
+        and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest(p_ids) i (id)), 0)
+        and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest(p_ids) i (id)), 9223372036854775807)
+        and (p_ids is null or (e.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
       order by e.ev_id
       for update skip locked
     ),
@@ -6510,7 +6525,8 @@ begin
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
     end if;
     if p_ids is not null and pg_catalog.cardinality(p_ids) > coalesce(pg_catalog.cardinality(v_new), 0) and exists (
-      select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids))
+      select from pgque.retry_queue r
+      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
     then
       -- Who has one of them locked may let go of it again; but the caller is told
       -- that it is lost, so an ack of all that is left must not finish it.
@@ -6556,13 +6572,13 @@ begin
     return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
   else
     return query
-      select i.id, i.id = any (v_new) is true,
+      select i.id, i.ok,
         case
-          when i.id = any (v_new) then null
+          when i.ok then null
           when exists (
             select from pgque.retry_queue r
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
-          when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
+          when i.id in (select r.ev_id from pg_catalog.unnest((select v_rows)) r) then 'settled already'
           when exists (
             select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)
             union all
@@ -6571,7 +6587,9 @@ begin
           else 'not in this batch'
         end
       from (
-        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited from pg_catalog.unnest(p_ids) u (id)
+        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
+          (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
+        from pg_catalog.unnest(p_ids) u (id)
       ) i;
   end if;
 end
@@ -6767,7 +6785,7 @@ declare
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
-  if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
+  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
     return pgque.release($1);
   end if;
   v_sub := pgque._batch_owner($1);
@@ -6862,7 +6880,7 @@ begin
     return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
       or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);
   end if;
-  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch = p_batch;
+  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch is not distinct from p_batch;
 end
 $$;
 
@@ -7181,21 +7199,26 @@ create or replace function pgque.reclaim(queue_name text, consumer_name text, ol
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
-  v_span   interval := coalesce($3, '0');
   v_token  bigint;
   v_count  int := 0;
 begin
+  if $3 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      hint = 'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.';
+  end if;
   for v_token in
     select o.token
     from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
     cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-    where (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
+    where (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
     union
     select r.ev_batch
     from pgque.retry_queue r
     cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
     where r.ev_owner = v_sub.sub_id and r.ev_batch is not null
-      and (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is not true
+      and (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is not true
   loop
     -- A worker that is just settling its batch is left alone.
     if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then
@@ -8122,12 +8145,13 @@ begin
 end
 $$;
 
--- Sets how often a reaper runs: an interval, or an empty string for never.
--- Returns what holds now.
+-- Sets how often a reaper runs: an interval, an empty string for never, or null
+-- for the default.  Returns what holds now.
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._init();
+  every := coalesce($2, case $1 when 'expire' then '00:01:00' else '' end);
   if $1 = 'expire' then
     update pgque.config c set expire_every = pgque._period(nullif($2, ''));
   elsif $1 = 'delete_expired' then
@@ -8595,10 +8619,10 @@ declare
   v_args      pg_catalog.text[];
   v_op        pg_catalog.int4 := 0;
 begin
-  -- Whatever the session's default is; the level goes from one transaction to
-  -- the next.
+  -- Whatever the session's defaults are; these go from one transaction to the
+  -- next.
   commit;
-  set transaction isolation level read committed;
+  set transaction isolation level read committed, read write;
   v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
   if v_timeout > '0'::pg_catalog.interval then
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
@@ -10226,7 +10250,7 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
   '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
   'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
   'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
-  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer holds a batch of its own, PQ011 no such consumer.';
+  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer has received a batch on its own and a worker is named, PQ011 no such consumer.';
 comment on function pgque.ack(bigint) is
   'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
   'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
@@ -10589,13 +10613,13 @@ comment on function pgque.archive(bigint, bigint[], pgque.caller) is
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
+  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when null, negative or above 100 years.';
 comment on function pgque.extend(bigint, interval, pgque.caller) is
   'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
-  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches.';
+  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
 comment on function pgque.list_poison(text, int, pgque.caller) is
   'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
 comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
@@ -10615,7 +10639,7 @@ comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 comment on function pgque.set_schedule(text, text) is
   'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
-  'every is an interval, an empty string turns it off. PQ005 for an invalid one, and the old one stays.';
+  'every is an interval; an empty string turns the reaper off, null restores its default. PQ005 for an invalid one, and the old one stays.';
 comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
 comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
 comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';

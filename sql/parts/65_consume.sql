@@ -69,7 +69,7 @@ begin
     v_tick := pgque._last_tick(p_queue);
   elsif p_start_at = 'earliest' then
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
-  elsif p_start_at ~ '^[0-9]{1,18}$' then
+  elsif p_start_at ~ '^[0-9]{1,19}$' then
     v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
   else
     execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
@@ -252,7 +252,7 @@ create or replace function pgque.register_consumer_at(queue_name text, consumer_
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue     pgque.queue;
-  v_sub       int;
+  v_sub       pgque.subscriber;
   v_position  pgque.position_0;
 begin
   if register_consumer_at.tick_id is null then
@@ -262,10 +262,12 @@ begin
     return 1;
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
-  v_sub := (pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller)).sub_id;
+  v_sub := pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller);
+  -- The numbers in a pool's journal follow the clock, so no primary key stops an old snapshot.
+  perform pgque._need_read_committed('register_consumer_at() for a pool of workers') where v_sub.sub_role = 'pool';
   -- As in seek().
-  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub)).pos_tick;
-  v_position := pgque._lock_position(v_sub);
+  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
+  v_position := pgque._lock_position(v_sub.sub_id);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
   return 0;
@@ -466,7 +468,7 @@ begin
   if receive.max_return is null or receive.max_return < 1 then
     raise exception using
       errcode = 'PQ005',
-      message = format('max_return must be at least 1, for queue %I', receive.queue_name),
+      message = format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
       hint = 'It is the greatest number of messages to hand out.';
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
@@ -667,7 +669,7 @@ begin
   v_claim := pgque._claim(p_queue, v_rows);
   v_ids := array(
     select e.ev_id from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone) and (e.ev_expires > v_now) is not false
+    where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true and (e.ev_expires > v_now) is not false
     order by e.ev_id
     limit p_max + 1);
   if pg_catalog.cardinality(v_ids) > p_max then
@@ -675,16 +677,17 @@ begin
     v_ids := v_ids[:p_max];
   end if;
   -- The slice: what is before next_id.
-  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and e.ev_id <> all (v_ids));
+  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is not true);
   looked := pg_catalog.cardinality(skip) + pg_catalog.cardinality(v_ids);
-  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where e.ev_id = any (v_ids) order by e.ev_id);
+  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is true order by e.ev_id);
   insert into pgque.retry_queue
   select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
-  where e.ev_id = any (v_claim.busy) and e.ev_id = any (skip)
+  where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy)))) is true and (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
   on conflict do nothing;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', (
     select count(*) from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id = any (skip) and e.ev_id <> all (v_claim.busy) and e.ev_id <> all (v_claim.gone)));
+    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
+      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
   perform pgque._seal(p_queue.queue_id, rows);
 end
 $$;
@@ -737,18 +740,10 @@ $$;
 
 -- A condition that leaves out what is settled in an open batch.
 create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
-language plpgsql as $$
-declare
-  v_ids  bigint[];
-begin
-  select pg_catalog.array_agg(s.set_ev_id) into v_ids
-  from (
-    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch.pos_batch
-    union
-    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch.pos_batch
-  ) s;
-  return coalesce(' and e.ev_id <> all (' || pg_catalog.quote_literal(v_ids) || ')', '');
-end
+language sql stable as $$
+  select pg_catalog.format(
+    ' and e.ev_id not in (select s.set_ev_id from pgque.settled_0 s where s.set_batch = %1$L'
+    ' union all select s.set_ev_id from pgque.settled_1 s where s.set_batch = %1$L)', p_batch.pos_batch)
 $$;
 
 -- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
@@ -1033,7 +1028,7 @@ language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_cursor  refcursor := $2;
 begin
-  if coalesce($2, '') = '' or $3 < 0 then
+  if coalesce($2, '') = '' or ($3 >= 0) is not true then
     raise exception using
       errcode = 'PQ005',
       message = format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),

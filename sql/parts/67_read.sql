@@ -26,7 +26,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
-  if $2 ~ '^[0-9]{1,18}$' then
+  if $2 ~ '^[0-9]{1,19}$' and $2::numeric <= 9223372036854775807 then
     return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
   end if;
   return (pgque._find_tick(v_queue, $2)).tick_id;

@@ -109,7 +109,8 @@ begin
       on conflict do nothing
       returning set_ev_id
     )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n where not v_old_snapshot or n.set_ev_id = any (v_new);
+    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n
+    where not v_old_snapshot or (n.set_ev_id in (select pg_catalog.unnest((select v_new)))) is true;
   end if;
   return v_new;
 end
@@ -408,15 +409,18 @@ end
 $$;
 
 -- Makes a consumer on its own a pool of workers, unless it has become
--- something else meanwhile.
+-- something else meanwhile.  One that has received a batch on its own stays as it
+-- is: the process that reads it could not go on.
 create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
 language plpgsql as $$
 begin
-  if (pgque._lock_position(p_sub.sub_id)).pos_batch is not null then
+  if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
     raise exception using
       errcode = 'PQ006',
-      message = pg_catalog.format('consumer %s of queue %I holds a batch of its own', pgque._subscriber_name(p_sub), p_queue),
-      hint = 'Finish it before workers share the consumer.';
+      message = pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+      hint = pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
+        'which loses its pending retries: select i.last_tick, pgque.unsubscribe(%1$L, %2$L) from pgque.get_consumer_info(%1$L, %2$L) i; '
+        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub));
   end if;
   update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
 end
@@ -537,20 +541,21 @@ end
 $$;
 
 -- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner is
--- not shown long arrays: it would weigh each element.
+-- not shown long arrays: it would weigh each element.  The ids rise, so each row
+-- finds its own by bisection.
 create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
 language plpgsql immutable as $$
 begin
   if p_leaves[1] = all (p_leaves) then
     return 'select e.* from pgque.event_' || p_queue_id || '_' || p_leaves[1]
       || case when pg_catalog.cardinality(p_leaves) > 10
-        then ' e where e.ctid = any ((select $2)::tid[]) and e.ev_id = any ((select $1)::bigint[]) and $3 is not null'
+        then ' e where e.ctid = any ((select $2)::tid[]) and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id and $3 is not null'
         else ' e where e.ctid = any ($2) and e.ev_id = any ($1) and $3 is not null' end;
   end if;
   return (
     select pg_catalog.string_agg(pg_catalog.format(
       'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
-      ' and e.ev_id = any ((select $1)::bigint[])', p_queue_id, n), ' union all ')
+      ' and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id', p_queue_id, n), ' union all ')
     from pg_catalog.generate_series(0, 2) n
     where n = any (p_leaves));
 end
@@ -599,7 +604,7 @@ begin
   select pg_catalog.array_agg(m.id), pg_catalog.array_agg(m.leaf), pg_catalog.array_agg(m.tid)
   into v_ids, v_leaves, v_tids
   from unnest(v_slice.ids, v_slice.leaves, v_slice.tids) m (id, leaf, tid)
-  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or m.id = any (p_ids));
+  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or (m.id in (select pg_catalog.unnest((select p_ids)))) is true);
   if v_ids is null then
     return null;
   end if;
@@ -784,7 +789,7 @@ begin
     select r
     from (
       select r.* from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
       order by r.ev_retry_after, r.ev_id
       limit p_max
@@ -845,9 +850,16 @@ begin
       select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
+      -- One look-up by index for each, whatever the planner takes their number for.
+      with found as materialized (
+        select f.ctid
+        from pg_catalog.unnest(v_ids) i (id)
+        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) f
+      )
       update pgque.retry_queue r
       set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_ids);
+      from found f
+      where r.ctid = f.ctid;
       taken := pg_catalog.cardinality(v_ids);
       return;
     end if;
@@ -922,9 +934,10 @@ begin
     from (
       select r.*
       from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now and r.ev_id <> all (p_but)
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
+        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (r.ev_lane is null
-          or r.ev_lane <> all (v_out)
+          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
             -- A message of the key that is out may be one that was sent later.
             and not exists (
               select from pgque.retry_queue o

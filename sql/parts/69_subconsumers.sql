@@ -18,7 +18,9 @@ begin
     raise exception using
       errcode = 'PQ005',
       message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-      hint = case p_sub.sub_role when 'pool' then 'Use pgque.receive(queue, consumer, max_return, worker => name); pgque.register_consumer_at(queue, consumer, tick_id) moves it.'
+      hint = case p_sub.sub_role
+        when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
+          'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
   end if;
 end
@@ -61,7 +63,7 @@ begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     raise exception using
       errcode = 'PQ004',
-      message = format('invalid worker name for consumer %I of queue %I', $2, $1),
+      message = format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
       hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
   end if;
   perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);

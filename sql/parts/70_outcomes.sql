@@ -29,6 +29,7 @@ declare
   v_items  pgque.retry_queue[] := '{}';
   v_item   pgque.retry_queue;
 begin
+  p_ids := pgque._flat(p_ids);
   -- Nobody unsubscribes it until this is committed; of a pool, others go on meanwhile.
   select s.* into v_sub
   from pgque.subscriber s
@@ -99,7 +100,7 @@ begin
       select pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + case when v_sub.sub_role = 'pool' then 1 else v_lease.pos_attempt end,
         null, null, v_lease.pos_worker)
       from pg_catalog.unnest(v_rows) r
-      where r.ev_id = any (v_new));
+      where (r.ev_id in (select pg_catalog.unnest((select v_new)))) is true);
   end if;
   if v_sub.sub_role = 'pool' then
     if p_wait then
@@ -110,7 +111,11 @@ begin
     with found as materialized (
       -- Whatever somebody else has locked is being taken over.
       select e.ctid from pgque.retry_queue e
-      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch and (p_ids is null or e.ev_id = any (p_ids))
+      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+        -- The index finds one message of many; many are looked up in a hash table.
+        and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest(p_ids) i (id)), 0)
+        and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest(p_ids) i (id)), 9223372036854775807)
+        and (p_ids is null or (e.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
       order by e.ev_id
       for update skip locked
     ),
@@ -128,7 +133,8 @@ begin
       perform pgque._note(p_batch, v_sub.sub_id, v_gone);
     end if;
     if p_ids is not null and pg_catalog.cardinality(p_ids) > coalesce(pg_catalog.cardinality(v_new), 0) and exists (
-      select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids))
+      select from pgque.retry_queue r
+      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
     then
       -- Who has one of them locked may let go of it again; but the caller is told
       -- that it is lost, so an ack of all that is left must not finish it.
@@ -174,13 +180,13 @@ begin
     return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
   else
     return query
-      select i.id, i.id = any (v_new) is true,
+      select i.id, i.ok,
         case
-          when i.id = any (v_new) then null
+          when i.ok then null
           when exists (
             select from pgque.retry_queue r
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
-          when exists (select from pg_catalog.unnest(v_rows) r where r.ev_id = i.id) then 'settled already'
+          when i.id in (select r.ev_id from pg_catalog.unnest((select v_rows)) r) then 'settled already'
           when exists (
             select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)
             union all
@@ -189,7 +195,9 @@ begin
           else 'not in this batch'
         end
       from (
-        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited from pg_catalog.unnest(p_ids) u (id)
+        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
+          (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
+        from pg_catalog.unnest(p_ids) u (id)
       ) i;
   end if;
 end
@@ -385,7 +393,7 @@ declare
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._need_pool($1);
-  if $2 is null or pgque._not_negative($2, 'visibility_timeout', $1) = '0' then
+  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
     return pgque.release($1);
   end if;
   v_sub := pgque._batch_owner($1);
@@ -480,7 +488,7 @@ begin
     return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
       or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);
   end if;
-  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch = p_batch;
+  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch is not distinct from p_batch;
 end
 $$;
 
@@ -799,21 +807,26 @@ create or replace function pgque.reclaim(queue_name text, consumer_name text, ol
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
-  v_span   interval := coalesce($3, '0');
   v_token  bigint;
   v_count  int := 0;
 begin
+  if $3 is null then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      hint = 'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.';
+  end if;
   for v_token in
     select o.token
     from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
     cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-    where (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
+    where (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
     union
     select r.ev_batch
     from pgque.retry_queue r
     cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
     where r.ev_owner = v_sub.sub_id and r.ev_batch is not null
-      and (l.pos_time > pgque.clock() - v_span and l.pos_time <= pgque.clock()) is not true
+      and (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is not true
   loop
     -- A worker that is just settling its batch is left alone.
     if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then

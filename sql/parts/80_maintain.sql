@@ -639,12 +639,13 @@ begin
 end
 $$;
 
--- Sets how often a reaper runs: an interval, or an empty string for never.
--- Returns what holds now.
+-- Sets how often a reaper runs: an interval, an empty string for never, or null
+-- for the default.  Returns what holds now.
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   perform pgque._init();
+  every := coalesce($2, case $1 when 'expire' then '00:01:00' else '' end);
   if $1 = 'expire' then
     update pgque.config c set expire_every = pgque._period(nullif($2, ''));
   elsif $1 = 'delete_expired' then

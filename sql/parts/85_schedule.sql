@@ -101,10 +101,10 @@ declare
   v_args      pg_catalog.text[];
   v_op        pg_catalog.int4 := 0;
 begin
-  -- Whatever the session's default is; the level goes from one transaction to
-  -- the next.
+  -- Whatever the session's defaults are; these go from one transaction to the
+  -- next.
   commit;
-  set transaction isolation level read committed;
+  set transaction isolation level read committed, read write;
   v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
   if v_timeout > '0'::pg_catalog.interval then
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));

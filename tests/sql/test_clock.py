@@ -126,18 +126,20 @@ def test_a_tick_of_a_clock_that_was_back_for_a_while_takes_nothing_young_into_re
 
 def test_workers_under_a_limit_of_throughput_go_on(ahead: Connection) -> None:
     configure(ahead, "q", throughput_limit=1000)
+    subscribe(ahead, "q", "pool")
     for _ in range(2):
         send(ahead, "q")
     tick(ahead, "q")
-    assert len(take(ahead, "q", count=1)) == 1
+    assert len(take(ahead, "q", count=1, consumer="pool")) == 1
     move_clock(ahead, "0")
-    assert len(take(ahead, "q", count=1)) == 1
+    assert len(take(ahead, "q", count=1, consumer="pool")) == 1
 
 
 def test_a_batch_that_was_handed_out_later_than_now_is_reclaimed(ahead: Connection) -> None:
+    subscribe(ahead, "q", "pool")
     sent = send(ahead, "q")
     tick(ahead, "q")
-    assert len(take(ahead, "q", timeout="1 day")) == 1
+    assert len(take(ahead, "q", timeout="1 day", consumer="pool")) == 1
     move_clock(ahead, "0")
-    assert value(ahead, "select pgque.reclaim('q', 'c', '1 hour')") == 1
-    assert [m.msg_id for m in take(ahead, "q", "w2")] == [sent]
+    assert value(ahead, "select pgque.reclaim('q', 'pool', '1 hour')") == 1
+    assert [m.msg_id for m in take(ahead, "q", "w2", consumer="pool")] == [sent]

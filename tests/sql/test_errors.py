@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sql.helpers import Connection, refused, rows, send, subscribe, tick, value
+from sql.helpers import Connection, ack, forced_tick, refused, rows, send, subscribe, tick, value
 
 UNKNOWN_QUEUE = [
     "pgque.send({q}, 'x'::text)",
@@ -139,3 +139,22 @@ def test_creating_and_subscribing_again_is_no_error(conn: Connection, queue: str
     assert subscribe(conn, queue) == 1
     assert subscribe(conn, queue) == 0
     assert value(conn, "select pgque.register_consumer(%s, 'c')", queue) == 0
+
+
+def test_a_null_argument_gets_an_error_that_says_which(conn: Connection, subscribed: str) -> None:
+    refused("PQ005", value, conn, "select pgque.receive(null, 'c', null)")
+    refused("PQ004", value, conn, "select pgque.register_subconsumer(%s, null, null)", subscribed)
+    send(conn, subscribed)
+    forced_tick(conn, subscribed)
+    batch = value(conn, "select pgque.next_batch(%s, 'c')", subscribed)
+    refused("PQ005", value, conn, "select pgque.get_batch_cursor(%s, 'x', null)", batch)
+    assert ack(conn, batch) == 1
+    refused("PQ012", value, conn, "select pgque.batch_retry(%s, 0)", batch)
+
+
+def test_a_null_schedule_restores_the_default(own: Connection) -> None:
+    value(own, "select pgque.set_schedule('expire', '5 minutes')")
+    assert value(own, "select pgque.set_schedule('expire', null)") == "00:01:00"
+    assert value(own, "select pgque.set_schedule('expire', '')") == ""
+    assert value(own, "select pgque.set_schedule('delete_expired', null)") == ""
+    refused("PQ005", value, own, "select pgque.set_schedule(null, null)")

@@ -427,3 +427,13 @@ def test_an_external_ticker_has_its_ids_to_itself(conn: Connection, subscribed: 
     value(conn, "select pgque.purge(%s)", subscribed)
     assert value(conn, "select pgque.tick_for(%s, 'latest')", subscribed) == (5 << 32) + 1
     assert value(conn, external, subscribed, (5 << 32) + 2) == (5 << 32) + 2
+
+
+def test_the_loop_runs_in_a_session_that_reads_only_by_default(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    own.execute("set default_transaction_read_only = on")
+    own.execute("call pgque.ticker_loop('100 milliseconds')")
+    own.execute("set default_transaction_read_only = off")
+    assert len(receive(own, "q")) == 1

@@ -498,3 +498,12 @@ def test_installing_again_keeps_leases_and_what_waits(pool: Connection, own_dsn:
     move_clock(pool, "11 minutes")
     (message,) = work_off(pool, "q", "w4")
     assert (message.msg_id, message.receive_count, message.last_error) == (sent[2], 2, "later")
+
+
+def test_a_lease_is_neither_ended_nor_taken_away_by_a_null(pool: Connection) -> None:
+    sent = offer(pool, "q", 2)
+    token = take(pool, "q")[0].batch_id
+    refused("PQ005", value, pool, "select pgque.set_visibility(%s, null)", token)
+    refused("PQ005", value, pool, "select pgque.reclaim('q', 'c', null)")
+    assert take(pool, "q", "w2") == []
+    assert set(outcome(pool, "ack", token, sent).values()) == {None}

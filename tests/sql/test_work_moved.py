@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -325,3 +326,16 @@ def test_an_unread_window_of_a_pool_that_was_moved_back_holds_its_messages_again
         sent += offer(pool, "q", 1)
         rotate(pool, "q")
     assert ids(work_off(pool, "q", count=3)) == sent
+
+
+def test_a_pool_is_not_moved_in_an_old_snapshot_rather_than_in_vain(
+    conn: Connection, subscribed: str, transaction: Callable[..., Connection]
+) -> None:
+    first = value(conn, "select last_tick from pgque.get_consumer_info(%s, 'c')", subscribed)
+    sent = offer(conn, subscribed, 2)
+    assert ack(conn, take(conn, subscribed)[0].batch_id) == 1
+    old = transaction("repeatable read")
+    refused("25000", value, old, "select pgque.register_consumer_at(%s, 'c', %s)", subscribed, first)
+    old.rollback()
+    assert value(conn, "select pgque.register_consumer_at(%s, 'c', %s)", subscribed, first) == 0
+    assert ids(take(conn, subscribed)) == sent

@@ -382,3 +382,24 @@ def test_peek_shows_messages_with_keys_once_with_their_last_body(
     receive(own, "q", "d")
     peeked = rows(own, "select p.key, p.payload from pgque.peek('q', 10, %s) as p", consumer)
     assert peeked == [("a", "new"), ("b", "x")]
+
+
+@pytest.mark.parametrize("worker", [True, False])
+@pytest.mark.parametrize("form", ["'[0:1]={%s,%s}'", "'{{%s},{%s}}'"])
+def test_ids_may_come_in_an_array_of_any_shape(
+    conn: Connection, subscribed: str, worker: bool, form: str
+) -> None:
+    sent = offer(conn, subscribed, 2)
+    batch = take(conn, subscribed) if worker else receive(conn, subscribed)
+    ids_ = form % tuple(sent)
+    found = rows(conn, f"select * from pgque.nack({batch[0].batch_id}, {ids_}::bigint[], '0')")
+    assert found == [(msg_id, True, None) for msg_id in sent]
+
+
+@pytest.mark.parametrize("form", ["'[0:0]={%s}'", "'{{%s}}'"])
+def test_one_id_may_come_in_an_array_of_any_shape(conn: Connection, subscribed: str, form: str) -> None:
+    sent = offer(conn, subscribed, 2)
+    batch = receive(conn, subscribed)[0].batch_id
+    assert rows(conn, f"select * from pgque.ack({batch}, {form % sent[0]}::bigint[])") == [
+        (sent[0], True, None)
+    ]

@@ -127,25 +127,32 @@ def test_a_consumer_with_subconsumers_is_not_a_pool(conn: Connection, queue: str
     assert ids(take(conn, queue, "a")) == sent
 
 
-def test_a_consumer_that_read_alone_becomes_a_pool_where_it_stands(conn: Connection, subscribed: str) -> None:
+@pytest.mark.parametrize("end", ["open", "acked", "acked by the worker"])
+def test_a_consumer_that_received_on_its_own_is_refused_to_workers(
+    conn: Connection, subscribed: str, end: str
+) -> None:
     sent = offer(conn, subscribed, 6)
-    ack(conn, receive(conn, subscribed, count=2)[0].batch_id)
-    assert ids(take(conn, subscribed, "w1", 3)) == sent[2:5]
-    assert ids(take(conn, subscribed, "w2", 3)) == sent[5:]
+    batch = receive(conn, subscribed, count=2)[0].batch_id
+    if end == "acked":
+        assert ack(conn, batch) == 1
+    by_worker = batch if end == "acked by the worker" else None
+    error = refused("PQ006", lambda: take(conn, subscribed, "w1", ack_batch=by_worker))
+    assert "Subscribe another consumer" in (error.diag.message_hint or "")
+    # Nothing was changed, and the consumer goes on.
+    assert ids(receive(conn, subscribed)) == (sent[2:] if end == "acked" else sent[:2])
 
 
-def test_a_batch_that_a_consumer_held_when_it_became_a_pool_is_not_lost(pool: Connection) -> None:
-    sent = offer(pool, "q", 6)
-    opened = receive(pool, "q", count=2)
-    try:
-        got = ids(take(pool, "q", "w1"))
-    except Exception:  # refused until it is finished: nothing is lost either
-        assert ack(pool, opened[0].batch_id) == 1
-        assert ids(take(pool, "q", "w1")) == sent[2:]
-        return
-    move_clock(pool, "1 day")
-    got += ids(work_off(pool, "q", "w2"))
-    assert set(got) == set(sent)
+def test_the_way_that_the_hint_names_gives_a_consumer_to_workers_where_it_stands(
+    conn: Connection, subscribed: str
+) -> None:
+    offer(conn, subscribed, 2)
+    assert ack(conn, receive(conn, subscribed)[0].batch_id) == 1
+    sent = offer(conn, subscribed, 3)
+    hint = refused("PQ006", take, conn, subscribed).diag.message_hint or ""
+    leave, back = (f"select {part}" for part in hint.split("select ")[1:])
+    last_tick = value(conn, leave)
+    assert value(conn, back.replace("<last_tick>", str(last_tick))) == 1
+    assert ids(take(conn, subscribed)) == sent
 
 
 def test_a_worker_needs_a_known_queue_and_consumer(conn: Connection, subscribed: str) -> None:

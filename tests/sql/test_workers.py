@@ -345,14 +345,3 @@ def test_a_worker_that_acks_with_its_receive_and_one_who_removes_it_do_not_deadl
         got += [m.msg_id for m in batch]
         assert ack(conn, batch[0].batch_id) == 1
     assert sorted(got) == sent
-
-
-def test_the_first_worker_finishes_the_batch_that_the_consumer_took_on_its_own(
-    conn: Connection, queue: str
-) -> None:
-    subscribe(conn, queue)
-    sent = send_many(conn, queue, 5)
-    tick(conn, queue)
-    batch = receive(conn, queue, count=3)
-    assert [m.msg_id for m in batch] == sent[:3]
-    assert [m.msg_id for m in take(conn, queue, "w", ack_batch=batch[0].batch_id)] == sent[3:]
