@@ -371,7 +371,8 @@ class _Stream:
         if parsed.failOnDataLoss:
             raise PgqueTickNotFound(
                 f"messages behind tick {start} of queue {parsed.queue} are lost for this query:"
-                f" {str(error).rstrip('.')}. Start again with another checkpoint, or go on with what is left with failOnDataLoss=false",
+                f" {str(error).rstrip('.')}. Start again with another checkpoint, or go on with what is left"
+                " with failOnDataLoss=false",
                 sqlstate=error.sqlstate,
                 hint=error.hint,
                 queue=parsed.queue,
