@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -144,6 +145,19 @@ def spark(request: pytest.FixtureRequest, scratch: Path) -> Iterator[SparkSessio
         # The JVM lives on for the next module, and so would the settings of this one.
         builder: Any = SparkSession.builder
         builder._options.clear()
+
+
+@pytest.fixture
+def spark_variables(scratch: Path) -> dict[str, str]:
+    """Variables with which a program that asks for any session gets one with the tests' settings."""
+    conf = [word for name, value in settings(scratch).items() for word in ("--conf", f"{name}={value}")]
+    return {**environment(), "PYSPARK_SUBMIT_ARGS": shlex.join([*conf, "pyspark-shell"])}
+
+
+@pytest.fixture
+def tcp_dsn(server: TestServer, fresh_dsn: str) -> str:
+    """A connection string of a new, empty database through TCP."""
+    return tcp(server, fresh_dsn)
 
 
 def tcp(server: TestServer, dsn: str) -> str:

@@ -200,6 +200,54 @@ def test_an_empty_queue_is_an_empty_frame(source: Source, conn: Connection) -> N
     assert source.batch().count() == 0
 
 
+def test_a_frame_made_anew_ends_at_the_newest_tick(source: Source, conn: Connection) -> None:
+    send(conn, source.queue, "a")
+    forced_tick(conn, source.queue)
+    frame = source.batch()
+    assert frame.count() == 1
+    send(conn, source.queue, "b")
+    tick = forced_tick(conn, source.queue)
+    assert source.batch().count() == 2
+    # SPARK.md has this: PySpark 4.0 plans each action anew, 4.3 keeps the first plan of a frame.
+    assert frame.count() == (1 if newest_spark() else 2)
+    fixed = source.batch(endingAt=tick)
+    assert fixed.count() == 2
+    send(conn, source.queue, "c")
+    forced_tick(conn, source.queue)
+    assert fixed.count() == 2
+
+
+def test_a_temporary_view_reads_a_queue_in_sql(source: Source, conn: Connection) -> None:
+    send(conn, source.queue, "a")
+    forced_tick(conn, source.queue)
+    source.spark.sql(
+        f"create temporary view orders using pgque options (url '{source.role.dsn}', queue '{source.queue}')"
+    )
+    try:
+        assert [row.payload for row in source.spark.sql("select payload from orders").collect()] == ["a"]
+    finally:
+        source.spark.sql("drop view orders")
+
+
+@pytest.mark.parametrize("columns", ["", "(msg_id bigint, payload string)"])
+def test_a_table_of_sparks_catalog_is_refused_with_what_works(source: Source, columns: str) -> None:
+    told = failure(
+        lambda: [
+            source.spark.sql(statement).collect()
+            for statement in (
+                f"create table in_catalog {columns} using pgque"
+                f" options (url '{source.role.dsn}', queue '{source.queue}')",
+                "select * from in_catalog",
+            )
+        ]
+    )
+    source.spark.sql("drop table if exists in_catalog")
+    assert "create temporary view" in told
+    assert "unknown option" not in told
+    for secret in psycopg.conninfo.conninfo_to_dict(source.role.dsn)["password"], "option.url":
+        assert str(secret) not in told
+
+
 def test_one_partition_keeps_the_order_across_ticks(source: Source, conn: Connection) -> None:
     for _ in range(5):
         send_many(conn, source.queue, 20)
@@ -511,6 +559,7 @@ def test_lost_messages_fail_the_query_and_are_named(source: Source, conn: Connec
     told = failure(source.run, source.stream())
     assert f"behind tick {tick} of queue {source.queue} are lost" in told
     assert str(earliest) in told
+    assert "to read. Start again with another checkpoint" in told
     assert "failOnDataLoss" in told
 
 

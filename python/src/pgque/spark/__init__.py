@@ -134,7 +134,7 @@ def _rows(df: DataFrame, queue: str | None) -> tuple[DataFrame, str]:
     from pyspark.sql import functions as f
     from pyspark.sql.types import BinaryType, MapType
 
-    from ._schema import NULL_PAYLOAD, NULL_QUEUE, check_schema
+    from ._schema import NULL_QUEUE, check_schema
 
     names = check_schema(df.schema, queue)
     columns: list[Column] = []
@@ -149,7 +149,6 @@ def _rows(df: DataFrame, queue: str | None) -> tuple[DataFrame, str]:
         if name == "queue":
             continue
         if name == "payload":
-            column = f.coalesce(column, f.raise_error(NULL_PAYLOAD).cast(kind))
             if isinstance(kind, BinaryType):
                 table, view_name = "pgque.sink", "payload_bytes"
         elif name == "key":

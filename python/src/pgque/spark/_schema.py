@@ -10,9 +10,6 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
 _CONTENTS = "payload (string or binary), type, headers (map<string,string> or string), key, queue"
-NULL_PAYLOAD = (
-    "column payload has a null. Filter such rows, or send something in their place: coalesce(payload, '')"
-)
 NULL_QUEUE = "column queue has a null. Fill it, or say option queue for the rows that have none"
 
 

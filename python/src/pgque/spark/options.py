@@ -38,6 +38,14 @@ class Option:
     parse: Callable[[str], object]
 
 
+# Of `create table … using pgque`, Spark hands the options to schema(), with its own beside them, and none to
+# the reader or writer of the table.
+_IN_CATALOG = (
+    "option queue is missing. Spark does not pass the options of a table in its catalog on: read with `create"
+    " temporary view … using pgque options (…)` or spark.read, write with df.write"
+)
+
+
 def _text(value: str) -> str:
     if not value:
         raise ValueError("a value that is not empty")
@@ -113,7 +121,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("consumer", "none", frozenset({BATCH_READ}), "whose retries to read too", _text),
     Option("startingAt", "committed", frozenset({STREAM_READ}), "where a consumer that is new begins: committed and latest are what comes from now on, earliest, a tick id, a time; one that is there begins at its position", _text),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
-    Option("endingAt", "latest", frozenset({BATCH_READ}), "the same; looked up anew by each action", _text),
+    Option("endingAt", "latest", frozenset({BATCH_READ}), "the same; latest is looked up by an action on the frame, see below", _text),
     Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages per micro-batch, by whole ticks and at least one", _count),
     Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks per micro-batch", _count),
     Option("numPartitions", "4", _READ, "upper bound of tasks, each with a connection; 1 keeps the order", _count),
@@ -163,6 +171,8 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
     Names are taken in any case. Raises PgqueBadArgument for an option that is unknown, out of place, out of
     range or missing; values of connection options are never part of the message.
     """
+    if "provider" in given or (not given and modes == (BATCH_READ,)):
+        raise PgqueBadArgument(_IN_CATALOG)
     table = {option.name.lower(): option for option in OPTIONS if option.modes & set(modes)}
     connection: dict[str, str] = {}
     values: dict[str, object] = {}

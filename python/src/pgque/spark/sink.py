@@ -22,7 +22,7 @@ from pyspark.sql.types import BinaryType, StructType
 from ..errors import PgqueBadArgument, PgqueError
 from . import _connect
 from ._compat import DataSourceStreamArrowWriter
-from ._schema import NULL_PAYLOAD, NULL_QUEUE, check_schema
+from ._schema import NULL_QUEUE, check_schema
 from .options import AT_LEAST_ONCE, Options
 
 if TYPE_CHECKING:
@@ -189,15 +189,13 @@ def _csv(
 ) -> memoryview:
     """Return rows as CSV for COPY: every value in quotes, so that a null is what has none.
 
-    Raises PgqueBadArgument for nulls in payload and queue.
+    Raises PgqueBadArgument for nulls in queue.
     """
     import pyarrow as pa
     from pyarrow import csv
 
     count = batch.num_rows
     payload = batch.column(columns["payload"])
-    if payload.null_count:
-        raise PgqueBadArgument(NULL_PAYLOAD)
     arrays = [
         pa.repeat(attempt, count),
         pa.array(range(first, first + count), pa.int32()),
@@ -205,7 +203,7 @@ def _csv(
     ]
     if "type" in columns:
         arrays.append(batch.column(columns["type"]))
-    arrays.append(pa.array(["\\x" + value.hex() for value in payload.to_pylist()]) if binary else payload)
+    arrays.append(_hexadecimal(payload) if binary else payload)
     if "headers" in columns:
         arrays.append(_headers(batch.column(columns["headers"])))
     if "key" in columns:
@@ -230,6 +228,15 @@ def _queues(batch: pa.RecordBatch, columns: Mapping[str, str], queue: str | None
     if column.null_count and queue is None:
         raise PgqueBadArgument(NULL_QUEUE)
     return pc.fill_null(column, queue) if column.null_count else column
+
+
+def _hexadecimal(column: pa.Array) -> pa.Array:
+    """Return bytes as PostgreSQL reads them in COPY."""
+    import pyarrow as pa
+
+    return pa.array(
+        [None if value is None else "\\x" + value.hex() for value in column.to_pylist()], pa.string()
+    )
 
 
 def _headers(column: pa.Array) -> pa.Array:

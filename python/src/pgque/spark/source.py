@@ -306,7 +306,7 @@ class _Stream:
         )
         if parsed.failOnDataLoss:
             raise PgqueTickNotFound(
-                f"{text}. Begin anew with another checkpoint, or go on with what is left with"
+                f"{text}. Start again with another checkpoint, or go on with what is left with"
                 " failOnDataLoss=false",
                 sqlstate="PQ015",
                 queue=parsed.queue,
@@ -370,8 +370,9 @@ class _Stream:
         parsed = self._options
         if parsed.failOnDataLoss:
             raise PgqueTickNotFound(
-                f"messages behind tick {start} of queue {parsed.queue} are lost for this query: {error}."
-                " Begin anew with another checkpoint, or go on with what is left with failOnDataLoss=false",
+                f"messages behind tick {start} of queue {parsed.queue} are lost for this query:"
+                f" {str(error).rstrip('.')}. Start again with another checkpoint, or go on with what is left"
+                " with failOnDataLoss=false",
                 sqlstate=error.sqlstate,
                 hint=error.hint,
                 queue=parsed.queue,

@@ -1,0 +1,157 @@
+"""The code blocks of the documents run as written and print what the documents show; the examples run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from conftest import install
+from support.documents import ROOT, BadPage, Block, Page, difference, environment, read
+from support.servers import TestServer
+
+DOCS = sorted((ROOT / "python" / "docs").glob("*.md"))
+EXAMPLES = sorted(
+    path for path in (ROOT / "tests" / "examples").glob("*.py") if not path.name.startswith("_")
+)
+# Where nothing is installed yet: the page does it.
+FROM_NOTHING = [ROOT / "README.md", ROOT / "python" / "README.md"]
+PAGES = [*FROM_NOTHING, *DOCS]
+
+# One more block that nobody runs is a decision: change the number together with the page.
+NOT_RUN = {
+    "README.md": 5,
+    "python/README.md": 1,
+    "python/SPARK.md": 1,
+}
+
+
+def without_spark(block: Block) -> bool:
+    """Leave to tests/spark what needs it."""
+    return not (block.language == "python" and "spark" in block.code)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_the_blocks_of_a_document_run_and_print_what_it_shows(
+    path: Path, server: TestServer, fresh_dsn: str, tmp_path: Path
+) -> None:
+    if path not in FROM_NOTHING:
+        install(fresh_dsn)
+    bindir = server.process.bindir if server.process is not None else None
+    page = Page(path, fresh_dsn, tmp_path, bindir)
+    assert page.run(without_spark) == sum(block.runs and without_spark(block) for block in page.blocks)
+
+
+def test_the_blocks_that_are_not_run_are_counted() -> None:
+    pages = [*PAGES, ROOT / "python" / "SPARK.md"]
+    blocks = {name(path): read(path.read_text(encoding="utf-8")) for path in pages}
+    found = {page: sum(not block.runs for block in found) for page, found in blocks.items()}
+    assert {page: count for page, count in found.items() if count} == NOT_RUN
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name)
+def test_an_example_runs(path: Path, own_dsn: str, tmp_path: Path) -> None:
+    expected = path.read_text(encoding="utf-8").split('"""', 2)[1].split("Prints:\n", 1)[1]
+    done = subprocess.run(
+        [sys.executable, str(path), own_dsn],
+        env=environment("", []),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = "\n".join(line.removeprefix("    ") for line in expected.strip("\n").split("\n"))
+    assert difference(shown, done.stdout) is None, difference(shown, done.stdout)
+
+
+# --- The rules of the pages, see support/documents.py -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("```\nselect 1\n```\n", "a block of language ''"),
+        ("```pyhton\nprint()\n```\n", "a block of language 'pyhton'"),
+        ("<!-- not run -->\n```ini\nx\n```\n", "a block of language 'ini'"),
+        ("<!-- not run: why -->\nSome text.\n```ini\nx\n```\n", "a block of language 'ini'"),
+        ("```sql\nselect 1\n", "has no end"),
+        ("```text\n1\n```\n", "output of no block"),
+        ("```sh\ntrue\n```\n```text\n1\n```\n```text\n2\n```\n", "output of no block"),
+        ("Install:\n\n    pip install pgque\n", "an indented block"),
+    ],
+)
+def test_a_page_that_breaks_the_rules_fails(text: str, told: str) -> None:
+    with pytest.raises(BadPage, match=told):
+        read(text)
+
+
+def test_a_mark_belongs_to_the_next_block_only() -> None:
+    text = (
+        "<!-- not run: needs a cluster -->\n```ini\nx\n```\n```text\ny\n```\n```sh\nz\n```\n```text\nw\n```\n"
+    )
+    with pytest.raises(BadPage, match="output of no block"):
+        read(text.replace("```sh\nz\n```\n", ""))
+    blocks = read(text.replace("```text\ny\n```\n", ""))
+    assert [(block.runs, block.output) for block in blocks] == [(False, None), (True, "w\n")]
+
+
+def test_output_is_compared_whole() -> None:
+    assert difference(" a | b \n---\n 1 | …\n", "\n a | b\n---\n 1 | 4711  \n\n") is None
+    assert difference("begin\n…\nend", "begin\nmuch\nmore\nend") is None
+    assert difference("begin\n…\nend", "begin\nend") is None
+    for wrong in ("begin\nmore", "", "begin\nend\nmore", "Begin\nend"):
+        assert difference("begin\n…\nend", wrong) is not None
+    assert difference("1.5", "1x5") is not None
+
+
+BAD_BLOCKS = {
+    "```sql\nselect 1/0;\n```\n": "(?s)line 1 .sql.: .*division by zero",
+    "Text\n\n```sql\nselect 1 as n;\n```\n```text\n n\n---\n 2\n(1 row)\n```\n": "line 3 .sql.: --- the page shows",
+    "```sh\nfalse\n```\n": "line 1 .sh.: ended with 1",
+    "```python\nprint(1)\nraise ValueError(2)\n```\n": "(?s)line 1 .python.: failed:\n1\n.*line 3.*ValueError: 2",
+    "```python\nprint(1)\n```\n```text\n2\n```\n": "--- it prints\n1",
+    "```python\nraise KeyboardInterrupt\n```\n": "stopped",
+    "```python\nimport os; os._exit(3)\n```\n": "ended with 3",
+    "<!-- stopped after its output -->\n```python\npass\n```\n": "none is shown",
+    "<!-- stopped after its output -->\n```python\nprint(1)\n```\n```text\n2\n```\n": "ended by itself",
+    "<!-- stopped after its output -->\n```sh\ntrue\n```\n": "only Python",
+}
+
+
+@pytest.mark.parametrize("text", BAD_BLOCKS)
+def test_a_block_that_does_not_do_what_the_page_shows_fails(
+    text: str, server: TestServer, fresh_dsn: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    bindir = server.process.bindir if server.process is not None else None
+    with pytest.raises(BadPage, match=BAD_BLOCKS[text]):
+        Page(path, fresh_dsn, tmp_path, bindir).run()
+
+
+def test_a_page_is_one_session_in_its_own_database(server: TestServer, own_dsn: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(
+        "```sql\nselect 5 as n \\gset\n```\n```sql\nselect :n + 1 as n, current_database() = 'mydb' as own;\n```\n"
+        "```text\n n | own\n---+-----\n 6 | t\n(1 row)\n```\n"
+        "```python\nimport psycopg\nn = 7\n```\n"
+        "<!-- stopped when: select true -->\n"
+        "```python\nimport time\ntime.sleep(1000)\n```\n"
+        "```python\nwith psycopg.connect('dbname=mydb') as conn:\n"
+        "    print(n, conn.info.dbname == 'mydb')\n```\n"
+        "```text\n7 True\n```\n"
+        "```sh\nsleep 1000 &\nls README.md\n```\n```text\nREADME.md\n```\n"
+    )
+    bindir = server.process.bindir if server.process is not None else None
+    page = Page(path, own_dsn, tmp_path, bindir)
+    assert page.run() == 6
+    assert conninfo_to_dict(own_dsn)["dbname"] != "mydb"
