@@ -350,8 +350,8 @@ class AsyncStopper(_Breaker):
         """Run `work`: HandlerInterrupted so many seconds after a stop, or by a signal."""
 
         async def watch() -> None:
-            while self.stopped_for() <= max(seconds, GRACE):
-                await asyncio.sleep(_CHECK)  # noqa: ASYNC110
+            while self.stopped_for() <= max(seconds, GRACE):  # noqa: ASYNC110
+                await asyncio.sleep(_CHECK)
             self._interrupt()
 
         watching = asyncio.ensure_future(watch())
