@@ -571,11 +571,27 @@ def test_the_consumer_connects_again_after_its_backend_was_terminated(
     assert seen == ["0", "1", "2"]
 
 
-def test_a_connection_lost_in_a_handler_brings_the_batch_again(
-    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, conn: Connection
+@pytest.mark.parametrize("subconsumer", [None, "w1"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_batch_whose_handlers_have_run_is_settled_after_the_connection_was_lost(
+    dsn: str,
+    client: pgque.PgqueClient,
+    queue: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    subconsumer: str | None,
+    fails: bool,
 ) -> None:
+    if subconsumer is None:
+        client.subscribe(queue, "c")
+    else:
+        client.subscribe_subconsumer(queue, "c", subconsumer)
+    client.set_queue_config(queue, "max_retries", 0)
     seen: list[str | None] = []
-    consumer = pgque.Consumer(f"{dsn} application_name=cut2", queue=subscribed, name="c")
+    consumer = pgque.Consumer(
+        f"{dsn} application_name=cut2", queue=queue, name="c", subconsumer=subconsumer, dead_interval=60
+    )
 
     @consumer.on("*")
     def handle(message: pgque.Message) -> None:
@@ -584,12 +600,66 @@ def test_a_connection_lost_in_a_handler_brings_the_batch_again(
                 "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = 'cut2'"
             )
         seen.append(message.payload)
+        if fails and message.payload == "a":
+            raise RuntimeError("no")
 
-    client.send_batch(subscribed, "t", ["a", "b"])
-    tick(subscribed)
+    client.send_batch(queue, "t", ["a", "b"])
+    tick(queue)
     with running(consumer):
-        wait_until(lambda: len(seen) == 4)
-    assert seen == ["a", "b", "a", "b"]
+        wait_until(lambda: len(seen) == 2)
+        client.send(queue, "c")
+        tick(queue)
+        wait_until(lambda: "c" in seen)
+    assert seen == ["a", "b", "c"]
+    assert [letter.dl_reason for letter in client.dlq_inspect(queue)] == ["RuntimeError: no"] * fails
+
+
+def test_a_consumer_whose_sessions_end_while_handlers_run_does_each_batch_once(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, conn: Connection
+) -> None:
+    seen: list[str | None] = []
+    consumer = pgque.Consumer(
+        f"{dsn} application_name=idle options='-c idle_session_timeout=100'",
+        queue=subscribed,
+        name="c",
+        max_messages=2,
+        poll_interval=0.05,
+    )
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        wait_until(
+            lambda: (
+                not conn.execute("select from pg_stat_activity where application_name = 'idle'").fetchall()
+            )
+        )
+
+    sent = [str(n) for n in range(6)]
+    for payload in sent:
+        client.send(subscribed, payload)
+        tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: len(seen) >= 6, timeout=20)
+        wait_until(lambda: client.consumer_info(subscribed, "c")[0].pending_events == 0)
+    assert seen == sent
+
+
+def test_a_stop_while_the_connection_is_lost_does_not_forget_the_batch(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, conn: Connection
+) -> None:
+    consumer = pgque.Consumer(f"{dsn} application_name=cut3", queue=subscribed, name="c")
+
+    @consumer.on("*")
+    def handle(message: pgque.Message) -> None:
+        conn.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity where application_name = 'cut3'"
+        )
+        consumer.stop()
+
+    client.send(subscribed, "a")
+    tick(subscribed)
+    consumer.start()
     assert client.receive(subscribed, "c") == []
 
 
@@ -630,7 +700,7 @@ def test_a_handler_that_wraps_the_loss_of_its_connection_does_not_end_the_consum
     assert client.dlq_inspect(subscribed) == []
 
 
-def test_a_commit_that_always_fails_is_tried_at_growing_distances_and_loses_nothing(
+def test_a_message_that_violates_a_deferred_constraint_is_rejected_alone(
     dsn: str,
     client: pgque.PgqueClient,
     subscribed: str,
@@ -639,28 +709,47 @@ def test_a_commit_that_always_fails_is_tried_at_growing_distances_and_loses_noth
     conn: Connection,
     ledger: str,
 ) -> None:
-    conn.execute("alter table ledger add unique (payload) deferrable initially deferred")
+    """The constraint is deferred anew for each message, whatever a handler set."""
+    client.set_queue_config(subscribed, "max_retries", 0)
+    conn.execute('alter table ledger add constraint "one\'""" unique (payload) deferrable initially deferred')
+    conn.execute("alter table ledger add constraint once unique (msg_id) deferrable initially immediate")
     conn.execute("insert into ledger values (0, 'x')")
-    calls: list[float] = []
     consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+    checked: list[str] = []
 
     @consumer.on("*")
     def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
-        calls.append(time.monotonic())
-        _record(message, own)
+        if message.payload == "all now":
+            own.execute("set constraints all immediate")
+        elif message.payload == "all later":
+            own.execute("set constraints all deferred")
+        elif message.payload == "checked":
+            # What is declared as immediate is checked by the statement.
+            with suppress(psycopg.errors.UniqueViolation), own.transaction():
+                _record(message, own)
+                _record(message, own)
+                checked.append("not at once")
+        else:
+            # Deferred: a moment later there is only one.
+            own.execute("insert into ledger values (-1, %s)", [message.payload])
+            own.execute("delete from ledger where msg_id = -1")
+            _record(message, own)
 
-    client.send(subscribed, "x")
+    for payload in ("a", "x", "all now", "b", "all later", "checked", "c", "x"):
+        client.send(subscribed, payload)
     tick(subscribed)
     with running(consumer):
-        wait_until(lambda: len(calls) >= 3)
-        conn.execute("delete from ledger")
-        wait_until(lambda: bool(_ledger(conn)), timeout=20)
-    assert _ledger(conn) == ["x"]
-    assert len(calls) < 20
+        wait_until(lambda: len(client.dlq_inspect(subscribed)) == 2)
+    assert _ledger(conn) == ["x", "a", "b", "c"]
+    assert checked == []
+    assert all("UniqueViolation" in str(letter.dl_reason) for letter in client.dlq_inspect(subscribed))
+    assert client.receive(subscribed, "c") == []
 
 
 def test_a_server_that_cannot_be_reached_is_tried_until_the_consumer_is_stopped() -> None:
-    consumer = pgque.Consumer("host=127.0.0.1 port=1 user=x dbname=x", queue="q", name="c")
+    consumer = pgque.Consumer(
+        "host=127.0.0.1 port=1 user=x dbname=x", queue="q", name="c", unknown_handler_policy="ack"
+    )
     with running(consumer) as thread:
         time.sleep(0.5)
         assert thread.is_alive()
@@ -668,13 +757,13 @@ def test_a_server_that_cannot_be_reached_is_tried_until_the_consumer_is_stopped(
 
 def test_what_trying_again_cannot_help_is_raised(dsn: str, queue: str, fresh_dsn: str) -> None:
     with pytest.raises(pgque.PgqueQueueNotFound):
-        pgque.Consumer(dsn, queue="no such queue", name="c").start()
+        pgque.Consumer(dsn, queue="no such queue", name="c", unknown_handler_policy="ack").start()
     with pytest.raises(pgque.PgqueConsumerNotFound):
-        pgque.Consumer(dsn, queue=queue, name="nobody").start()
+        pgque.Consumer(dsn, queue=queue, name="nobody", unknown_handler_policy="ack").start()
     with pytest.raises(pgque.PgqueBadArgument):
-        pgque.Consumer("no connection string", queue=queue, name="c").start()
+        pgque.Consumer("no connection string", queue=queue, name="c", unknown_handler_policy="ack").start()
     with pytest.raises(pgque.PgqueVersionError):
-        pgque.Consumer(fresh_dsn, queue=queue, name="c").start()
+        pgque.Consumer(fresh_dsn, queue=queue, name="c", unknown_handler_policy="ack").start()
 
 
 # -- workers ------------------------------------------------------------
@@ -768,7 +857,13 @@ def test_a_consumer_that_reads_on_its_own_has_no_place_for_a_subconsumer(
 def test_an_idle_consumer_stops_at_once(
     dsn: str, subscribed: str, conn: Connection, wait_until: Wait
 ) -> None:
-    consumer = pgque.Consumer(f"{dsn} application_name=idle", queue=subscribed, name="c", poll_interval=600)
+    consumer = pgque.Consumer(
+        f"{dsn} application_name=idle",
+        queue=subscribed,
+        name="c",
+        unknown_handler_policy="ack",
+        poll_interval=600,
+    )
     with running(consumer) as thread:
         _listening(conn, wait_until, "idle")
         consumer.stop()
@@ -1145,9 +1240,9 @@ def test_a_signal_stops_all_that_run_in_a_loop_and_the_handlers_are_put_back_beh
     before = signal.getsignal(signal.SIGTERM)
 
     async def main() -> None:
-        first = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
-        second = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
-        worker = pgque.AsyncWorker(dsn, queue=subscribed, consumer="w")
+        first = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", unknown_handler_policy="ack")
+        second = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", unknown_handler_policy="ack")
+        worker = pgque.AsyncWorker(dsn, queue=subscribed, consumer="w", unknown_handler_policy="ack")
         tasks = [asyncio.create_task(work) for work in (first.start(), second.start(), worker.run())]
         await asyncio.sleep(0)
         first.stop()
@@ -1165,7 +1260,7 @@ def test_a_handler_that_the_program_gave_to_the_loop_is_called_as_well(dsn: str,
         loop = asyncio.get_running_loop()
         told = asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, told.set)
-        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c")
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, name="c", unknown_handler_policy="ack")
         for _ in range(2):
             task = asyncio.create_task(consumer.start())
             await asyncio.sleep(0)

@@ -32,7 +32,12 @@ def test_each_sqlstate_has_its_class(conn: Connection, state: str) -> None:
         conn.execute(raising)
     error = from_psycopg(caught.value, "q")
     assert type(error) is BY_SQLSTATE[state]
-    assert (str(error), error.sqlstate, error.hint, error.queue) == ("any text", state, "do this", "q")
+    assert (str(error), error.sqlstate, error.hint, error.queue) == (
+        "any text\nhint: do this",
+        state,
+        "do this",
+        "q",
+    )
 
 
 def test_every_code_of_the_sql_file_is_known() -> None:

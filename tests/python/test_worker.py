@@ -433,9 +433,9 @@ def test_after_its_backend_was_terminated_the_worker_settles_what_it_had_in_hand
 
 def test_faults_that_trying_again_cannot_help_are_raised(dsn: str, queue: str) -> None:
     with pytest.raises(pgque.PgqueQueueNotFound):
-        pgque.Worker(dsn, queue="no such queue", consumer="c").run()
+        pgque.Worker(dsn, queue="no such queue", consumer="c", unknown_handler_policy="ack").run()
     with pytest.raises(pgque.PgqueConsumerNotFound):
-        pgque.Worker(dsn, queue=queue, consumer="nobody").run()
+        pgque.Worker(dsn, queue=queue, consumer="nobody", unknown_handler_policy="ack").run()
 
 
 def test_after_a_stop_what_runs_is_finished_and_what_was_not_started_is_handed_back(
@@ -608,6 +608,7 @@ def test_a_stop_while_the_database_is_away_waits_for_handlers_and_for_nothing_el
         for limit in (20, 1)
     )
 
+    @idle.handler("*")
     @busy.handler("*")
     def handle(message: pgque.Message) -> None:
         seen.append(message.payload)

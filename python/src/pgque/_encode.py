@@ -9,6 +9,7 @@ from datetime import datetime, timedelta, timezone
 from typing import TypeAlias, TypeGuard, TypeVar, overload
 
 import psycopg
+from psycopg import AsyncConnection, Connection
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from .errors import PgqueBadArgument, PgqueVersionError
@@ -207,6 +208,24 @@ def message_ids(messages: Sequence[MessageOrId]) -> list[int]:
 def some_ids(messages: Sequence[MessageOrId] | None) -> list[int] | None:
     """Return the ids of messages, or None for all of a batch."""
     return None if messages is None else message_ids(messages)
+
+
+# Characters of a reason that are kept.
+_LONGEST_REASON = 4000
+
+
+def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[object]) -> str | None:
+    """Return a reason that the database of a connection can store: no NUL, no half characters, none that its
+    encoding lacks, and not without end."""
+    if reason is None:
+        return None
+    text = reason[:_LONGEST_REASON].replace("\x00", "")
+    server = conn.info.parameter_status("server_encoding")
+    if server not in ("UTF8", "SQL_ASCII", conn.info.parameter_status("client_encoding")):
+        codec = "ascii"  # the server converts, and Python does not know its names of encodings
+    else:
+        codec = "utf-8" if conn.info.encoding == "ascii" else conn.info.encoding
+    return text.encode(codec, "replace").decode(codec)
 
 
 # So that a connection which silently died is noticed within half a minute and not after hours.

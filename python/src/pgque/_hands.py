@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from .errors import PgqueBadArgument
+from .types import Message
 
 if TYPE_CHECKING:
     from .workers import Worker
@@ -39,9 +44,55 @@ def check_async_handler(handler: Callable[..., object], kind: str) -> None:
         )
 
 
+def check_type(type: object, decorator: str) -> None:
+    """Raise TypeError where a decorator that takes a message type was given the handler itself."""
+    if not isinstance(type, str):
+        raise TypeError(
+            f'the message type is missing: {decorator}("order.created"), or {decorator}("*") for all'
+        )
+
+
+def check_some(handlers: Mapping[str, object], policy: str, decorator: str) -> None:
+    """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead letter."""
+    if not handlers and policy != "ack":
+        raise PgqueBadArgument(
+            "there is no handler for any message",
+            hint=f'Register one with {decorator}("type"), or pass unknown_handler_policy="ack".',
+        )
+
+
+class Unmatched:
+    """Log each message type that has no handler once."""
+
+    _MOST = 100  # types that are remembered; there may be any number of them
+
+    def __init__(self, log: logging.Logger, consumer: str, handlers: Mapping[str, object]) -> None:
+        self._log = log
+        self._consumer = consumer
+        self._handlers = handlers
+        self._seen: set[str | None] = set()
+
+    def note(self, message: Message, what: str) -> None:
+        """Log the type of a message that has no handler, and what happens with such messages."""
+        if message.type in self._seen or len(self._seen) >= self._MOST:
+            return
+        self._seen.add(message.type)
+        self._log.warning(
+            "no handler for messages of type %r in queue %s, consumer %s: %s; there are handlers for: %s",
+            message.type,
+            message.queue,
+            self._consumer,
+            what,
+            ", ".join(repr(type) for type in sorted(self._handlers)) or "none",
+        )
+
+
 def call(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet."""
-    outcome = handler(*args)
+    """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet.
+
+    Context variables that the handler sets are gone afterwards.
+    """
+    outcome = copy_context().run(handler, *args)
     if inspect.isawaitable(outcome):
         if inspect.iscoroutine(outcome):
             outcome.close()
@@ -50,14 +101,28 @@ def call(handler: Callable[..., object], *args: object) -> object:
 
 
 async def call_async(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler and return its outcome. Raises TypeError for a plain function."""
-    outcome = handler(*args)
+    """Call a handler and return its outcome. Raises TypeError for a plain function.
+
+    The handler runs in a task of its own, so context variables that it sets are gone afterwards.
+    """
+    outcome = copy_context().run(handler, *args)
     if not inspect.isawaitable(outcome):
         raise TypeError(
             f"{_name(handler)} has to be a coroutine function (async def): it returned"
             f" {type(outcome).__name__}, which cannot be awaited"
         )
-    return await outcome
+    result, ended = await asyncio.create_task(_result(outcome))
+    if ended is not None:
+        raise ended
+    return result
+
+
+async def _result(outcome: Awaitable[object]) -> tuple[object, BaseException | None]:
+    try:
+        return await outcome, None
+    except (KeyboardInterrupt, SystemExit) as error:
+        # One that leaves a task ends the whole loop.
+        return None, error
 
 
 def _name(handler: object) -> str:
@@ -70,6 +135,7 @@ class Hands(Generic[T]):
     def __init__(self, count: int, work: Callable[[T], object]) -> None:
         self._work = work
         self._items: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self.is_closing = False
         # Daemons: a handler that outlives the end must not keep the process up.
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -98,6 +164,7 @@ class Hands(Generic[T]):
 
     def close(self) -> None:
         """Let the hands go when they have finished what they hold."""
+        self.is_closing = True
         for _ in self._threads:
             self._items.put(None)
 
@@ -118,7 +185,7 @@ class AsyncHands(Generic[T]):
     def __init__(self, count: int, work: Callable[[T], Awaitable[object]]) -> None:
         self._work = work
         self._items: asyncio.Queue[T] = asyncio.Queue()
-        self._closing = False
+        self.is_closing = False
         self._tasks = [asyncio.create_task(self._run()) for _ in range(count)]
 
     async def _run(self) -> None:
@@ -127,7 +194,7 @@ class AsyncHands(Generic[T]):
             try:
                 await self._work(item)
             except BaseException:  # noted by `work`; the hand is needed
-                if self._closing:
+                if self.is_closing:
                     raise
 
     def put(self, item: T) -> None:
@@ -148,7 +215,7 @@ class AsyncHands(Generic[T]):
 
     async def close(self) -> None:
         """Cancel what the hands still do."""
-        self._closing = True
+        self.is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -7,6 +7,7 @@ Both wake at once from `set()`, which may be called from any thread and from a s
 from __future__ import annotations
 
 import asyncio
+import os
 import selectors
 import signal
 import socket
@@ -17,12 +18,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from types import FrameType
 
+import psycopg
 from psycopg import AsyncConnection, Connection
 
 from ._hands import call, call_async
 
 # After a stop, a batch is given this long to be finished, in seconds; then it is handed back.
 GRACE = 0.5
+
+# Seconds between checks whether something takes too long after a stop.
+_CHECK = 0.1
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,23 +45,89 @@ def _drain_notifications(conn: Connection[object] | AsyncConnection[object]) -> 
         pass
 
 
-class Stopper:
-    """Wait for notifications, and stop, in a thread."""
+class _Breaker:
+    """Break a connection that is still in use some seconds after a stop: a lock or a server that does not
+    answer may keep it for any time."""
+
+    _LONGEST_CANCEL = 0.3  # seconds
 
     def __init__(self) -> None:
         self._stop = threading.Event()
+        self._stopped_at = 0.0
+        self._breaking = threading.Lock()
+        self._bound: tuple[Connection[object] | AsyncConnection[object], float] | None = None
+        self._timer: threading.Timer | None = None
+
+    def is_set(self) -> bool:
+        return self._stop.is_set()
+
+    def stopped_for(self) -> float:
+        """Return how many seconds ago it was stopped; 0 before that."""
+        return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
+
+    def out_of_time(self) -> bool:
+        """Say whether the time for finishing the batch in hand is over."""
+        return self.stopped_for() > GRACE
+
+    @contextmanager
+    def breaking(self, conn: Connection[object] | AsyncConnection[object], seconds: float) -> Iterator[None]:
+        """Break the connection if the block runs longer than so many seconds after a stop."""
+        self._bound = (conn, seconds)
+        if self._stop.is_set():
+            self._start_timer()
+        try:
+            yield
+        finally:
+            with self._breaking:
+                self._bound = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _note_stop(self) -> None:
+        if not self._stop.is_set():
+            self._stopped_at = time.monotonic()
+            self._stop.set()
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        bound = self._bound
+        if bound is not None:
+            conn, seconds = bound
+            self._timer = threading.Timer(max(0.0, seconds - self.stopped_for()), self._break, [conn])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _break(self, conn: Connection[object] | AsyncConnection[object]) -> None:
+        with self._breaking:
+            if self._bound is None or self._bound[0] is not conn:
+                return
+            with suppress(psycopg.Error, OSError):
+                canceller = threading.Thread(target=_cancel, args=[conn], daemon=True)
+                canceller.start()  # so that the server does not wait on
+                canceller.join(self._LONGEST_CANCEL)
+                with socket.socket(fileno=os.dup(conn.fileno())) as same:
+                    same.shutdown(socket.SHUT_RDWR)
+
+
+def _cancel(conn: Connection[object] | AsyncConnection[object]) -> None:
+    with suppress(psycopg.Error):
+        conn.cancel()
+
+
+class Stopper(_Breaker):
+    """Wait for notifications, and stop, in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._writer: socket.socket | None = None
         self._reader: socket.socket | None = None
-        self._stopped_at = 0.0
         self._interruptible = False
         self._signalling = threading.Lock()
         self._catching = False
         self._timing = False  # a signal has come, and another one will
 
     def set(self) -> None:
-        if not self._stop.is_set():
-            self._stopped_at = time.monotonic()
-            self._stop.set()
+        self._note_stop()
         self.wake()
 
     def wake(self) -> None:
@@ -66,20 +137,9 @@ class Stopper:
             with suppress(OSError):  # full or closed: the reader wakes anyway
                 writer.send(b"x")
 
-    def is_set(self) -> bool:
-        return self._stop.is_set()
-
     def waitables(self) -> list[socket.socket]:
         """Return what is readable after `wake`, while `running`."""
         return [self._reader] if self._reader is not None else []
-
-    def out_of_time(self) -> bool:
-        """Say whether the time for finishing the batch in hand is over."""
-        return self.stopped_for() > GRACE
-
-    def stopped_for(self) -> float:
-        """Return how many seconds ago it was stopped; 0 before that."""
-        return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     def sleep(self, seconds: float) -> None:
         """Sleep, or less when stopped."""
@@ -112,6 +172,29 @@ class Stopper:
             work()
         finally:
             self._interruptible = False
+
+    def give_up_after(self, seconds: float, work: Callable[[], object]) -> None:
+        """Run `work` in a thread: HandlerInterrupted so many seconds after a stop, or by a signal."""
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+
+        def wait() -> None:
+            thread.start()
+            while thread.is_alive():
+                thread.join(_CHECK)
+                if self.stopped_for() > seconds:
+                    raise HandlerInterrupted("the time after the stop is over")
+
+        self.call(wait)
+        if failed:
+            raise failed[0]
 
     def handle(self, handler: Callable[..., object], *args: object) -> object:
         """Call a handler within `call`, and return its outcome."""
@@ -171,23 +254,20 @@ class Stopper:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-class AsyncStopper:
+class AsyncStopper(_Breaker):
     """Wait for notifications, and stop, in an event loop. Everything but `set` and `is_set` belongs to that
     loop."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        super().__init__()
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopped_at = 0.0
         self._task: asyncio.Future[HandlerInterrupted | None] | None = None
         self._cancelling = False  # Python 3.10 does not tell it of a task
         self._timing = False  # a signal has come, and the time for the batch in hand runs
 
     def set(self) -> None:
-        if not self._stop.is_set():
-            self._stopped_at = time.monotonic()
-            self._stop.set()
+        self._note_stop()
         self.wake()
 
     def wake(self) -> None:
@@ -195,17 +275,6 @@ class AsyncStopper:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(self._wake.set)
-
-    def is_set(self) -> bool:
-        return self._stop.is_set()
-
-    def out_of_time(self) -> bool:
-        """Say whether the time for finishing the batch in hand is over."""
-        return self.stopped_for() > GRACE
-
-    def stopped_for(self) -> float:
-        """Return how many seconds ago it was stopped; 0 before that."""
-        return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     async def _wait_for_wake(self, seconds: float, draining: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
@@ -274,6 +343,22 @@ class AsyncStopper:
             self._task = None
         if interrupted is not None:
             raise interrupted
+
+    async def give_up_after(
+        self, seconds: float, work: Callable[[], Coroutine[object, object, object]]
+    ) -> None:
+        """Run `work`: HandlerInterrupted so many seconds after a stop, or by a signal."""
+
+        async def watch() -> None:
+            while self.stopped_for() <= max(seconds, GRACE):  # noqa: ASYNC110
+                await asyncio.sleep(_CHECK)
+            self._interrupt()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            await self.call(work)
+        finally:
+            watching.cancel()
 
     async def handle(self, handler: Callable[..., object], *args: object) -> object:
         """Call a handler within `call`, and return its outcome. Raises RuntimeError where it ends as

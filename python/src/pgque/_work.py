@@ -13,13 +13,11 @@ from datetime import timedelta
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from . import _encode
+from .errors import described
 from .outcomes import Dead, HandlerOutcome, Release, Retry
 from .types import Message, Seconds, columns
 
 M = TypeVar("M", bound=Message)
-
-# Characters of an error's text that are kept.
-_LONGEST_REASON = 2000
 
 # A statement and its parameters.
 Call = tuple[str, Mapping[str, object]]
@@ -55,9 +53,9 @@ def verdict_of(outcome: object, success: Verdict, retry_after: timedelta | None)
         outcome = outcome()
     match outcome:
         case Retry(after=after, reason=reason):
-            return Verdict("nack", retry_after if after is None else after, storable(reason))
+            return Verdict("nack", retry_after if after is None else after, reason)
         case Dead(reason=reason):
-            return Verdict("dead", None, storable(reason))
+            return Verdict("dead", None, reason)
         case Release():
             return Verdict("release")
     return success
@@ -65,14 +63,47 @@ def verdict_of(outcome: object, success: Verdict, retry_after: timedelta | None)
 
 def failure(error: BaseException, retry_after: timedelta | None) -> Verdict:
     """Return what becomes of a message whose handler failed."""
-    return Verdict("nack", retry_after, storable(f"{type(error).__name__}: {error}"))
+    return Verdict("nack", retry_after, described(error))
 
 
-def storable(reason: str | None) -> str | None:
-    """Return a text that the database can store: no NUL, no half characters, and not without end."""
-    if reason is None:
-        return None
-    return reason.replace("\x00", "")[:_LONGEST_REASON].encode("utf-8", "replace").decode("utf-8")
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """The name of a queue, and the settings that say what becomes of its failed messages."""
+
+    name: str
+    max_retries: int = 0
+    max_receive_attempts: int = 0
+    drop_policy: str = "dead_letter"
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, str | None]) -> QueueSettings:
+        """Return what `queue_config` answered."""
+        return cls(
+            name,
+            int(config["max_retries"] or 0),
+            int(config["max_receive_attempts"] or 0),
+            config["drop_policy"] or "",
+        )
+
+    def failure(
+        self, message: Message, consumer: str, error: BaseException, after: Seconds | None, shared: bool
+    ) -> str:
+        """Return what to log of a handler that failed; `shared` is a message of a worker's batch."""
+        retries = message.retry_count or 0
+        attempt, limit = retries + 1, self.max_retries + 1
+        if shared:
+            attempt = message.receive_count or 1
+            limit = min(self.max_receive_attempts, attempt + self.max_retries - retries)
+        if attempt >= limit:
+            following = f"no retry is left, drop_policy {self.drop_policy}"
+        elif after is None:
+            following = "retry as the queue's retry_backoff says"
+        else:
+            following = f"retry in {seconds(after):g} s"
+        return (
+            f"handler failed: queue {self.name}, consumer {consumer}, type {message.type!r},"
+            f" message {message.msg_id}, attempt {attempt} of {limit}, {following}: {described(error)}"
+        )
 
 
 class Batch(Generic[M]):

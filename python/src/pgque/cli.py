@@ -128,16 +128,16 @@ def ticker(dsn: str, quiet: bool, systemd_unit: bool) -> None:
 @dsn_option
 @json_option
 def status(dsn: str, as_json: bool) -> None:
-    """Show the state of the installation and the health checks. The exit code is 3 when a check fails."""
+    """Show the state of the installation and what is wrong, as `pgque health` does. The exit code is 3 when a check fails."""
     with connect(dsn) as client:
         parts = [as_dict(row) for row in client.status()]
-        checks = [as_dict(row) for row in client.health()]
+        checks = client.health()
     if as_json:
-        echo(dump({"status": parts, "health": checks}, indent=2))
+        echo(dump({"status": parts, "health": [as_dict(check) for check in checks]}, indent=2))
     else:
         print_table("Status", parts)
-        print_table("Health", checks)
-    if any(check["status"] == "fail" for check in checks):
+        cli_health.print_checks([check for check in cli_health.worst_first(checks) if check.status != "ok"])
+    if any(check.status == "fail" for check in checks):
         sys.exit(NOTHING)
 
 

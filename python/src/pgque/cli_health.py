@@ -77,7 +77,8 @@ def advice(text: str | None) -> list[tuple[str, bool]]:
 # -- commands ------------------------------------------------------------------
 
 
-def _worst_first(checks: Sequence[HealthCheck]) -> list[HealthCheck]:
+def worst_first(checks: Sequence[HealthCheck]) -> list[HealthCheck]:
+    """Return the checks, failed ones first, then warnings."""
     return sorted(checks, key=lambda check: ("fail", "warn", "ok").index(check.status))
 
 
@@ -86,7 +87,8 @@ def _exit_code(checks: Sequence[HealthCheck]) -> int:
     return NOTHING if "fail" in found else WARNINGS if "warn" in found else 0
 
 
-def _print(checks: Sequence[HealthCheck]) -> None:
+def print_checks(checks: Sequence[HealthCheck]) -> None:
+    """Print the checks with their advice, wrapped at the terminal's width."""
     width = max(shutil.get_terminal_size().columns, NARROWEST)
 
     def wrapped(text: str, indent: str) -> None:
@@ -123,7 +125,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
 
     def look() -> int:
         with connect(dsn) as client:
-            found = _worst_first(client.health())
+            found = worst_first(client.health())
         shown = [check for check in found if everything or check.status != "ok"]
         if watch and sys.stdout.isatty():
             click.clear()
@@ -134,7 +136,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
         else:
             if watch:
                 echo(time.strftime("%Y-%m-%d %H:%M:%S"))
-            _print(shown)
+            print_checks(shown)
         return _exit_code(found)
 
     try:
@@ -180,7 +182,7 @@ def start(dsn: str, wait: timedelta) -> None:
             time.sleep(min(0.5, max(deadline - time.monotonic(), 0.05)))
         found = next(check for check in client.health() if check.check_name == "ticker")
     echo("pgque: the ticker is scheduled and does not run", err=True)
-    _print([found])
+    print_checks([found])
     sys.exit(NOTHING)
 
 

@@ -21,7 +21,7 @@ from . import _encode, _otel
 from ._decode import reading
 from ._encode import MessageOrId
 from ._version import __version__
-from .errors import PgqueError, from_psycopg, prepare_threshold
+from .errors import PgqueBadArgument, PgqueError, from_psycopg, prepare_threshold
 from .types import (
     ArchivedMessage,
     BatchEvent,
@@ -165,7 +165,8 @@ class AsyncPgqueClient:
             ttl: seconds after which it expires; 0 is never, None as the queue's `message_ttl` says.
             partition_key: goes to `extra1`, and is the key for keyed order where there is no `key`.
 
-        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueBadArgument.
+        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueBadArgument (also for a text that the connection's
+        encoding lacks).
         """
         options = {
             "headers": headers,
@@ -367,7 +368,7 @@ class AsyncPgqueClient:
         """
         options = {
             "retry_after": ("interval", _encode.interval(retry_after)),
-            "reason": ("text", reason),
+            "reason": ("text", _encode.reason_text(reason, self._conn)),
         }
         if not isinstance(msg, (Message, int)):
             return await self._settle("nack", batch_id, msg, options)
@@ -385,7 +386,8 @@ class AsyncPgqueClient:
     ) -> list[Outcome]:
         """Give messages up, the way of the queue's `drop_policy`, without more retries. Calls
         `pgque.dead`."""
-        return await self._settle("dead", batch_id, msgs, {"reason": ("text", reason)})
+        text = _encode.reason_text(reason, self._conn)
+        return await self._settle("dead", batch_id, msgs, {"reason": ("text", text)})
 
     async def archive(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> list[Outcome]:
         """Finish messages of a batch, or all, and keep them in the archive. Calls `pgque.archive`."""
@@ -929,7 +931,7 @@ class AsyncPgqueClient:
             async with reading(self._conn.cursor(row_factory=args_row(make))) as cur:
                 await cur.execute(sql, params)
                 return await cur.fetchall()
-        except psycopg.Error as error:
+        except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
 
     async def _row(self, sql: str, params: Mapping[str, object], make: type[T]) -> T:
@@ -958,12 +960,20 @@ class AsyncPgqueClient:
             async with reading(self._conn.cursor(row_factory=tuple_row)) as cur:
                 await cur.execute(sql, params)
                 return await cur.fetchone()
-        except psycopg.Error as error:
+        except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
 
-    def _error(self, error: psycopg.Error, params: Mapping[str, object]) -> PgqueError:
+    def _error(self, error: psycopg.Error | UnicodeEncodeError, params: Mapping[str, object]) -> PgqueError:
         queue = params.get("queue")
-        translated = from_psycopg(error, queue if isinstance(queue, str) else None)
+        name = queue if isinstance(queue, str) else None
+        if isinstance(error, UnicodeEncodeError):
+            return PgqueBadArgument(
+                f"a text has the character {error.object[error.start]!a}, which the encoding of the"
+                f" connection lacks: {error.encoding}",
+                hint="Send it as bytes, or use a database in UTF8. Half of a surrogate pair is in no text.",
+                queue=name,
+            )
+        translated = from_psycopg(error, name)
         if self._owned and prepare_threshold() is None:
             self._conn.prepare_threshold = None
         return translated

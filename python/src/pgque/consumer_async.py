@@ -10,28 +10,34 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection, sql
 from psycopg.pq import TransactionStatus
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
 from ._encode import watchful
-from ._hands import check_async_handler
-from ._stopper import AsyncStopper, HandlerInterrupted
+from ._hands import Unmatched, check_async_handler, check_some, check_type
+from ._retry import FIRST_PAUSE, pauses
+from ._stopper import GRACE, AsyncStopper, HandlerInterrupted
+from ._work import QueueSettings, seconds
 from .client_async import AsyncPgqueClient
 from .errors import (
+    PgqueBadArgument,
     PgqueBatchNotFound,
     PgqueConnectionError,
     PgqueError,
     PgqueQueueInUse,
+    described,
     from_psycopg,
     is_permanent,
     of_pooler,
+    one_line,
 )
-from .types import Message, Seconds
+from .outcomes import retry_interval
+from .types import Message, QueueInfo, Seconds
 
 AsyncHandler: TypeAlias = Callable[[Message], Awaitable[object]]
 AsyncTransactionalHandler: TypeAlias = Callable[[Message, AsyncConnection[object]], Awaitable[object]]
@@ -39,13 +45,30 @@ H = TypeVar("H", bound=AsyncHandler | AsyncTransactionalHandler)
 
 log = logging.getLogger("pgque.consumer")
 
-# Pauses between attempts to reach the database: random between 0 and a bound that doubles up to this many
-# seconds; after a stop, when time is short, of at most the last.
-FIRST_PAUSE = 0.1
+# Longest pauses between attempts to reach the database, in seconds; the second after a stop.
 _LONGEST_PAUSE = 15.0
 _LONGEST_AFTER_STOP = 1.0
 
-_LONGEST_REASON = 4000  # characters
+# Seconds after a stop in which the server has to answer that a batch is finished or handed back.
+_ANSWER = GRACE + 1.0
+
+# Seconds without messages after which, and how often, a consumer checks whether messages wait for a tick.
+TICK_CHECK = 10.0
+
+# Seconds beyond the queue's ticker_max_lag after which a tick is missing.
+_TICK_MISSING = 5.0
+
+# Constraints that are declared as initially deferred: a new transaction defers these and no others.
+_DEFERRED = """
+select string_agg(format('%%I.%%I', c.nspname, c.conname), ', ')
+from (
+  select distinct n.nspname, c.conname
+  from pg_catalog.pg_constraint as c
+  join pg_catalog.pg_namespace as n on n.oid = c.connamespace
+  where c.condeferred and not pg_catalog.pg_is_other_temp_schema(n.oid)
+    and pg_catalog.has_schema_privilege(n.oid, 'usage')
+) as c
+"""
 
 _FAILED = (
     "the handler caught an error of the database, which left its transaction failed: let the error out, or do"
@@ -53,8 +76,22 @@ _FAILED = (
 )
 
 
+_REMEDY = (
+    "Start a pgque.Worker for this consumer, or give the Consumer another: client.subscribe(queue, name)."
+    " To take it from its workers, unsubscribe and subscribe it again; its pending retries are lost."
+)
+
+
 class _BatchLost(Exception):
     """Say that a batch is no longer ours, and undo its transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Handled:
+    """A batch whose handlers have run: the ids of messages that failed, by reason."""
+
+    batch_id: int
+    failed: dict[str, list[int]]
 
 
 class AsyncConsumer:
@@ -112,6 +149,9 @@ class AsyncConsumer:
             )
         if poll_interval <= 0:
             raise ValueError("poll_interval must be more than 0 seconds")
+        if max_messages < 1:
+            raise ValueError("max_messages must be at least 1")
+        retry_interval(retry_after, "retry_after")
         self.dsn = dsn
         self.queue = queue
         self.name = name
@@ -126,14 +166,15 @@ class AsyncConsumer:
         self._stopper = AsyncStopper()
         self._notified = False
         self._touched_at = 0.0
-        # A batch that is done with: the next call that receives finishes it too.
-        self._finished: int | None = None
-        # Why the consumer has no place for a subconsumer.
-        self._refused: PgqueError | None = None
+        self._unmatched = Unmatched(log, name, self._handlers)
+        # What the server has to be told about the last batch; it survives a lost connection.
+        self._handled: _Handled | None = None
+        self._settings = QueueSettings(queue)
 
     def on(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
         one. Raises TypeError for what cannot be a handler."""
+        check_type(type, "@consumer.on")
 
         def register(handler: H) -> H:
             check_async_handler(handler, "Consumer")
@@ -151,18 +192,21 @@ class AsyncConsumer:
         handler that runs longer is interrupted.
 
         After a fault of the database the consumer connects again, after a growing random pause, for as long
-        as it takes. Raises a PgqueError where trying again cannot help: PgqueVersionError,
-        PgqueQueueNotFound, PgqueConsumerNotFound, a missing right; PgqueQueueInUse where a consumer that
-        reads on its own, or has workers, is given a subconsumer.
+        as it takes; the outcomes of a batch whose handlers have run are kept until then. Raises a PgqueError
+        where trying again cannot help: PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a
+        missing right; PgqueBadArgument without a handler, unless `unknown_handler_policy` is "ack", or where
+        the consumer has workers; PgqueQueueInUse where a consumer that reads on its own, or has workers, is
+        given a subconsumer.
         """
-        self._refused = None
+        check_some(self._handlers, self.unknown_handler_policy, "@consumer.on")
         async with self._stopper.running():
             try:
                 await keep_connected(self._stopper, lambda: self._stopper.call(self._session), self._is_done)
             except HandlerInterrupted:
                 log.warning("stopped in the middle of a batch, which comes again")
-        if self._refused is not None:
-            raise self._refused
+            except PgqueError as error:
+                log.error("consumer %s of queue %s ends: %s", self.name, self.queue, one_line(error))
+                raise
 
     def stop(self) -> None:
         """Make `start` return soon, for good; callable from any thread.
@@ -173,7 +217,7 @@ class AsyncConsumer:
         self._stopper.set()
 
     def _is_done(self) -> bool:
-        return self._stopper.is_set() or self._refused is not None
+        return self._stopper.is_set() and (self._handled is None or self._stopper.out_of_time())
 
     async def _session(self) -> None:
         """Consume over one connection.
@@ -182,30 +226,32 @@ class AsyncConsumer:
         the session, so that the pauses start small again.
         """
         worked = False
-        self._finished = None
         try:
             async with await AsyncPgqueClient.connect(self._conninfo(), autocommit=True) as client:
                 client.conn.add_notify_handler(self._on_notify)
-                name = await listen(client, self.queue)
+                self._settings = await listen(client, self.queue)
+                watch = TickWatch(self.queue, log)
                 while not self._stopper.is_set():
                     self._notified = False
                     batch = await self._receive(client)
                     if batch:
+                        watch.reset()
                         await self._work(client, batch)
-                        if batch[0].queue != name:  # it was renamed
-                            name = await listen(client, self.queue)
+                        if batch[0].queue != self._settings.name:  # it was renamed
+                            self._settings = await listen(client, self.queue)
                     worked = True
                     if not batch and not self._notified:
-                        await self._stopper.wait(client.conn, self.poll_interval)
-                await self._finish(client)
+                        await self._stopper.wait(client.conn, min(self.poll_interval, watch.due_in()))
+                        await watch.check(client)
+                with self._stopper.breaking(client.conn, _ANSWER):
+                    await self._settle(client)
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
-            if isinstance(error, PgqueQueueInUse) and self.subconsumer is not None:
-                self._refused = error
-                return
             if not worked or is_permanent(error):
+                if error is fault:
+                    raise
                 raise error from fault
-            log.warning("lost the database, connecting again: %s", error)
+            log.warning("lost the database, connecting again: %s", one_line(error))
             await self._stopper.sleep(random.uniform(0, FIRST_PAUSE))  # noqa: S311
 
     def _conninfo(self) -> str:
@@ -217,73 +263,92 @@ class AsyncConsumer:
         self._notified = True
 
     async def _receive(self, client: AsyncPgqueClient) -> list[Message]:
-        if self.subconsumer is None:
-            try:
-                batch = await client.receive(
-                    self.queue, self.name, self.max_messages, ack_batch=self._finished
+        with self._stopper.breaking(client.conn, _ANSWER):
+            if self.subconsumer is not None:
+                await self._settle(client)
+                self._touched_at = time.monotonic()
+                return await client.receive_coop(
+                    self.queue,
+                    self.name,
+                    self.subconsumer,
+                    max_messages=self.max_messages,
+                    dead_interval=self.dead_interval,
                 )
+            if self._handled is not None and self._handled.failed:
+                await self._settle(client)
+            finished = None if self._handled is None else self._handled.batch_id
+            try:
+                batch = await client.receive(self.queue, self.name, self.max_messages, ack_batch=finished)
+            except (PgqueBadArgument, PgqueQueueInUse) as error:
+                raise type(error)(
+                    error.args[0], sqlstate=error.sqlstate, hint=_REMEDY, queue=self.queue
+                ) from error
             except (PgqueError, psycopg.Error):
                 # What is done is not to be done again because more is out of reach.
                 if not client.conn.closed:
-                    await self._finish(client)
+                    await self._settle(client)
                 raise
-            self._finished = None
+            self._handled = None
             return batch
-        self._touched_at = time.monotonic()
-        return await client.receive_coop(
+
+    async def _settle(self, client: AsyncPgqueClient) -> None:
+        """Nack what failed of the last batch, and ack the batch at once."""
+        if self._handled is None:
+            return
+        try:
+            async with client.conn.transaction():
+                await self._tell(client, self._handled)
+        except (_BatchLost, PgqueBatchNotFound):
+            self._log_lost(self._handled.batch_id)
+        self._handled = None
+
+    async def _tell(self, client: AsyncPgqueClient, handled: _Handled) -> None:
+        for reason, ids in handled.failed.items():
+            for outcome in await client.nack(handled.batch_id, ids, self.retry_after, reason):
+                if not outcome.ok:
+                    log.warning("message %s could not be nacked: %s", outcome.msg_id, outcome.reason)
+        if await client.ack(handled.batch_id) == 0:
+            raise _BatchLost
+
+    def _log_lost(self, batch_id: int) -> None:
+        log.warning(
+            "batch %s of queue %s, consumer %s was taken over by another worker, or its end was lost with the"
+            " connection",
+            batch_id,
             self.queue,
             self.name,
-            self.subconsumer,
-            max_messages=self.max_messages,
-            dead_interval=self.dead_interval,
         )
 
-    async def _finish(self, client: AsyncPgqueClient) -> None:
-        finished, self._finished = self._finished, None
-        if finished is not None:
-            await client.ack(finished)
-
     async def _work(self, client: AsyncPgqueClient, batch: list[Message]) -> None:
+        if not self.transactional:
+            self._handled = await self._handle_all(client, batch)
+            return
         try:
-            if self.transactional:
-                async with client.conn.transaction():
-                    if not await self._handle_and_settle(client, batch):
-                        raise _BatchLost
-            elif not await self._handle_and_settle(client, batch):
-                raise _BatchLost
+            async with client.conn.transaction():
+                await self._tell(client, await self._handle_all(client, batch))
         except (_BatchLost, PgqueBatchNotFound):
-            log.warning("batch %s was taken over by another worker", batch[0].batch_id)
+            self._log_lost(batch[0].batch_id)
 
-    async def _handle_and_settle(self, client: AsyncPgqueClient, batch: list[Message]) -> bool:
-        """Run the handlers, then nack what failed and ack the batch at once. False when the batch is no
-        longer ours."""
+    async def _handle_all(self, client: AsyncPgqueClient, batch: list[Message]) -> _Handled:
+        """Run the handlers of a batch."""
         failed: dict[str, list[int]] = defaultdict(list)
+        check = await _constraint_check(client) if self.transactional else ""
         for message in batch:
             if self._stopper.out_of_time():
                 raise HandlerInterrupted
-            reason = await self._handle(client, message)
+            reason = await self._handle(client, message, check)
             if reason is not None:
                 failed[reason].append(message.msg_id)
             await self._touch(client)
-        if not failed and not self.transactional:
-            if self.subconsumer is None:
-                self._finished = batch[0].batch_id
-                return True
-            return await client.ack(batch[0].batch_id) > 0
-        async with client.conn.transaction():
-            for reason, ids in failed.items():
-                for outcome in await client.nack(batch[0].batch_id, ids, self.retry_after, reason):
-                    if not outcome.ok:
-                        log.warning("message %s could not be nacked: %s", outcome.msg_id, outcome.reason)
-            return await client.ack(batch[0].batch_id) > 0
+        return _Handled(batch[0].batch_id, failed)
 
-    async def _handle(self, client: AsyncPgqueClient, message: Message) -> str | None:
+    async def _handle(self, client: AsyncPgqueClient, message: Message, check: str) -> str | None:
         """Run the handler of one message and return why it failed, or None."""
         handler = self._handlers.get(message.type or "", self._handlers.get("*"))
         if handler is None:
-            if self.unknown_handler_policy == "ack":
-                return None
-            return f"no handler for type {message.type!r}"
+            what = "they are acknowledged" if self.unknown_handler_policy == "ack" else "they are rejected"
+            self._unmatched.note(message, what)
+            return None if self.unknown_handler_policy == "ack" else f"no handler for type {message.type!r}"
         try:
             if self.transactional:
                 async with (
@@ -292,47 +357,105 @@ class AsyncConsumer:
                     await self._stopper.handle(handler, message, client.conn)
                     if client.conn.info.transaction_status is TransactionStatus.INERROR:
                         raise RuntimeError(_FAILED)
+                    await client.conn.execute(check.encode(), prepare=False)
             else:
                 await self._stopper.handle(handler, message)
         except Exception as error:
-            if client.conn.closed or client.conn.broken:
-                # Whatever the handler made of that: the batch comes again.
-                raise PgqueConnectionError(
-                    f"the connection was lost while message {message.msg_id} was handled: {error}",
-                    queue=self.queue,
-                ) from error
-            not_kept = of_pooler(error)
-            if self.transactional and client.conn.prepare_threshold is not None and not_kept is not None:
-                # Not the handler's fault, once: the next connection prepares nothing.
-                raise from_psycopg(not_kept, self.queue) from error
-            log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
-            return _storable(f"{type(error).__name__}: {error}")
+            if self.transactional:
+                self._raise_if_lost(client, message, error)
+            log.warning(
+                "%s",
+                self._settings.failure(message, self.name, error, self.retry_after, False),
+                exc_info=True,
+            )
+            return described(error)
         return None
+
+    def _raise_if_lost(self, client: AsyncPgqueClient, message: Message, error: Exception) -> None:
+        """Raise what takes the whole batch back, where that and not the handler is at fault."""
+        if client.conn.closed or client.conn.broken:
+            # Whatever the handler made of that: the batch comes again.
+            raise PgqueConnectionError(
+                f"the connection was lost while message {message.msg_id} was handled: {described(error)}",
+                queue=self.queue,
+            ) from error
+        not_kept = of_pooler(error)
+        if client.conn.prepare_threshold is not None and not_kept is not None:
+            # Not the handler's fault, once: the next connection prepares nothing.
+            raise from_psycopg(not_kept, self.queue) from error
 
     async def _touch(self, client: AsyncPgqueClient) -> None:
         """Say that this worker is alive, when others could take it for dead."""
         if self.subconsumer is None or self.dead_interval is None or self.transactional:
             return
-        limit = self.dead_interval
-        seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit)
-        if time.monotonic() - self._touched_at > seconds / 3:
+        if time.monotonic() - self._touched_at > seconds(self.dead_interval) / 3:
             self._touched_at = time.monotonic()
-            await client.touch_subconsumer(self.queue, self.name, self.subconsumer)
+            with suppress(PgqueConnectionError):  # the batch goes on, and is settled over another connection
+                await client.touch_subconsumer(self.queue, self.name, self.subconsumer)
 
 
-def _storable(reason: str) -> str:
-    """Return a text that the database can store: no NUL, no half characters, and not without end."""
-    return reason.replace("\x00", "")[:_LONGEST_REASON].encode("utf-8", "replace").decode("utf-8")
+async def _constraint_check(client: AsyncPgqueClient) -> str:
+    """Return the statements that check what is deferred, and defer again what a new transaction defers."""
+    deferred = await client._maybe(str, _DEFERRED)
+    check = "set constraints all immediate"
+    return f"{check}; set constraints {deferred} deferred" if deferred else check
 
 
-async def listen(client: AsyncPgqueClient, queue: str) -> str:
-    """Have a connection notified of new messages, and return the name of the queue, which may be given by its
-    `queue_uid`. Calls `pgque.get_queue_info`. Raises PgqueQueueNotFound."""
+async def listen(client: AsyncPgqueClient, queue: str) -> QueueSettings:
+    """Have a connection notified of new messages, and return the settings of the queue, which may be given by
+    its `queue_uid`, with its name. Raises PgqueQueueNotFound."""
     name = await client._value(
         str, "select i.queue_name from pgque.get_queue_info(%(queue)s::text) as i", {"queue": queue}
     )
     await client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{name}")))
-    return name
+    return QueueSettings.of(name, await client.queue_config(name))
+
+
+class TickWatch:
+    """Log when messages wait because nothing ticks their queue."""
+
+    def __init__(self, queue: str, logger: logging.Logger) -> None:
+        self._queue = queue
+        self._log = logger
+        self._told = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Take note that messages came."""
+        self._checked_at = time.monotonic()
+        self._told = False
+
+    def due_in(self) -> float:
+        """Return how many seconds from now the next check is due."""
+        return max(0.0, self._checked_at + TICK_CHECK - time.monotonic())
+
+    async def check(self, client: AsyncPgqueClient) -> None:
+        """Ask, if that is due, whether messages wait for a tick."""
+        if self.due_in() > 0:
+            return
+        self._checked_at = time.monotonic()
+        missing = [info for info in await client.queue_info(self._queue) if _misses_tick(info)]
+        if missing and not self._told:
+            self._log.warning("%s", _missing_tick(missing[0]))
+        self._told = bool(missing)
+
+
+def _misses_tick(info: QueueInfo) -> bool:
+    if not info.ev_new or info.ticker_lag is None:
+        return False
+    return info.ticker_lag.total_seconds() > info.queue_ticker_max_lag.total_seconds() + _TICK_MISSING
+
+
+def _missing_tick(info: QueueInfo) -> str:
+    remedy = "run `pgque ticker`, or with pg_cron `select pgque.start()`"
+    if info.queue_external_ticker:
+        remedy = "its ticker is an external one, which has to send ticks"
+    elif info.queue_ticker_paused:
+        remedy = "its ticker is paused: set ticker_paused to false"
+    return (
+        f"queue {info.queue_name} has about {info.ev_new} messages that wait for a tick, which makes them"
+        f" visible to consumers; the last tick was {info.ticker_lag} ago: {remedy}"
+    )
 
 
 async def keep_connected(
@@ -346,40 +469,19 @@ async def keep_connected(
     Raises a PgqueError where trying again cannot help.
     """
     is_done = done or stopper.is_set
-    growing = wait_random_exponential(multiplier=FIRST_PAUSE, max=_LONGEST_PAUSE)
-
-    async def pause(seconds: float) -> None:
-        if not stopper.is_set():
-            await stopper.sleep(seconds)
-        elif not is_done():
-            await stopper.rest(min(seconds, _LONGEST_AFTER_STOP))
-
+    growing = pauses(_LONGEST_PAUSE)
     while not is_done():
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_help),
-            wait=lambda state: min(
-                growing(state), _LONGEST_AFTER_STOP if stopper.is_set() else _LONGEST_PAUSE
-            ),
-            sleep=pause,
-            stop=lambda state: is_done(),
-            before_sleep=_log_pause,
-            reraise=True,
-        )
         try:
-            async for attempt in retrying:
-                with attempt:
-                    if not is_done():  # it may be since the pause
-                        await session()
+            await session()
+            growing = pauses(_LONGEST_PAUSE)
         except PgqueError as error:
-            if not (is_done() and _may_help(error)):
+            if is_permanent(error):
                 raise
-
-
-def _may_help(error: BaseException) -> bool:
-    return isinstance(error, PgqueError) and not is_permanent(error)
-
-
-def _log_pause(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    pause = state.next_action.sleep if state.next_action else 0
-    log.warning("failed, next try in %.1f s: %s", pause, error)
+            if is_done():
+                return
+            pause = next(growing)
+            log.warning("failed, next try in %.1f s: %s", pause, one_line(error))
+            if not stopper.is_set():
+                await stopper.sleep(pause)
+            else:
+                await stopper.rest(min(pause, _LONGEST_AFTER_STOP))

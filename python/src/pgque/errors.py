@@ -12,7 +12,7 @@ import psycopg
 
 
 class PgqueError(Exception):
-    """Say that a pgque call failed.
+    """Say that a pgque call failed. Its text is the message and, on a second line, the hint.
 
     Attributes:
         sqlstate: the five-character code, or None when the server never answered.
@@ -32,6 +32,11 @@ class PgqueError(Exception):
         self.sqlstate = sqlstate
         self.hint = hint
         self.queue = queue
+
+    def __str__(self) -> str:
+        """Return the message, and the hint where the message does not say it."""
+        message = super().__str__()
+        return message if self.hint is None or self.hint in message else f"{message}\nhint: {self.hint}"
 
 
 class PgqueConnectionError(PgqueError):
@@ -137,6 +142,11 @@ _CONNECTION_STATES = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53
 # A function, a column or the schema that a call names is not there. From inside a function, where somebody's
 # own SQL may run, an error has a context.
 _MISSING_STATES = frozenset({"42883", "42703", "3F000"})
+_MISSING_RIGHT = "42501"
+_GRANT_ROLE = (
+    "The role needs pgque_reader to consume, pgque_writer to send, or pgque_admin, for all queues:"
+    " grant pgque_reader to …; for one queue: select pgque.grant_queue(queue, role, 'consume');"
+)
 _INSTALL = "The database has another version of pgque than this package: pgque install --dsn …"
 
 
@@ -176,16 +186,43 @@ def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     known = BY_SQLSTATE.get(error.sqlstate or "")
     if error.sqlstate in _MISSING_STATES and diag.context is None:
         known, hint = PgqueVersionError, _INSTALL
+    elif error.sqlstate == _MISSING_RIGHT and hint is None and diag.context is None:
+        hint = _GRANT_ROLE  # the server's own refusal, of the schema or a function
     if known is None:
         known = PgqueConnectionError if _is_connection_loss(error) else PgqueError
     return known(message, sqlstate=error.sqlstate, hint=hint, queue=queue)
 
 
+_PERMANENT = (
+    PgqueVersionError,
+    PgqueQueueNotFound,
+    PgqueConsumerNotFound,
+    PgqueInvalidName,
+    PgqueBadArgument,
+    PgqueQueueInUse,
+)
+
+
+_LONGEST = 2000  # characters of an error's text that are kept
+
+
+def described(error: BaseException) -> str:
+    """Return the class and the text of any error, also of one whose text cannot be had, for a reason."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be read"
+    return f"{type(error).__name__}: {text}"[:_LONGEST]
+
+
+def one_line(error: PgqueError) -> str:
+    """Return the text of an error as one line, for a log."""
+    return "; ".join(line for line in str(error).splitlines() if line)
+
+
 def is_permanent(error: PgqueError) -> bool:
     """Say whether trying again cannot help: the code or the set-up has to change first."""
-    if isinstance(error, (PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, PgqueInvalidName)):
-        return True
-    if isinstance(error, PgqueBadArgument):
+    if isinstance(error, _PERMANENT):
         return True
     if error.sqlstate in {"42883", *_POOLER_STATES}:
         # An upgrade may have taken a function from under a running call; who connects again is told whether

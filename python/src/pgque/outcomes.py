@@ -5,10 +5,34 @@ from __future__ import annotations
 from datetime import timedelta
 
 from ._encode import interval
-from .errors import PgqueBadArgument
+from .errors import PgqueBadArgument, described
 from .types import Seconds
 
 _LONGEST = timedelta(days=3650)
+
+
+def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | None:
+    """Return when a failed message is to come again. Raises PgqueBadArgument for what is no length of time,
+    is negative, or over ten years."""
+    try:
+        length = interval(after)
+    except (OverflowError, TypeError, ValueError):
+        length = timedelta(-1)
+    if length is not None and not timedelta(0) <= length <= _LONGEST:
+        raise PgqueBadArgument(f"{name} must be from 0 seconds to ten years, not {after!r}")
+    return length
+
+
+def reason_of(value: object) -> str | None:
+    """Return a reason as text, whatever it was given as."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, BaseException):
+        return described(value)
+    try:
+        return str(value)
+    except Exception as error:
+        return described(error)
 
 
 class HandlerOutcome(Exception):
@@ -18,26 +42,21 @@ class HandlerOutcome(Exception):
 class Retry(HandlerOutcome):
     """Have the message come again after so many seconds; None leaves that to the queue.
 
-    Raises PgqueBadArgument for a negative length of time, or one over ten years.
+    The reason may be an error. Raises PgqueBadArgument for a negative length of time, or one over ten years.
     """
 
-    def __init__(self, after: Seconds | None = None, reason: str | None = None) -> None:
-        super().__init__(reason or "")
-        if isinstance(after, (int, float)) and not 0 <= after <= _LONGEST.total_seconds():
-            raise PgqueBadArgument(f"after must be from 0 seconds to ten years, not {after!r}")
-        length = interval(after)
-        if length is not None and not timedelta(0) <= length <= _LONGEST:
-            raise PgqueBadArgument(f"after must be from 0 seconds to ten years, not {after!r}")
-        self.after = length
-        self.reason = reason
+    def __init__(self, after: Seconds | None = None, reason: object = None) -> None:
+        self.reason = reason_of(reason)
+        super().__init__(self.reason or "")
+        self.after = retry_interval(after)
 
 
 class Dead(HandlerOutcome):
-    """Give the message up, without more retries."""
+    """Give the message up, without more retries. The reason may be an error."""
 
-    def __init__(self, reason: str | None = None) -> None:
-        super().__init__(reason or "")
-        self.reason = reason
+    def __init__(self, reason: object = None) -> None:
+        self.reason = reason_of(reason)
+        super().__init__(self.reason or "")
 
 
 class Release(HandlerOutcome):

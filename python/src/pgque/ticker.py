@@ -14,17 +14,20 @@ from pathlib import Path
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from ._encode import watchful
+from ._retry import pauses
 from .client import PgqueClient
-from .errors import PgqueError, from_psycopg, is_permanent
+from .errors import PgqueError, from_psycopg, is_permanent, one_line
 
 log = logging.getLogger("pgque.ticker")
 
 # `ticker_loop` runs for just under a minute. One that comes back sooner found another ticker at work, or
 # was told to stop.
 _SHORTEST_RUN = 1.0
+
+# Longest pause between attempts to reach the database, in seconds.
+_LONGEST_PAUSE = 5.0
 
 
 _UNIT = """\
@@ -92,23 +95,18 @@ def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:
     """
     stopped = stop or threading.Event()
 
-    def pause(seconds: float) -> None:
-        stopped.wait(seconds)
-
+    growing = pauses(_LONGEST_PAUSE)
     while not stopped.is_set():
-        retrying = Retrying(
-            retry=retry_if_exception(_may_help),
-            wait=wait_random_exponential(multiplier=0.1, max=5),
-            sleep=pause,
-            stop=lambda state: stopped.is_set(),
-            before_sleep=_log_pause,
-            reraise=True,
-        )
         try:
-            retrying(_tick, dsn, stopped)
+            _tick(dsn, stopped)
+            growing = pauses(_LONGEST_PAUSE)
         except PgqueError as error:
-            if not (stopped.is_set() and _may_help(error)):
+            if is_permanent(error):
                 raise
+            pause = next(growing)
+            if not stopped.is_set():
+                log.warning("cannot tick, next try in %.1f s: %s", pause, one_line(error))
+                stopped.wait(pause)
 
 
 def _tick(dsn: str, stop: threading.Event) -> None:
@@ -137,9 +135,11 @@ def _tick(dsn: str, stop: threading.Event) -> None:
         if stop.is_set():
             return
         error = fault if isinstance(fault, PgqueError) else from_psycopg(fault)
-        if not _may_help(error) or time.monotonic() - began < _SHORTEST_RUN:
+        if is_permanent(error) or time.monotonic() - began < _SHORTEST_RUN:
+            if error is fault:
+                raise
             raise error from fault
-        log.warning("lost the database, connecting again: %s", error)
+        log.warning("lost the database, connecting again: %s", one_line(error))
 
 
 def _cancel(conn: psycopg.Connection[object], stop: threading.Event, finished: threading.Event) -> None:
@@ -149,13 +149,3 @@ def _cancel(conn: psycopg.Connection[object], stop: threading.Event, finished: t
             with suppress(psycopg.Error):
                 conn.cancel_safe(timeout=1)
             finished.wait(0.1)
-
-
-def _may_help(error: BaseException) -> bool:
-    return isinstance(error, PgqueError) and not is_permanent(error)
-
-
-def _log_pause(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    pause = state.next_action.sleep if state.next_action else 0
-    log.warning("cannot tick, next try in %.1f s: %s", pause, error)

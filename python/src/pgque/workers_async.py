@@ -22,13 +22,23 @@ from psycopg.rows import args_row
 
 from . import _encode, _otel, _work
 from ._decode import reading
-from ._hands import AsyncHands, AsyncLock, call_async, check_async_handler, serve_async
+from ._hands import (
+    AsyncHands,
+    AsyncLock,
+    Unmatched,
+    call_async,
+    check_async_handler,
+    check_some,
+    check_type,
+    serve_async,
+)
+from ._retry import FIRST_PAUSE
 from ._stopper import AsyncStopper, HandlerInterrupted
-from ._work import Batch, Call, Refused, Verdict
+from ._work import Batch, Call, QueueSettings, Refused, Verdict
 from .client_async import AsyncPgqueClient
-from .consumer_async import FIRST_PAUSE, keep_connected, listen
-from .errors import PgqueError, from_psycopg, is_permanent
-from .outcomes import HandlerOutcome
+from .consumer_async import TickWatch, keep_connected, listen
+from .errors import PgqueError, from_psycopg, is_permanent, one_line
+from .outcomes import HandlerOutcome, retry_interval
 from .types import Event, Message, Payload, Seconds
 
 AsyncWorkHandler: TypeAlias = Callable[[Message], Awaitable[object]]
@@ -42,6 +52,9 @@ _LONGEST_WAIT = 1.0
 
 # Outcomes of a batch that is not finished are told to the server after so many seconds.
 _LONGEST_SECRET = 1.0
+
+# Seconds beyond the end in which the server has to answer what it is told last.
+_LAST_WORD = 1.0
 
 # Batches that are handled within the first grow up to the worker's `prefetch`; those that take longer than
 # the second shrink.
@@ -84,12 +97,12 @@ class AsyncWorkMessage(Message):
 
     async def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
         """Have the message come again after so many seconds; None leaves that to the queue. Calls
-        `pgque.nack`."""
-        return await self._settle(Verdict("nack", _encode.interval(after), _work.storable(reason)))
+        `pgque.nack`. Raises PgqueBadArgument for a negative length of time, or one over ten years."""
+        return await self._settle(Verdict("nack", retry_interval(after), reason))
 
     async def dead(self, reason: str | None = None) -> bool:
         """Give the message up, without more retries. Calls `pgque.dead`."""
-        return await self._settle(Verdict("dead", None, _work.storable(reason)))
+        return await self._settle(Verdict("dead", None, reason))
 
     async def release(self) -> bool:
         """Hand the message back for any worker, at once. Calls `pgque.release`."""
@@ -154,7 +167,7 @@ class AsyncWorkQueue:
         """Hand back what `messages` received and did not give, and close the connection."""
         if self._client is not None:
             for hold in list(self._holds):
-                await self._hand_back(self._client, hold)
+                await self._hand_back(hold)
             await self._client.close()
 
     async def send(
@@ -249,28 +262,31 @@ class AsyncWorkQueue:
             if visibility_timeout is None:
                 visibility_timeout = await _default_timeout(client, self.queue)
         waiting_since = time.monotonic()
-        batch: Batch[AsyncWorkMessage] | None = None
-        while True:
-            hold = _Hold(self)
-            taking = _work.take(self.queue, self.consumer, name, max_messages, visibility_timeout)
-            async with self._lock:
-                asked_at = time.monotonic()
-                self._notified = False
-                taken = await _tell(client, [batch] if batch else [], taking, hold.message)
-                batch = None
-                if not taken:
-                    patience = _LONGEST_WAIT
-                    if timeout is not None:
-                        patience = min(patience, waiting_since + timeout - time.monotonic())
-                    if patience <= 0:
-                        return
-                    if not self._notified:
-                        await _wait(self._stopper, client, patience)
-                    continue
-            batch = hold.batch = Batch(taken, asked_at)
-            hold.waiting = [message.msg_id for message in reversed(taken)]
-            self._holds.add(hold)
-            try:
+        hold: _Hold | None = None
+        try:
+            while True:
+                following = _Hold(self)
+                taking = _work.take(self.queue, self.consumer, name, max_messages, visibility_timeout)
+                async with self._lock:
+                    asked_at = time.monotonic()
+                    self._notified = False
+                    batches = [hold.batch] if hold is not None and hold.batch is not None else []
+                    taken = await _tell(client, batches, taking, following.message)
+                    self._holds.discard(hold)
+                    hold = None
+                    if not taken:
+                        patience = _LONGEST_WAIT
+                        if timeout is not None:
+                            patience = min(patience, waiting_since + timeout - time.monotonic())
+                        if patience <= 0:
+                            return
+                        if not self._notified:
+                            await _wait(self._stopper, client, patience)
+                        continue
+                hold = following
+                batch = hold.batch = Batch(taken, asked_at)
+                hold.waiting = [message.msg_id for message in reversed(taken)]
+                self._holds.add(hold)
                 for message in taken:
                     async with self._lock:
                         if not await _extended(client, batch, visibility_timeout):
@@ -282,22 +298,30 @@ class AsyncWorkQueue:
                     if time.monotonic() - batch.told_at > _LONGEST_SECRET:
                         async with self._lock:
                             await _tell(client, [batch], None, hold.message)
-            except BaseException:  # GeneratorExit too
-                await self._hand_back(client, hold)
-                raise
-            self._holds.discard(hold)
-            waiting_since = time.monotonic()
+                waiting_since = time.monotonic()
+        except BaseException:  # GeneratorExit too
+            if hold is not None:
+                await self._hand_back(hold)
+            raise
 
-    async def _hand_back(self, client: AsyncPgqueClient, hold: _Hold) -> None:
-        """Tell what is known of a batch, and release what was not given; once."""
+    async def _hand_back(self, hold: _Hold) -> None:
+        """Tell what is known of a batch, and release what was not given; once. Connects again if that is
+        needed."""
         async with self._lock:
             if hold not in self._holds or hold.batch is None:
                 return
             hold.batch.decide(hold.waiting, _RELEASE)
             try:
-                await _tell(client, [hold.batch], None, hold.message)
+                if hold.batch.has_verdicts:
+                    client = await self._connected()
+                    stopper = AsyncStopper()
+                    stopper.set()
+                    with stopper.breaking(client.conn, _LAST_WORD):  # a lock may keep it for any time
+                        await _tell(client, [hold.batch], None, hold.message)
             except PgqueError as error:
-                log.warning("batch %s could not be handed back: %s", hold.batch.batch_id, error)
+                log.warning("batch %s could not be handed back: %s", hold.batch.batch_id, one_line(error))
+                if self._client is not None:
+                    await self._client.close()  # it may be broken
             finally:
                 self._holds.discard(hold)
 
@@ -393,6 +417,7 @@ class AsyncWorker:
             raise ValueError("concurrency and prefetch must be at least 1")
         if _work.seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
+        retry_interval(retry_after, "retry_after")
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
@@ -406,6 +431,9 @@ class AsyncWorker:
         self.worker = worker or _work.worker_name()
         self.shutdown_timeout = shutdown_timeout
         self._handlers: dict[str, AsyncWorkHandler] = {}
+        self._unmatched = Unmatched(log, consumer, self._handlers)
+        self._settings = QueueSettings(queue)
+        self._watch = TickWatch(queue, log)
         self._stopper = AsyncStopper()
         self._notified = False
         self._size = min(concurrency, prefetch)
@@ -416,6 +444,7 @@ class AsyncWorker:
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
         one. Raises TypeError for what cannot be a handler."""
+        check_type(type, "@worker.handler")
 
         def register(handler: H) -> H:
             check_async_handler(handler, "Worker")
@@ -434,11 +463,18 @@ class AsyncWorker:
 
         After a fault of the database the worker connects again, after a growing random pause, for as long
         as it takes; after a stop for as long as handlers run or have done what was not told yet, and no
-        longer than `shutdown_timeout`. Raises a PgqueError where trying again cannot help:
-        PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right.
+        longer than `shutdown_timeout`, and a second to hand messages back. Raises a PgqueError where trying
+        again cannot help: PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right;
+        PgqueQueueInUse where the consumer reads on its own; PgqueBadArgument without a handler, unless
+        `unknown_handler_policy` is "ack".
         """
+        check_some(self._handlers, self.unknown_handler_policy, "@worker.handler")
         async with self._stopper.running():
-            await serve_async(self, self._serve)
+            try:
+                await serve_async(self, self._serve)
+            except PgqueError as error:
+                log.error("worker %s of queue %s ends: %s", self.worker, self.queue, one_line(error))
+                raise
 
     def stop(self) -> None:
         """Make `run` finish what is begun and return, for good; callable from any thread."""
@@ -450,9 +486,31 @@ class AsyncWorker:
             while not self._is_done():
                 with suppress(HandlerInterrupted):  # it waited for a connection
                     await keep_connected(self._stopper, self._session, self._is_done)
+        except BaseException:
+            # Cancelled, or an error: tell what is known, and hand back what was not started.
+            self._hand_back()
+            await self._hands.close()
+            with suppress(PgqueError, psycopg.Error, HandlerInterrupted):
+                await self._tell_rest()
+            raise
         finally:
             self._hands.take_back()
             await self._hands.close()
+
+    async def _tell_rest(self) -> None:
+        """Tell the server what is known, over a connection of its own."""
+        self._collect()
+        told = [batch for batch in self._batches.values() if batch.has_verdicts and not batch.lost]
+        self._batches.clear()
+        if told:
+            stopper = AsyncStopper()
+            stopper.set()
+            client = await self._connect(stopper, _LAST_WORD)
+            try:
+                with stopper.breaking(client.conn, 2 * _LAST_WORD):
+                    await _tell(client, told, None, Message)
+            finally:
+                await client.close()
 
     async def _session(self) -> None:
         """Work over one connection.
@@ -463,32 +521,39 @@ class AsyncWorker:
         worked = False
         client: AsyncPgqueClient | None = None
         try:
-            client = await self._connect()
-            while await self._step(client):
-                worked = True
+            client = await self._connect(self._stopper, self.shutdown_timeout)
+            with self._stopper.breaking(client.conn, self.shutdown_timeout + _LAST_WORD):
+                client.conn.add_notify_handler(self._on_notify)
+                self._settings = await listen(client, self.queue)
+                while await self._step(client):
+                    worked = True
         except (PgqueError, psycopg.Error) as fault:
             error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
             if not worked or is_permanent(error):
+                if error is fault:
+                    raise
                 raise error from fault
-            log.warning("lost the database, connecting again: %s", error)
+            log.warning("lost the database, connecting again: %s", one_line(error))
             await self._stopper.rest(random.uniform(0, FIRST_PAUSE))  # noqa: S311
         finally:
             if client is not None:
                 await client.close()
 
-    async def _connect(self) -> AsyncPgqueClient:
+    async def _connect(self, stopper: AsyncStopper, seconds: float) -> AsyncPgqueClient:
+        """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
         found: list[AsyncPgqueClient] = []
+        given_up = False
 
         async def connect() -> None:
             dsn = _encode.watchful(self.dsn, f"pgque {self.queue}/{self.worker}")
             found.append(await AsyncPgqueClient.connect(dsn, autocommit=True))
+            if given_up:
+                await found[0].close()
 
-        await self._stopper.call(connect)
         try:
-            found[0].conn.add_notify_handler(self._on_notify)
-            await listen(found[0], self.queue)
+            await stopper.give_up_after(seconds, connect)
         except BaseException:
-            await found[0].close()
+            given_up = True
             raise
         return found[0]
 
@@ -525,6 +590,7 @@ class AsyncWorker:
             key: batch for key, batch in self._batches.items() if not (batch.is_settled or batch.lost)
         }
         if taken:
+            self._watch.reset()
             batch = self._batches[taken[0].batch_id] = Batch(taken, now)
             for message in taken:
                 self._hands.put((batch, message))
@@ -533,6 +599,8 @@ class AsyncWorker:
             return False
         if not self._finished and not (room and self._notified):
             await _wait(self._stopper, client, self._patience(), stopping)
+            if unfinished == 0 and not stopping:
+                await self._watch.check(client)
         return True
 
     def _is_done(self) -> bool:
@@ -578,14 +646,22 @@ class AsyncWorker:
         """Return how many seconds may be waited for news."""
         half = _work.seconds(self.visibility_timeout) / 2
         due = [batch.extended_at + half - time.monotonic() for batch in self._batches.values()]
+        if self._stopper.is_set():
+            due.append(self.shutdown_timeout - self._stopper.stopped_for())
         return max(0.0, min([_LONGEST_WAIT, *due]))
 
     async def _handle(self, item: tuple[Batch[Message], Message]) -> None:
         """Run the handler of one message, in one of the hands."""
         batch, message = item
-        verdict: Verdict | None = _work.failure(RuntimeError("the handler was cancelled"), None)
+        verdict: Verdict | None = _RELEASE  # of a task that the end of the worker cancels
         try:
             verdict = None if batch.lost else await self._verdict(message)
+        except Exception as error:
+            verdict = self._failed(message, error)
+        except BaseException as error:
+            if not self._hands.is_closing:
+                verdict = self._failed(message, error)
+            raise
         finally:
             self._finished.append((batch, message.msg_id, verdict))
             if self._hands.waiting() == 0:
@@ -596,6 +672,8 @@ class AsyncWorker:
         success = _ARCHIVE if self.archive else _ACK
         handler = self._handlers.get(message.type or "", self._handlers.get("*"))
         if handler is None:
+            what = "they are acknowledged" if self.unknown_handler_policy == "ack" else "they are rejected"
+            self._unmatched.note(message, what)
             if self.unknown_handler_policy == "ack":
                 return _ACK
             return Verdict("nack", retry_after, f"no handler for type {message.type!r}")
@@ -604,10 +682,15 @@ class AsyncWorker:
                 outcome = await call_async(handler, message)
         except HandlerOutcome as raised:
             outcome = raised
-        except (Exception, SystemExit) as error:
-            log.warning("handler failed for message %s: %s", message.msg_id, error, exc_info=True)
-            return _work.failure(error, retry_after)
+        except SystemExit as error:
+            return self._failed(message, error)
         return _work.verdict_of(outcome, success, retry_after)
+
+    def _failed(self, message: Message, error: BaseException) -> Verdict:
+        log.warning(
+            "%s", self._settings.failure(message, self.consumer, error, self.retry_after, True), exc_info=True
+        )
+        return _work.failure(error, _encode.interval(self.retry_after))
 
 
 async def _wait(
@@ -664,7 +747,8 @@ async def _trip(
     """Settle in one transaction and take messages in another, in one round trip.
 
     So that the lock under which messages are handed out is not held while the outcomes go to the disk.
-    The connection has to be in autocommit mode; after an error it is closed, and if it is cancelled halfway.
+    The connection has to be in autocommit mode; it is closed where an error or a cancellation leaves a
+    transaction open.
     """
     conn = client.conn
     told: list[AsyncCursor[Refused]] = []
@@ -673,7 +757,11 @@ async def _trip(
         async with conn.pipeline():
             if calls and taking:
                 await conn.execute("begin")
-            for statement, params in calls:
+            for statement, given in calls:
+                params = {
+                    name: _encode.reason_text(str(value), conn) if name == "reason" else value
+                    for name, value in given.items()
+                }
                 told.append(await conn.cursor(row_factory=args_row(Refused)).execute(statement, params))
             if calls and taking:
                 await conn.execute("commit")
@@ -681,11 +769,10 @@ async def _trip(
                 taken = await reading(conn.cursor(row_factory=args_row(make))).execute(*taking)
         refused = [row for cursor in told for row in await cursor.fetchall()]
         return refused, await taken.fetchall() if taken else []
-    except psycopg.Error as error:
-        await conn.close()
-        raise from_psycopg(error) from error
-    except BaseException:
-        # Cancelled, and perhaps between begin and commit.
+    except BaseException as error:
+        # Perhaps between begin and commit.
         if conn.info.transaction_status is not psycopg.pq.TransactionStatus.IDLE:
             await conn.close()
+        if isinstance(error, psycopg.Error):
+            raise from_psycopg(error) from error
         raise
