@@ -429,6 +429,8 @@ def test_a_trigger_whose_key_is_no_column_refuses_the_change(
         assert table in str(error)
         assert "no such, neither" in str(error)
     assert changes(conn, subscribed) == []
+
+
 def test_json_and_a_fourth_literal_by_position_is_a_partition_key_as_with_text(
     own: Connection,
 ) -> None:

@@ -317,6 +317,8 @@ def test_a_subscription_reads_as_much_among_thousands_as_among_few(own: Connecti
     value(own, "select count(pgque.subscribe('q', 'many' || g)) from generate_series(1, 4000) g")
     many = [blocks(f"b{n}") for n in range(5)][-1]
     assert many < few + 40, (few, many)
+
+
 def test_a_consumer_may_stand_at_a_tick_of_nineteen_digits(conn: Connection, queue: str) -> None:
     tick_id = 10**18 + 7
     value(conn, "select pgque.set_queue_config(%s, 'external_ticker', 'true')", queue)

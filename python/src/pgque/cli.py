@@ -128,7 +128,10 @@ def ticker(dsn: str, quiet: bool, systemd_unit: bool) -> None:
 @dsn_option
 @json_option
 def status(dsn: str, as_json: bool) -> None:
-    """Show the state of the installation and what is wrong, as `pgque health` does. The exit code is 3 when a check fails."""
+    """Show the state of the installation and what is wrong, as `pgque health` does.
+
+    The exit code is 3 when a check fails.
+    """
     with connect(dsn) as client:
         parts = [as_dict(row) for row in client.status()]
         checks = client.health()
