@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,3 +114,44 @@ def test_a_user_without_a_name_is_told_what_to_do(closed: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "geteuid", lambda: 2_000_000_011)
     with pytest.raises(embedded.EmbeddedServerError, match=r"user id 2000000011.*/etc/passwd"):
         embedded.start(closed)
+
+
+PROGRAM = """
+import pathlib, sys
+from pgque import embedded
+server = embedded.start(pathlib.Path(sys.argv[1]))
+print(server.pid, server.socket_dir, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_its_process_and_leaves_no_files(
+    signum: signal.Signals, wait_until: Callable[..., None]
+) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(embedded.find_server().bindir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    pid, folder = program.stdout.readline().split()
+    program.send_signal(signum)
+    program.communicate()
+    runs = Path(f"/proc/{pid}/exe")  # of a process that ended and was not waited for there is none
+    try:
+        wait_until(lambda: not Path(folder).exists(), "the server's files are gone", timeout=20)
+        wait_until(lambda: not os.path.lexists(runs), "the server has ended")
+    finally:
+        if os.path.lexists(runs):
+            os.kill(int(pid), signal.SIGQUIT)
+
+
+def test_a_second_start_leaves_the_settings_of_a_running_server() -> None:
+    with embedded.start(embedded.find_server().bindir) as first:
+        before = (first.data_dir / "pgque.conf").read_text()
+        with pytest.raises(embedded.EmbeddedServerError, match=r"already runs in .* \(pid"):
+            embedded.start(embedded.find_server().bindir, data_dir=first.data_dir)
+        assert (first.data_dir / "pgque.conf").read_text() == before
+        first.restart()

@@ -46,6 +46,16 @@ _SIGNALS: dict[str, signal.Signals] = {
 _SOCKET_PATH_LIMIT = 100  # sockaddr_un holds 104 to 108 bytes
 _PASSWORD_FILE = "pgque.password"  # noqa: S105
 _SETTINGS_FILE = "pgque.conf"
+# Waits until the pipe of its standard input ends, which the process that started the server holds: then it
+# stops that server, if it is still the same, and deletes its files. Arguments: pid, data directory, folder.
+_WATCHER = """
+cat >/dev/null
+same() { [ "$(head -n 1 "$2/postmaster.pid" 2>/dev/null)" = "$1" ] && kill -0 "$1" 2>/dev/null; }
+same "$1" "$2" && kill -INT "$1"
+i=0
+while same "$1" "$2" && [ $i -lt 300 ]; do sleep 0.1; i=$((i + 1)); done
+rm -rf "$3"
+"""
 _COPIES = Path("/var/cache/pgque")  # where root keeps copies of programs for the server's user
 
 
@@ -124,8 +134,9 @@ def start(
 
     Without ``data_dir`` the cluster lives in a private temporary folder and is deleted at the stop;
     a ``data_dir`` that already holds a cluster is used as it is, and never deleted. ``preload``
-    names libraries for shared_preload_libraries. With ``keep`` the server goes on after this
-    process ends. Raises EmbeddedServerError with the end of the server's log.
+    names libraries for shared_preload_libraries. The server ends with this process, also when that
+    is killed; with ``keep`` it goes on. Raises EmbeddedServerError with the end of the server's log, or
+    where a server runs in ``data_dir`` already.
     """
     binaries = find_server() if bindir is None else given(Path(bindir))
     server = Server(binaries, data_dir=data_dir, settings=settings, preload=preload, keep=keep)
@@ -162,6 +173,7 @@ class Server:
         self._settings = dict(settings or {})
         self._preload = tuple(preload)
         self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._programs = _reachable_copy(binaries.bindir, self._account)
         self._home = _private_folder(self._account)
         self._data_dir = self._home / "data" if data_dir is None else Path(data_dir).absolute()
@@ -255,6 +267,7 @@ class Server:
         process.kill()
         process.wait()
         self._process = None
+        self._end_watcher()
         deadline = time.monotonic() + 2
         while children := [pid for pid in children if _works_in(pid, self._data_dir)]:
             if time.monotonic() > deadline:
@@ -310,6 +323,7 @@ class Server:
         deadline = time.monotonic() + 20
         fixed_port = self.port
         while True:
+            self._check_free()
             self.port = fixed_port or _free_port()
             self._write_settings()
             if self._started():
@@ -322,6 +336,43 @@ class Server:
             time.sleep(0.2)
         if not self.keep:
             atexit.register(self.stop)
+            self._watch()
+
+    def _check_free(self) -> None:
+        """Raise EmbeddedServerError where another server runs in the data directory: its settings stay."""
+        try:
+            pid = int((self._data_dir / "postmaster.pid").read_text().splitlines()[0])
+        except (OSError, ValueError, IndexError):
+            return
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            pass  # it is there, and somebody else's
+        if _works_in(pid, self._data_dir) or not Path("/proc/self").exists():
+            raise EmbeddedServerError(
+                f"a server already runs in {self._data_dir} (pid {pid}):"
+                " use it, stop it, or pass another data_dir"
+            )
+
+    def _watch(self) -> None:
+        """Have the server stopped when this process is gone, however it ended."""
+        if self._process is not None:
+            self._watcher = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCHER, "pgque", str(self._process.pid), self._data_dir, self._home],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def _end_watcher(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.kill()
+            watcher.communicate()
 
     def _started(self) -> bool:
         self._log.unlink(missing_ok=True)
@@ -376,6 +427,7 @@ class Server:
 
     def _halt(self, mode: StopMode) -> None:
         process = self._process
+        self._end_watcher()
         if process is None:
             return
         for way, seconds in ((mode, 30), ("immediate", 10)):
