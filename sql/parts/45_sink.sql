@@ -57,15 +57,21 @@ $$;
 -- Whether a queue with max_depth has room for one more row of a statement, which a
 -- number that nobody can guess stands for; PQ003 if not.  Up to which id there is
 -- room is asked once, and again when others have used those ids up.
-create or replace function pgque._sink_room(p_queue pgque.queue, p_statement uuid) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+create or replace function pgque._sink_room(p_queue_id int, p_statement uuid) returns boolean
+language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_name   text := 'pgque.room_' || p_queue.queue_id;
+  v_name   text := 'pgque.room_' || p_queue_id;
   v_known  text := current_setting(v_name, true);
-  v_last   bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_queue  pgque.queue;
+  v_last   bigint;
 begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    return false;
+  end if;
+  v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
   if (starts_with(v_known, p_statement::text) and v_last < substr(v_known, 37)::bigint) is not true then
-    perform set_config(v_name, p_statement::text || (v_last + pgque._room_left(p_queue, 1)), true);
+    perform set_config(v_name, p_statement::text || (v_last + pgque._room_left(v_queue, 1)), true);
   end if;
   return true;
 end
@@ -86,7 +92,7 @@ create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   from (select new.queue, new.type, new.payload, new.headers offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
-      case when q.queue_max_depth > 0 then q end as limited,
+      case when q.queue_max_depth > 0 then q.queue_id end as limited,
       case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
     where q.queue_name = n.queue

@@ -232,6 +232,10 @@ begin
     grant select, insert on pgque.sink, pgque.sink_bulk to pgque_writer;
     grant insert on pgque.sink_stage_0, pgque.sink_stage_1 to pgque_writer;
   end if;
+  -- For a view or a rule of a writer's own over the sinks.
+  if not has_type_privilege('pgque_writer', 'pgque.sink_queue', 'usage') then
+    grant usage on type pgque.sink_queue to pgque_writer;
+  end if;
   for v_table in select q.queue_event_seq::text from pgque.queue q where not has_sequence_privilege('pgque_writer', q.queue_event_seq, 'usage') loop
     execute format('grant usage on sequence %s to pgque_writer', v_table);
   end loop;

@@ -424,7 +424,9 @@ def a_receive_without_a_worker_meets_the_first_one_with(arena: Arena, state: Sta
     if kept(a):
         assert ack(arena.conn, a.result[0].batch_id) == 1
     done = ids(kept(a)) + finish(arena, kept(b))
-    once(done + ids(arena.rest(state.queue)), state.sent)
+    # Who received on its own is refused to workers from then on.
+    later = arena.rest_alone(state.queue) if kept(a) else ids(arena.rest(state.queue))
+    once(done + later, state.sent)
 
 
 def coop(arena: Arena) -> State:
@@ -1370,7 +1372,7 @@ def move_back(c: Connection, state: State) -> int:
     return result
 
 
-@pair(moved, move_back, take_2("w2", 10), old="a")
+@pair(moved, move_back, take_2("w2", 10), old="a", allowed="25000")
 def a_pool_is_moved_back_while_a_worker_receives(arena: Arena, state: State, a: Side, b: Side) -> None:
     got = ids(state.held) + ids(kept(b))
     for batch in (state.held, kept(b)):
@@ -1382,7 +1384,7 @@ def a_pool_is_moved_back_while_a_worker_receives(arena: Arena, state: State, a: 
         once(got, state.sent)
 
 
-@pair(moved, move_back, lambda c, s: ack(c, s.token), old="ab")
+@pair(moved, move_back, lambda c, s: ack(c, s.token), old="ab", allowed="25000")
 def a_pool_is_moved_back_while_a_worker_acks(arena: Arena, state: State, a: Side, b: Side) -> None:
     if b.committed:
         assert b.result == 1

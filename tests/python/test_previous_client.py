@@ -252,19 +252,19 @@ async def _connect_async(dsn: str) -> None:
 
 
 async def _consume_async(dsn: str) -> None:
-    await pgque.AsyncConsumer(dsn, queue="q", name="c").start()
+    await pgque.AsyncConsumer(dsn, queue="q", name="c", unknown_handler_policy="ack").start()
 
 
 async def _work_async(dsn: str) -> None:
-    await pgque.AsyncWorker(dsn, queue="q", consumer="c").run()
+    await pgque.AsyncWorker(dsn, queue="q", consumer="c", unknown_handler_policy="ack").run()
 
 
 CALLS: dict[str, Callable[[str], object]] = {
     "connect": pgque.connect,
     "connect_async": lambda dsn: asyncio.run(_connect_async(dsn)),
-    "consumer": lambda dsn: pgque.Consumer(dsn, queue="q", name="c").start(),
+    "consumer": lambda dsn: pgque.Consumer(dsn, queue="q", name="c", unknown_handler_policy="ack").start(),
     "async consumer": lambda dsn: asyncio.run(_consume_async(dsn)),
-    "worker": lambda dsn: pgque.Worker(dsn, queue="q", consumer="c").run(),
+    "worker": lambda dsn: pgque.Worker(dsn, queue="q", consumer="c", unknown_handler_policy="ack").run(),
     "async worker": lambda dsn: asyncio.run(_work_async(dsn)),
     "sending work queue": lambda dsn: pgque.WorkQueue(dsn, "q").send("x"),
     "receiving work queue": lambda dsn: next(pgque.WorkQueue(dsn, "q", consumer="c").messages()),
