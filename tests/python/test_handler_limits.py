@@ -12,6 +12,8 @@ import psycopg
 import pytest
 
 import pgque
+from pgque.install import install
+from support.servers import TestServer
 
 Tick = Callable[[str], int | None]
 Wait = Callable[..., None]
@@ -96,6 +98,53 @@ def test_an_error_is_a_reason_and_one_without_a_text_too(
     assert len(unknown) == 1
     for part in (pool, "consumer c", "'other'", "'dead', 'raise', 'retry'"):
         assert part in unknown[0]
+
+
+def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
+    server: TestServer, fresh_dsn: str, wait_until: Wait
+) -> None:
+    name = psycopg.conninfo.conninfo_to_dict(fresh_dsn)["dbname"]
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        admin.execute(f"drop database {name}".encode())
+        admin.execute(
+            f"create database {name} template template0 encoding 'LATIN1' lc_collate 'C' lc_ctype 'C'".encode()
+        )
+    install(fresh_dsn)
+    with pgque.connect(fresh_dsn, autocommit=True) as client:
+        client.create_queue("q", {"max_retries": 0})
+        for consumer in ("alone", "pool"):
+            client.subscribe("q", consumer)
+        client.send("q", "x", type="t")
+        client.ticker("q")
+        # A connection of another encoding than the database's has the server convert.
+        utf8 = psycopg.conninfo.make_conninfo(fresh_dsn, client_encoding="UTF8")
+        worker = pgque.Worker(utf8, queue="q", consumer="pool")
+        consumer = pgque.Consumer(fresh_dsn, queue="q", name="alone", poll_interval=0.05)
+
+        def fail(message: pgque.Message) -> None:
+            raise ValueError("zu groß: \u20ac 5")
+
+        worker.handler("t")(fail)
+        consumer.on("t")(fail)
+        thread = threading.Thread(target=consumer.start, daemon=True)
+        thread.start()
+        try:
+            _run(worker, lambda: len(client.dlq_inspect("q")) == 2, wait_until)
+        finally:
+            consumer.stop()
+            thread.join(20)
+        assert {letter.dl_reason for letter in client.dlq_inspect("q")} == {
+            "ValueError: zu groß: ? 5",
+            "ValueError: zu gro?: ? 5",
+        }
+
+
+def test_a_role_without_rights_is_told_which_role_to_grant(roles: Any, queue: str) -> None:
+    with pgque.connect(roles().dsn, autocommit=True) as client:
+        with pytest.raises(pgque.PgquePermissionDenied) as caught:
+            client.receive(queue, "c")
+        for word in ("pgque_reader", "pgque_writer", "grant_queue"):
+            assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("after", [-1, float("nan"), 1e300, "5"])
