@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -270,6 +272,35 @@ def test_a_worker_stops_in_time_while_a_statement_waits_for_a_lock(
     worker.stop()
     thread.join(15)
     assert not thread.is_alive()
+
+
+def test_a_worker_stops_in_time_while_the_server_does_not_answer(
+    server: TestServer, dsn: str, client: pgque.PgqueClient, pool: str, conn: Connection, wait_until: Wait
+) -> None:
+    if server.process is None:
+        pytest.skip("the server's processes are not ours to stop")
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", shutdown_timeout=1, unknown_handler_policy="ack")
+    thread = threading.Thread(target=worker.run, daemon=True)
+    thread.start()
+
+    def sessions() -> list[int]:
+        found = conn.execute(
+            "select pid from pg_stat_activity where application_name = %s",
+            [f"pgque {pool}/{worker.worker}"[:63]],
+        )
+        return [row[0] for row in found.fetchall()]
+
+    wait_until(sessions)
+    stopped = sessions()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        worker.stop()
+        thread.join(15)
+        assert not thread.is_alive()
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("kind", [pgque.Worker, pgque.Consumer])
