@@ -2016,13 +2016,19 @@ begin
     return;
   end if;
   for v_turn in 1..1000000 loop
-    exit when pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id);
     begin
       perform pg_catalog.set_config('lock_timeout', '50ms', true);
-      perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id) where v_turn % 20 = 0;
+      if v_turn % 20 = 0 then
+        perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
+      elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
+        perform pgque._let_go();
+      end if;
+      -- A consumer with an older snapshot may keep the row: senders do not wait for it.
+      update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
       perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      exit;
     exception
-      when lock_not_available then
+      when lock_not_available or sqlstate 'PQ099' then
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
@@ -2036,7 +2042,6 @@ begin
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
-  update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
 end
 $$;
 
@@ -2425,11 +2430,26 @@ begin
     revoke usage on type pgque.sink_queue from public;
     -- Views of an earlier version are made anew, with what was granted on them.
     v_grants := array(
-      select format('grant %s on %s to %s', a.privilege_type, c.oid::regclass, case a.grantee when 0 then 'public' else a.grantee::regrole::text end)
+      select format('grant %s%s on %s to %s%s', a.privilege_type, p.columns, c.oid::regclass,
+        case a.grantee when 0 then 'public' else a.grantee::regrole::text end, case when a.is_grantable then ' with grant option' end)
       from pg_class c
-      cross join lateral aclexplode(c.relacl) a
+      cross join lateral (
+        select c.relacl, ''
+        union all
+        select t.attacl, format(' (%I)', t.attname) from pg_attribute t where t.attrelid = c.oid) p (acl, columns)
+      cross join lateral aclexplode(p.acl) a
       where c.oid in (to_regclass('pgque.sink'), to_regclass('pgque.sink_bulk')) and a.grantee <> c.relowner);
-    drop view if exists pgque.sink, pgque.sink_bulk;
+    begin
+      drop view if exists pgque.sink, pgque.sink_bulk;
+    exception
+      when dependent_objects_still_exist then
+        get stacked diagnostics v_grant = pg_exception_detail;
+        raise exception using
+          errcode = 'dependent_objects_still_exist',
+          message = 'the views pgque.sink and pgque.sink_bulk cannot be made anew while other objects depend on them',
+          detail = v_grant,
+          hint = 'Drop these objects, upgrade, and create them again.';
+    end;
   end if;
   create or replace view pgque.sink as
     select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
@@ -4262,7 +4282,11 @@ begin
     select count(*) from pg_catalog.unnest(v_claim.rows) e
     where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
       and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
-  perform pgque._seal(p_queue.queue_id, rows);
+  -- What expired too: an older snapshot may not show that its body was replaced.
+  perform pgque._seal(p_queue.queue_id, rows || array(
+    select e from pg_catalog.unnest(v_claim.rows) e
+    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
+      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
 end
 $$;
 
@@ -8628,7 +8652,10 @@ begin
   -- Whatever the session's defaults are; these go from one transaction to the
   -- next.
   commit;
-  set transaction isolation level read committed, read write;
+  set transaction isolation level read committed;
+  if not pg_catalog.pg_is_in_recovery() then
+    set transaction read write;
+  end if;
   v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
   if v_timeout > '0'::pg_catalog.interval then
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
@@ -9798,7 +9825,8 @@ begin
   advice := nullif(concat_ws('; ',
     case when p_queue.queue_paused then format('select pgque.resume(%L)', queue) end,
     case when v_depth >= v_warn then
-      format('Start the slowest consumer, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')', queue, 2 * p_queue.queue_max_depth) end), '');
+      format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
+        ' (' || v_slowest.consumer_name || ')', queue, 2 * p_queue.queue_max_depth) end), '');
   return next;
 
   check_name := 'ticks';
@@ -9820,7 +9848,8 @@ begin
   advice := case
     when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', queue)
     when status <> 'ok' and p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', queue)
-    when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
+    when status <> 'ok' and pgque._has_cron() then 'The check ticker has the command.'
+    when status <> 'ok' then 'Start the ticker beside the server: pgque ticker.'
   end;
   return next;
 
@@ -9872,7 +9901,7 @@ begin
     join pgque.retry_queue r on r.ev_owner = s.sub_id
     where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
     having count(*) > 0), '');
-  advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
+  advice := case when status <> 'ok' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end;
   return next;
 
   check_name := 'dead letters';

@@ -314,13 +314,19 @@ begin
     return;
   end if;
   for v_turn in 1..1000000 loop
-    exit when pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id);
     begin
       perform pg_catalog.set_config('lock_timeout', '50ms', true);
-      perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id) where v_turn % 20 = 0;
+      if v_turn % 20 = 0 then
+        perform pg_catalog.pg_advisory_xact_lock(v_class, p_queue.queue_id);
+      elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
+        perform pgque._let_go();
+      end if;
+      -- A consumer with an older snapshot may keep the row: senders do not wait for it.
+      update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
       perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      exit;
     exception
-      when lock_not_available then
+      when lock_not_available or sqlstate 'PQ099' then
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
@@ -334,7 +340,6 @@ begin
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
-  update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
 end
 $$;
 

@@ -688,7 +688,11 @@ begin
     select count(*) from pg_catalog.unnest(v_claim.rows) e
     where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
       and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
-  perform pgque._seal(p_queue.queue_id, rows);
+  -- What expired too: an older snapshot may not show that its body was replaced.
+  perform pgque._seal(p_queue.queue_id, rows || array(
+    select e from pg_catalog.unnest(v_claim.rows) e
+    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
+      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
 end
 $$;
 

@@ -794,7 +794,8 @@ begin
   advice := nullif(concat_ws('; ',
     case when p_queue.queue_paused then format('select pgque.resume(%L)', queue) end,
     case when v_depth >= v_warn then
-      format('Start the slowest consumer, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')', queue, 2 * p_queue.queue_max_depth) end), '');
+      format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
+        ' (' || v_slowest.consumer_name || ')', queue, 2 * p_queue.queue_max_depth) end), '');
   return next;
 
   check_name := 'ticks';
@@ -816,7 +817,8 @@ begin
   advice := case
     when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', queue)
     when status <> 'ok' and p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', queue)
-    when status <> 'ok' then 'Start the ticker: select pgque.start(), or pgque ticker.'
+    when status <> 'ok' and pgque._has_cron() then 'The check ticker has the command.'
+    when status <> 'ok' then 'Start the ticker beside the server: pgque ticker.'
   end;
   return next;
 
@@ -868,7 +870,7 @@ begin
     join pgque.retry_queue r on r.ev_owner = s.sub_id
     where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
     having count(*) > 0), '');
-  advice := case when status <> 'ok' then 'The ticker moves them: select pgque.start(), pgque ticker, or pgque.maint().' end;
+  advice := case when status <> 'ok' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end;
   return next;
 
   check_name := 'dead letters';

@@ -107,8 +107,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [
             ("and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)\n", "\n"),
             (
-                "where q.queue_id = p_queue_id and r.ev_key is not null\n    and not exists",
-                "where false and not exists",
+                "where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true",
+                "where false",
             ),
         ],
     ),

@@ -700,6 +700,62 @@ def test_a_handler_that_wraps_the_loss_of_its_connection_does_not_end_the_consum
     assert client.dlq_inspect(subscribed) == []
 
 
+def test_constraints_that_share_a_name_hinder_no_handler(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    conn.execute("create table public.parent_of_two (id int primary key)")
+    try:
+        for child, how in (("one", "deferrable initially deferred"), ("two", "")):
+            conn.execute(
+                f"create table public.child_{child} (x int, constraint shared_name foreign key (x)"
+                f" references public.parent_of_two {how})".encode()
+            )
+        consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True)
+        consumer.on("*")(_record)
+        client.send_batch(subscribed, "t", ["a", "b"])
+        tick(subscribed)
+        with running(consumer):
+            wait_until(lambda: _ledger(conn) == ["a", "b"])
+    finally:
+        conn.execute("drop table public.child_one, public.child_two, public.parent_of_two")
+
+
+@pytest.mark.parametrize("statement", ["rollback", "rollback and chain"])
+def test_a_handler_that_ends_the_transaction_of_its_batch_takes_no_other_message_with_it(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+    statement: str,
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True, poll_interval=0.05)
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> None:
+        if message.payload == "ends":
+            own.execute(statement.encode())
+        else:
+            _record(message, own)
+
+    for payload in ("a", "ends", "b"):
+        client.send(subscribed, payload)
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: _ledger(conn) == ["a", "b"], timeout=20)
+    assert [letter.ev_data for letter in client.dlq_inspect(subscribed)] == ["ends"]
+    assert client.receive(subscribed, "c") == []
+
+
 def test_a_message_that_violates_a_deferred_constraint_is_rejected_alone(
     dsn: str,
     client: pgque.PgqueClient,

@@ -185,6 +185,44 @@ def test_an_upgraded_schema_is_the_one_of_a_fresh_install(
     assert upgraded == schema(fresh_dsn)
 
 
+def test_an_upgrade_keeps_what_was_granted_on_the_views(
+    fresh_dsn: str, connect: Callable[..., Connection], roles: Any
+) -> None:
+    install_earlier(fresh_dsn, "0.4.4")
+    own = connect(fresh_dsn)
+    role = roles(dbname=own.info.dbname).name
+    own.execute(f"grant insert (queue, payload) on pgque.sink_bulk to {role}".encode())
+    own.execute(f"grant select, insert on pgque.sink to {role} with grant option".encode())
+    granted = (
+        "select c.relname, c.relacl::text, array(select a.attname || a.attacl::text from pg_attribute a"
+        " where a.attrelid = c.oid and a.attacl is not null order by 1) from pg_class c"
+        " where c.oid in ('pgque.sink'::regclass, 'pgque.sink_bulk'::regclass) order by 1"
+    )
+    before = rows(own, granted)
+    install(fresh_dsn)
+    after = rows(own, granted)
+    assert after[1] == before[1]
+    assert sorted(after[0][1].strip("{}").split(",")) == sorted(before[0][1].strip("{}").split(","))
+    value(own, "select pgque.uninstall()")
+
+
+def test_an_upgrade_that_would_drop_a_view_on_the_sinks_is_refused_whole(
+    fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, "0.4.4")
+    own = connect(fresh_dsn)
+    own.execute("create view public.mine as select payload from pgque.sink")
+    with pytest.raises(psycopg.errors.DependentObjectsStillExist) as error:
+        install(fresh_dsn)
+    assert "mine" in str(error.value.diag.message_detail)
+    assert "upgrade" in str(error.value.diag.message_hint)
+    assert value(own, "select pgque.version()") == "0.4.4"
+    own.execute("drop view public.mine")
+    install(fresh_dsn)
+    own.execute("create view public.mine as select payload from pgque.sink")
+    install(fresh_dsn)
+
+
 @pytest.mark.parametrize("version", [None, *EARLIER])
 def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
     version: str | None, fresh_dsn: str, connect: Callable[..., Connection]

@@ -225,6 +225,48 @@ def test_a_consumer_with_an_old_snapshot_does_not_pass_a_body_stored_before_a_ro
     assert everything(pool) == ["new"]
 
 
+@pytest.mark.parametrize("how", ["receive", "next_batch"])
+def test_a_consumer_with_an_old_snapshot_does_not_pass_an_expired_body_that_was_replaced(
+    pool: Connection, own_dsn: str, transaction: Transaction, how: str
+) -> None:
+    first = value(pool, "select pgque.send('q', 't', 'old'::text, key => 'k', ttl => '1 minute')")
+    tick(pool, "q")
+    reader = transaction("repeatable read", own_dsn)
+    assert value(pool, "select pgque.send('q', 't', 'new'::text, key => 'k', ttl => '1 hour')") == first
+    move_clock(pool, "2 minutes")
+    refused("40001", lambda: receive(reader, "q") if how == "receive" else value(reader, NEXT))
+    reader.rollback()
+    assert everything(pool) == ["new"]
+
+
+def test_a_subscription_that_waits_for_a_consumer_with_an_old_snapshot_stops_no_sender(
+    pool: Connection,
+    own_dsn: str,
+    transaction: Transaction,
+    connect: Connect,
+    background: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:
+    post(pool, "q", "one", key="k")
+    tick(pool, "q")
+    reader = transaction("repeatable read", own_dsn)
+    assert [m.payload for m in receive(reader, "q")] == ["one"]
+    waiting = background(lambda c: subscribe(c, "q", "d"), connect(own_dsn))
+    wait_until(
+        lambda: rows(
+            pool,
+            "select pid from pg_stat_activity where datname = current_database() and query like '%%subscribe%%'"
+            " and pid <> pg_backend_pid() and wait_event in ('PgSleep', 'transactionid', 'tuple')",
+        )
+    )
+    pool.execute("set lock_timeout = '10s'")
+    for n in range(5):
+        post(pool, "q", "other", key=f"other {n}")
+    assert not waiting.done()
+    reader.commit()
+    assert waiting.result(timeout=30) == 1
+
+
 def test_subconsumers_put_aside_what_is_being_replaced(
     pool: Connection, own_dsn: str, transaction: Transaction
 ) -> None:

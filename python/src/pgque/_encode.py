@@ -217,8 +217,8 @@ _LONGEST_REASON = 4000
 def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[object]) -> str | None:
     """Return a reason that the database of a connection can store: no NUL, no half characters, none that its
     encoding lacks, and not without end."""
-    if reason is None:
-        return None
+    if reason is None or conn.closed:  # the call that follows raises what it is
+        return reason
     text = reason[:_LONGEST_REASON].replace("\x00", "")
     server = conn.info.parameter_status("server_encoding")
     if server not in ("UTF8", "SQL_ASCII", conn.info.parameter_status("client_encoding")):

@@ -63,11 +63,13 @@ _TICK_MISSING = 5.0
 _DEFERRED = """
 select string_agg(format('%%I.%%I', c.nspname, c.conname), ', ')
 from (
-  select distinct n.nspname, c.conname
+  select n.nspname, c.conname
   from pg_catalog.pg_constraint as c
   join pg_catalog.pg_namespace as n on n.oid = c.connamespace
-  where c.condeferred and not pg_catalog.pg_is_other_temp_schema(n.oid)
-    and pg_catalog.has_schema_privilege(n.oid, 'usage')
+  where not pg_catalog.pg_is_other_temp_schema(n.oid) and pg_catalog.has_schema_privilege(n.oid, 'usage')
+  group by n.nspname, c.conname
+  -- A name is of all tables of a schema that have it: deferring one that cannot be is an error.
+  having bool_or(c.condeferred) and bool_and(c.condeferrable)
 ) as c
 """
 
@@ -93,6 +95,7 @@ class _Handled:
 
     batch_id: int
     failed: dict[str, list[int]]
+    is_whole: bool = True  # otherwise the rest of the batch is delivered again
 
 
 class Consumer:
@@ -308,7 +311,7 @@ class Consumer:
             for outcome in client.nack(handled.batch_id, ids, self.retry_after, reason):
                 if not outcome.ok:
                     log.warning("message %s could not be nacked: %s", outcome.msg_id, outcome.reason)
-        if client.ack(handled.batch_id) == 0:
+        if handled.is_whole and client.ack(handled.batch_id) == 0:
             raise _BatchLost
 
     def _log_lost(self, batch_id: int) -> None:
@@ -378,6 +381,15 @@ class Consumer:
             # Whatever the handler made of that: the batch comes again.
             raise PgqueConnectionError(
                 f"the connection was lost while message {message.msg_id} was handled: {described(error)}",
+                queue=self.queue,
+            ) from error
+        if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
+            # What other handlers wrote in the transaction cannot be acknowledged with it.
+            self._handled = _Handled(message.batch_id, {described(error): [message.msg_id]}, is_whole=False)
+            client.conn.close()
+            raise PgqueConnectionError(
+                f"the handler of message {message.msg_id} ended the transaction of its batch, which is delivered"
+                f" again without that message: {described(error)}",
                 queue=self.queue,
             ) from error
         not_kept = of_pooler(error)

@@ -62,11 +62,13 @@ _TICK_MISSING = 5.0
 _DEFERRED = """
 select string_agg(format('%%I.%%I', c.nspname, c.conname), ', ')
 from (
-  select distinct n.nspname, c.conname
+  select n.nspname, c.conname
   from pg_catalog.pg_constraint as c
   join pg_catalog.pg_namespace as n on n.oid = c.connamespace
-  where c.condeferred and not pg_catalog.pg_is_other_temp_schema(n.oid)
-    and pg_catalog.has_schema_privilege(n.oid, 'usage')
+  where not pg_catalog.pg_is_other_temp_schema(n.oid) and pg_catalog.has_schema_privilege(n.oid, 'usage')
+  group by n.nspname, c.conname
+  -- A name is of all tables of a schema that have it: deferring one that cannot be is an error.
+  having bool_or(c.condeferred) and bool_and(c.condeferrable)
 ) as c
 """
 
@@ -92,6 +94,7 @@ class _Handled:
 
     batch_id: int
     failed: dict[str, list[int]]
+    is_whole: bool = True  # otherwise the rest of the batch is delivered again
 
 
 class AsyncConsumer:
@@ -307,7 +310,7 @@ class AsyncConsumer:
             for outcome in await client.nack(handled.batch_id, ids, self.retry_after, reason):
                 if not outcome.ok:
                     log.warning("message %s could not be nacked: %s", outcome.msg_id, outcome.reason)
-        if await client.ack(handled.batch_id) == 0:
+        if handled.is_whole and await client.ack(handled.batch_id) == 0:
             raise _BatchLost
 
     def _log_lost(self, batch_id: int) -> None:
@@ -362,7 +365,7 @@ class AsyncConsumer:
                 await self._stopper.handle(handler, message)
         except Exception as error:
             if self.transactional:
-                self._raise_if_lost(client, message, error)
+                await self._raise_if_lost(client, message, error)
             log.warning(
                 "%s",
                 self._settings.failure(message, self.name, error, self.retry_after, False),
@@ -371,12 +374,21 @@ class AsyncConsumer:
             return described(error)
         return None
 
-    def _raise_if_lost(self, client: AsyncPgqueClient, message: Message, error: Exception) -> None:
+    async def _raise_if_lost(self, client: AsyncPgqueClient, message: Message, error: Exception) -> None:
         """Raise what takes the whole batch back, where that and not the handler is at fault."""
         if client.conn.closed or client.conn.broken:
             # Whatever the handler made of that: the batch comes again.
             raise PgqueConnectionError(
                 f"the connection was lost while message {message.msg_id} was handled: {described(error)}",
+                queue=self.queue,
+            ) from error
+        if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
+            # What other handlers wrote in the transaction cannot be acknowledged with it.
+            self._handled = _Handled(message.batch_id, {described(error): [message.msg_id]}, is_whole=False)
+            await client.conn.close()
+            raise PgqueConnectionError(
+                f"the handler of message {message.msg_id} ended the transaction of its batch, which is delivered"
+                f" again without that message: {described(error)}",
                 queue=self.queue,
             ) from error
         not_kept = of_pooler(error)

@@ -345,8 +345,10 @@ class _Stream:
         parsed = self._options
         try:
             self._do(
+                # On a queue with keys it waits for senders: not for long, the next commit goes on.
                 lambda conn: conn.execute(
-                    "select pgque.seek(%s, %s, %s)", [parsed.queue, parsed.consumer, tick]
+                    "select pgque.seek(%s, %s, %s) from set_config('lock_timeout', '1s', true)",
+                    [parsed.queue, parsed.consumer, tick],
                 )
             )
             self._committed = tick
