@@ -105,17 +105,17 @@ def test_an_error_is_a_reason_and_one_without_a_text_too(
 def test_a_reason_in_letters_that_the_database_lacks_ends_nobody(
     server: TestServer, fresh_dsn: str, wait_until: Wait
 ) -> None:
-    name = psycopg.conninfo.conninfo_to_dict(fresh_dsn)["dbname"]
+    database = psycopg.conninfo.conninfo_to_dict(fresh_dsn)["dbname"]
     with psycopg.connect(server.dsn, autocommit=True) as admin:
-        admin.execute(f"drop database {name}".encode())
+        admin.execute(f"drop database {database}".encode())
         admin.execute(
-            f"create database {name} template template0 encoding 'LATIN1' lc_collate 'C' lc_ctype 'C'".encode()
+            f"create database {database} template template0 encoding 'LATIN1' lc_collate 'C' lc_ctype 'C'".encode()
         )
     install(fresh_dsn)
     with pgque.connect(fresh_dsn, autocommit=True) as client:
         client.create_queue("q", {"max_retries": 0})
-        for consumer in ("alone", "pool"):
-            client.subscribe("q", consumer)
+        for name in ("alone", "pool"):
+            client.subscribe("q", name)
         client.send("q", "x", type="t")
         client.ticker("q")
         # A connection of another encoding than the database's has the server convert.

@@ -387,8 +387,8 @@ class AsyncConsumer:
             self._handled = _Handled(message.batch_id, {described(error): [message.msg_id]}, is_whole=False)
             await client.conn.close()
             raise PgqueConnectionError(
-                f"the handler of message {message.msg_id} ended the transaction of its batch, which is delivered"
-                f" again without that message: {described(error)}",
+                f"the handler of message {message.msg_id} ended the transaction of its batch, which is"
+                f" delivered again without that message: {described(error)}",
                 queue=self.queue,
             ) from error
         not_kept = of_pooler(error)
