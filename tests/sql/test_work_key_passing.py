@@ -262,7 +262,7 @@ def test_a_subscription_that_waits_for_a_consumer_with_an_old_snapshot_stops_no_
     pool.execute("set lock_timeout = '10s'")
     for n in range(5):
         post(pool, "q", "other", key=f"other {n}")
-    assert not waiting.done()
+    assert not waiting.done
     reader.commit()
     assert waiting.result(timeout=30) == 1
 
