@@ -8649,13 +8649,16 @@ declare
   v_args      pg_catalog.text[];
   v_op        pg_catalog.int4 := 0;
 begin
+  if pg_catalog.pg_is_in_recovery() then
+    raise exception using
+      errcode = 'read_only_sql_transaction',
+      message = 'ticker_loop() cannot run on a standby',
+      hint = 'Run it on the primary.';
+  end if;
   -- Whatever the session's defaults are; these go from one transaction to the
   -- next.
   commit;
-  set transaction isolation level read committed;
-  if not pg_catalog.pg_is_in_recovery() then
-    set transaction read write;
-  end if;
+  set transaction isolation level read committed, read write;
   v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
   if v_timeout > '0'::pg_catalog.interval then
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
