@@ -4244,10 +4244,11 @@ create or replace function pgque._sift_batch(
 )
 language plpgsql as $$
 declare
-  v_now    timestamptz := pgque.clock();
-  v_rows   pgque.event[];
-  v_ids    bigint[];
-  v_claim  record;
+  v_now      timestamptz := pgque.clock();
+  v_rows     pgque.event[];
+  v_ids      bigint[];
+  v_claim    record;
+  v_expired  pgque.event[];
 begin
   execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e', p_rows, p_look + 1)
   into v_rows;
@@ -4278,15 +4279,13 @@ begin
   select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
   where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy)))) is true and (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
   on conflict do nothing;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', (
-    select count(*) from pg_catalog.unnest(v_claim.rows) e
-    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
-      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
-  -- What expired too: an older snapshot may not show that its body was replaced.
-  perform pgque._seal(p_queue.queue_id, rows || array(
+  v_expired := array(
     select e from pg_catalog.unnest(v_claim.rows) e
     where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
-      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
+      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true);
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_expired));
+  -- Expired messages are sealed too: an older snapshot may not show that a body was replaced.
+  perform pgque._seal(p_queue.queue_id, rows || v_expired);
 end
 $$;
 
@@ -6977,7 +6976,7 @@ begin
   select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
   from pg_catalog.unnest(p_rows) r
   where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
-  perform pgque._refresh_waiting(p_queue_id, null, ids);
+  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
 end
 $$;
 

@@ -555,7 +555,7 @@ begin
   select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
   from pg_catalog.unnest(p_rows) r
   where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
-  perform pgque._refresh_waiting(p_queue_id, null, ids);
+  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
 end
 $$;
 

@@ -378,7 +378,7 @@ class Consumer:
     def _raise_if_lost(self, client: PgqueClient, message: Message, error: Exception) -> None:
         """Raise what takes the whole batch back, where that and not the handler is at fault."""
         if client.conn.closed or client.conn.broken:
-            # Whatever the handler made of that: the batch comes again.
+            # Whatever the handler made of that: the batch is delivered again.
             raise PgqueConnectionError(
                 f"the connection was lost while message {message.msg_id} was handled: {described(error)}",
                 queue=self.queue,

@@ -12,8 +12,10 @@ _LONGEST = timedelta(days=3650)
 
 
 def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | None:
-    """Return when a failed message is to come again. Raises PgqueBadArgument for what is no length of time,
-    is negative, or over ten years."""
+    """Return when a failed message is to be delivered again.
+
+    Raises PgqueBadArgument for what is no length of time, is negative, or over ten years.
+    """
     try:
         length = interval(after)
     except (OverflowError, TypeError, ValueError):
