@@ -247,9 +247,9 @@ def survive_kills(
             return traffic.got.total() >= traffic.sent.total() or not driver.running
 
         wait_until(complete, f"the end of seed {seed}", 120)
-        # Behind this one nothing can be on its way.
+        # Behind this one nothing can be on its way.  The ticker of the traffic finds it.
         traffic.sent.update(["last"])
-        put(conn, source, Counter(["last"]))
+        value(conn, "select pgque.send(%s, 'last'::text)", source)
         wait_until(complete, f"the last message of seed {seed}", 60)
         assert driver.running, driver.output()[-4000:]
         driver.end()
