@@ -5799,48 +5799,42 @@ create or replace function pgque._take_waiting(
 )
 language plpgsql as $$
 declare
-  v_rows   pgque.retry_queue[];
+  v_rows    pgque.retry_queue[];
   v_doomed  pgque.retry_queue[];
-  v_good   pgque.retry_queue[];
-  v_ids    bigint[];
-  v_busy   bigint[] := '{}';
-  v_piece  bigint;
-  v_look   bigint;
+  v_good    pgque.retry_queue[];
+  v_ids     bigint[];
+  v_busy    bigint[] := '{}';
+  v_piece   bigint;
+  v_look    bigint;
 begin
   taken := 0;
-  for v_try in 1..100 loop
+  for v_try in 0..15 loop
     -- The first says how many go together; the others stay unlocked, since
     -- their holder may be about to say something.
     v_rows := pgque._due(p_sub, p_pos, 1, p_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     lapsed := v_rows[1].ev_batch is not null;
     v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
-    -- Those that are not to be delivered are weeded out many at a time.
-    v_look := case
-      when v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then greatest(p_max, 1000)
-      else v_piece
-    end;
+    -- Those that are not to be delivered are weeded out many at a time.  After a
+    -- try in which all were being replaced, it looks at twice as many.
+    v_look := greatest(v_piece, least(1 << v_try, 1000));
+    if v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then
+      v_look := greatest(v_look, 1000);
+    end if;
     if v_look > 1 then
       v_rows := pgque._due(p_sub, p_pos, v_look, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
     end if;
-    if v_look > v_piece then
-      v_doomed := array(
-        select r from pg_catalog.unnest(v_rows) r
-        where r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now);
-      v_good := pgque._weed(p_queue, p_sub, v_doomed, p_now);
-      -- Of the others no more than go out, since with that their bodies are fixed.
-      v_rows := array(
-        select r from pg_catalog.unnest(v_rows) r
-        where (r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now) is not true
-        limit greatest(v_piece - pg_catalog.cardinality(v_good), 0));
-      v_good := v_good || pgque._weed(p_queue, p_sub, v_rows, p_now);
-      v_rows := v_doomed || v_rows;
-    else
-      v_good := pgque._weed(p_queue, p_sub, v_rows, p_now);
-    end if;
-    -- The others are gone, or wait for who is replacing them.
-    v_busy := v_busy || array(
-      select r.ev_id from pg_catalog.unnest(v_rows) r except select g.ev_id from pg_catalog.unnest(v_good) g);
+    v_doomed := array(
+      select r from pg_catalog.unnest(v_rows) r
+      where r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now);
+    v_good := pgque._weed(p_queue, p_sub, v_doomed, p_now);
+    -- Of the others no more than go out, since with that their bodies are fixed.
+    v_good := v_good || pgque._weed(p_queue, p_sub, array(
+      select r from pg_catalog.unnest(v_rows) r
+      where (r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now) is not true), p_now,
+      v_piece - pg_catalog.cardinality(v_good));
+    -- Where none may go, all are gone, or wait for who is replacing them.
+    v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
       -- One look-up by index for each, whatever the planner takes their number for.
@@ -5861,9 +5855,11 @@ begin
 end
 $$;
 
--- Of messages that wait and are due, those that may be delivered.  The others
--- are taken out: expired, or their attempts are used up.
-create or replace function pgque._weed(p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz)
+-- Of messages that wait and are due, those that may be delivered, p_enough of them.
+-- The others on the way are taken out: expired, or their attempts are used up.
+create or replace function pgque._weed(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
+)
 returns pgque.retry_queue[]
 language plpgsql as $$
 declare
@@ -5871,6 +5867,7 @@ declare
   v_good  pgque.retry_queue[] := '{}';
 begin
   foreach v_row in array p_rows loop
+    exit when pg_catalog.cardinality(v_good) >= p_enough;
     if v_row.ev_key is not null and v_row.ev_receives = 0 then
       v_row := pgque._claim_waiting(p_queue, p_sub, v_row);
       continue when v_row.ev_id is null;

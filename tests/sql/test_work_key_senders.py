@@ -14,6 +14,7 @@ from sql.helpers import (
     ack,
     move_clock,
     outcome,
+    nack_ids,
     post,
     receive,
     send,
@@ -129,6 +130,25 @@ def test_senders_and_workers_at_once_lose_no_last_body(
         # The body of each id is the last one that send() said went under it.
         expected = {msg_id: str(n) for n, msg_id in enumerate(list_of_ids)}
         assert delivered == expected
+
+
+def test_many_messages_that_are_being_replaced_hide_none_that_is_not(
+    pool: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    plain = send(pool, "q", "plain")
+    keys = [post(pool, "q", "old", key=f"k{n}") for n in range(190)]
+    tick(pool, "q")
+    sender = transaction("read committed", own_dsn)
+    for n in range(190):
+        post(sender, "q", "new", key=f"k{n}")
+    batch = take(pool, "q", count=300)  # puts aside what is being replaced
+    assert [m.msg_id for m in batch] == [plain]
+    nack_ids(pool, batch[0].batch_id, [plain])
+    assert [m.msg_id for m in take(pool, "q", count=1)] == [plain]
+    sender.commit()
+    rest = [m for _ in range(3) for m in take(pool, "q", count=300)]
+    assert sorted(m.msg_id for m in rest) == keys
+    assert {m.payload for m in rest} == {"new"}
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
