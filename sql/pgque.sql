@@ -7267,6 +7267,22 @@ begin
 end
 $$;
 
+-- Makes what waits for a consumer's next attempt due now, after whatever delay;
+-- returns its number.  What is leased stays where it is.
+create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint;
+begin
+  update pgque.retry_queue r set ev_retry_after = v_now
+  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
 -- Hands back the batches of workers that got them longer ago than older_than,
 -- or, the clock having been set back, later than now; returns their number.
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
@@ -10709,6 +10725,8 @@ comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
+comment on function pgque.retry_now(text, text, pgque.caller) is
+  'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.list_poison(text, int, pgque.caller) is
   'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
 comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
@@ -10870,6 +10888,7 @@ language sql immutable as $$
     ('expire_messages', 'pgque_admin'),
     ('delete_expired', 'pgque_admin'),
     ('reclaim', 'pgque_admin'),
+    ('retry_now', 'pgque_admin'),
     ('list_messages', 'pgque_admin'),
     ('list_poison', 'pgque_admin'),
     ('archive_poison', 'pgque_admin'),

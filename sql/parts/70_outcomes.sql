@@ -801,6 +801,22 @@ begin
 end
 $$;
 
+-- Makes what waits for a consumer's next attempt due now, after whatever delay;
+-- returns its number.  What is leased stays where it is.
+create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint;
+begin
+  update pgque.retry_queue r set ev_retry_after = v_now
+  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
 -- Hands back the batches of workers that got them longer ago than older_than,
 -- or, the clock having been set back, later than now; returns their number.
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int

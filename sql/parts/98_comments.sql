@@ -457,6 +457,8 @@ comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
+comment on function pgque.retry_now(text, text, pgque.caller) is
+  'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
 comment on function pgque.list_poison(text, int, pgque.caller) is
   'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
 comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';

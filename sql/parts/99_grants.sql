@@ -128,6 +128,7 @@ language sql immutable as $$
     ('expire_messages', 'pgque_admin'),
     ('delete_expired', 'pgque_admin'),
     ('reclaim', 'pgque_admin'),
+    ('retry_now', 'pgque_admin'),
     ('list_messages', 'pgque_admin'),
     ('list_poison', 'pgque_admin'),
     ('archive_poison', 'pgque_admin'),

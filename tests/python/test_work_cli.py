@@ -126,6 +126,7 @@ def test_batches_are_reclaimed_and_queues_purged(run: Run, pool: str, tick: Tick
     _received(run, pool, "--max", "1")
     assert run("reclaim", pool, "c", "--older-than", "1h") == "0 reclaimed\n"
     assert run("reclaim", pool, "c") == "1 reclaimed\n"
+    assert run("retry-now", pool, "c") == "0 due now\n"
     run("purge", pool, stdin="n\n", code=1)
     assert run("purge", pool, "--yes").strip() == "2 removed"
     run("send", pool, "x", "--key", "k")

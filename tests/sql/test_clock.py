@@ -6,10 +6,14 @@ import pytest
 
 from sql.helpers import (
     Connection,
+    Message,
+    ack,
     configure,
     drain,
     move_clock,
+    nack,
     post,
+    pump,
     receive,
     row_counts,
     rows,
@@ -143,3 +147,36 @@ def test_a_batch_that_was_handed_out_later_than_now_is_reclaimed(ahead: Connecti
     move_clock(ahead, "0")
     assert value(ahead, "select pgque.reclaim('q', 'pool', '1 hour')") == 1
     assert [m.msg_id for m in take(ahead, "q", "w2", consumer="pool")] == [sent]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_was_nacked_later_than_now_can_be_had_at_once(ahead: Connection, shared: bool) -> None:
+    subscribe(ahead, "q", "pool")
+    name = "pool" if shared else "c"
+
+    def get() -> list[Message]:
+        tick(ahead, "q")
+        return take(ahead, "q", consumer="pool") if shared else receive(ahead, "q")
+
+    sent = send(ahead, "q")
+    (message,) = get()
+    nack(ahead, message, "1 minute")
+    ack(ahead, message.batch_id)
+    move_clock(ahead, "0")
+    pump(ahead)
+    assert get() == []
+    assert value(ahead, "select pgque.retry_now('q', %s)", name) == 1
+    assert value(ahead, "select pgque.retry_now('q', %s)", name) == 0
+    pump(ahead)
+    assert [m.msg_id for m in get()] == [sent]
+
+
+def test_what_a_worker_holds_is_not_made_due(ahead: Connection) -> None:
+    subscribe(ahead, "q", "pool")
+    send(ahead, "q")
+    tick(ahead, "q")
+    (message,) = take(ahead, "q", consumer="pool")
+    nack(ahead, message)
+    assert len(take(ahead, "q", consumer="pool")) == 1
+    assert value(ahead, "select pgque.retry_now('q', 'pool')") == 0
+    assert take(ahead, "q", "w2", consumer="pool") == []

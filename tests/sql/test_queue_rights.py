@@ -74,6 +74,7 @@ NEEDS = {
         "select pgque.archive_purge({q}, now())",
         "select pgque.purge_key({q}, 'k')",
         "select pgque.reclaim({q}, 'f')",
+        "select pgque.retry_now({q}, 'f')",
         "select pgque.expire_messages({q})",
         "select pgque.delete_expired({q})",
         "select pgque.archive_poison({q})",

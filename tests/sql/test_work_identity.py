@@ -61,6 +61,7 @@ CALLS = [
     "select * from pgque.list_workers({q})",
     "select * from pgque.list_workers({q}, 'c')",
     "select pgque.reclaim({q}, 'c')",
+    "select pgque.retry_now({q}, 'c')",
     "select * from pgque.list_poison({q})",
     "select pgque.archive_poison({q})",
     "select * from pgque.dlq_inspect({q})",

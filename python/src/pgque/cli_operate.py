@@ -265,6 +265,16 @@ def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
         echo(f"{client.reclaim(queue, consumer, older_than)} reclaimed")
 
 
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+def retry_now(dsn: str, queue: str, consumer: str) -> None:
+    """Make messages that wait for another attempt due now."""
+    with connect(dsn) as client:
+        echo(f"{client.retry_now(queue, consumer)} due now")
+
+
 # -- messages that failed ------------------------------------------------------------------
 
 
@@ -418,6 +428,7 @@ COMMANDS: list[click.Command] = [
     poison,
     purge,
     reclaim,
+    retry_now,
     rename,
     grant,
     revoke,

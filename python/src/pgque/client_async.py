@@ -752,6 +752,15 @@ class AsyncPgqueClient:
             {"queue": queue, "consumer": consumer, "age": _encode.interval(older_than)},
         )
 
+    async def retry_now(self, queue: str, consumer: str) -> int:
+        """Make every message that waits for another attempt of a consumer due now, and return their count.
+        Calls `pgque.retry_now`."""
+        return await self._value(
+            int,
+            "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
+            {"queue": queue, "consumer": consumer},
+        )
+
     async def list_messages(
         self, queue: str, status: str | None = None, limit: int = 100
     ) -> list[QueuedMessage]:
