@@ -127,12 +127,38 @@ language sql immutable as $$ select '0.5.0'::text $$;
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 
--- The id of the writing transaction, for generated columns.  It is declared
--- immutable so that a generated column may use it, and it is the point that it
--- is not: the stored value says which transaction put the row there, and a row
--- that came back from a dump gets another one.
+-- The writing transaction, for generated columns: its id, with 19 bits of a hash of
+-- the cluster and the database above it, since clusters that are set up by the same
+-- script use the same ids.  It is declared immutable so that a generated column may
+-- use it, and it is the point that it is not: the stored value says which
+-- transaction put the row there, and a row that came back from a dump gets another
+-- one.  Who asks first in a session reads a file.
 create or replace function pgque._xid() returns xid8
-language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
+language plpgsql immutable as $$
+declare
+  v_home  text := pg_catalog.current_setting('pgque.home', true);
+begin
+  if coalesce(v_home, '') = '' then
+    v_home := pg_catalog.set_config('pgque.home', (pg_catalog.hashtext(pg_catalog.concat_ws(' ',
+      case when pg_catalog.has_function_privilege('pg_catalog.pg_control_system()', 'execute')
+        then (select s.system_identifier from pg_catalog.pg_control_system() s) end,
+      (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())))
+      & 524287)::text, false);
+  end if;
+  return (pg_catalog.pg_current_xact_id()::text::bigint + (v_home::bigint << 44))::text::xid8;
+end
+$$;
+
+-- The same for a statement that is planned once and run in many transactions.
+create or replace function pgque._mark() returns xid8
+language plpgsql as $$
+declare
+  v_xid  xid8;
+begin
+  execute 'select pgque._xid()' into v_xid;
+  return v_xid;
+end
+$$;
 
 -- The name of this session.  No other one has or had it, but where the owner is no
 -- superuser and not told when the sessions of others began: there the server's
@@ -321,7 +347,7 @@ create table if not exists pgque.config (
   stopped_at      timestamptz
 );
 
--- One row a queue.  queue_xid is the transaction that wrote the row, and every
+-- One row a queue.  queue_xid names the transaction that wrote the row, and every
 -- statement that updates a row sets it.  When the row is loaded from a dump it
 -- names a transaction of another cluster, the generated columns notice, and
 -- pgque._rebase() has to run before the queue takes events.
@@ -1232,7 +1258,7 @@ begin
   execute format('grant usage on sequence %s to pgque_writer', v_seq);
   execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
-    || ') values ($1, $2, $3, $4, $5, pg_catalog.pg_current_xact_id()'
+    || ') values ($1, $2, $3, $4, $5, pgque._xid()'
     || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
   using v_id, p_queue, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass,
     pgque._own_settings('{}', p_config);
@@ -1271,7 +1297,7 @@ $$;
 -- pgque._rebase() may make it a row of this cluster.
 create or replace function pgque._queue_xid(p_queue pgque.queue) returns xid8
 language sql volatile as $$
-  select case when p_queue.queue_restored then p_queue.queue_xid else pg_catalog.pg_current_xact_id() end
+  select case when p_queue.queue_restored then p_queue.queue_xid else pgque._mark() end
 $$;
 
 -- Sets several parameters at once: all of them or, on an error, none.
@@ -3019,6 +3045,16 @@ begin
   end if;
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
+  if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
+    -- Its ids are from another cluster, though its row happens to look as if it was
+    -- written here: a dump of an earlier version.
+    update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
+    perform pgque._rebase(p_queue_id);
+    v_last := pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id));
+    new_id := v_last.tick_id;
+    last_time := v_last.tick_time;
+    return;
+  end if;
   v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
   covered := v_reason is not null;
   last_time := v_last.tick_time;
@@ -3369,7 +3405,7 @@ begin
     select $1, $2, $3, r.chunk, min(r.ev_id), max(r.ev_id),
       array[min(r.tid) filter (where r.n = 0), min(r.tid) filter (where r.n = 1), min(r.tid) filter (where r.n = 2)],
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
-      pgque._filenodes($1), pg_catalog.pg_current_xact_id()
+      pgque._filenodes($1), pgque._xid()
     from (
       select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 25 as chunk
       from (
@@ -5519,7 +5555,7 @@ begin
     $q$
     insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid, ros_last)
     select $1, $2, $3, a.ids[least(n + 99, cardinality(a.ids))], a.ids[n:n + 99], a.leaves[n:n + 99], a.tids[n:n + 99], true = any (a.keyed[n:n + 99]),
-      $4, pg_catalog.pg_current_xact_id(), n + 100 > cardinality(a.ids)
+      $4, pgque._xid(), n + 100 > cardinality(a.ids)
     from (
       select array_agg(e.ev_id) as ids, array_agg(e.leaf) as leaves, array_agg(e.tid) as tids, array_agg(e.keyed) as keyed
       from (%s order by ev_id) e
@@ -7696,7 +7732,7 @@ begin
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
     update pgque.queue q
-    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pg_current_xact_id()
+    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pgque._mark()
     where q.queue_id = v_id;
     return 1;
   exception
@@ -8320,6 +8356,12 @@ begin
   if not found or not v_queue.queue_restored then
     return false;
   end if;
+  -- A call of an earlier version, which an upgrade overtook, wrote the bare id.
+  update pgque.queue q set queue_xid = pgque._mark()
+  where q.queue_id = p_queue_id and q.queue_xid::text::bigint < 1::bigint << 44 and q.queue_xid::xid = q.xmin;
+  if found then
+    return false;
+  end if;
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
     v_position := pgque._position(v_sub.sub_id);
@@ -8369,7 +8411,7 @@ begin
   from pgque.subscriber s
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
-  update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
+  update pgque.queue q set queue_xid = pgque._mark() where q.queue_id = p_queue_id returning q.* into v_queue;
   -- An external ticker may go on at times that are past here.
   perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),

@@ -86,12 +86,38 @@ language sql immutable as $$ select '0.5.0'::text $$;
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 
--- The id of the writing transaction, for generated columns.  It is declared
--- immutable so that a generated column may use it, and it is the point that it
--- is not: the stored value says which transaction put the row there, and a row
--- that came back from a dump gets another one.
+-- The writing transaction, for generated columns: its id, with 19 bits of a hash of
+-- the cluster and the database above it, since clusters that are set up by the same
+-- script use the same ids.  It is declared immutable so that a generated column may
+-- use it, and it is the point that it is not: the stored value says which
+-- transaction put the row there, and a row that came back from a dump gets another
+-- one.  Who asks first in a session reads a file.
 create or replace function pgque._xid() returns xid8
-language plpgsql immutable as $$ begin return pg_catalog.pg_current_xact_id(); end $$;
+language plpgsql immutable as $$
+declare
+  v_home  text := pg_catalog.current_setting('pgque.home', true);
+begin
+  if coalesce(v_home, '') = '' then
+    v_home := pg_catalog.set_config('pgque.home', (pg_catalog.hashtext(pg_catalog.concat_ws(' ',
+      case when pg_catalog.has_function_privilege('pg_catalog.pg_control_system()', 'execute')
+        then (select s.system_identifier from pg_catalog.pg_control_system() s) end,
+      (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())))
+      & 524287)::text, false);
+  end if;
+  return (pg_catalog.pg_current_xact_id()::text::bigint + (v_home::bigint << 44))::text::xid8;
+end
+$$;
+
+-- The same for a statement that is planned once and run in many transactions.
+create or replace function pgque._mark() returns xid8
+language plpgsql as $$
+declare
+  v_xid  xid8;
+begin
+  execute 'select pgque._xid()' into v_xid;
+  return v_xid;
+end
+$$;
 
 -- The name of this session.  No other one has or had it, but where the owner is no
 -- superuser and not told when the sessions of others began: there the server's

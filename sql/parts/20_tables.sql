@@ -72,7 +72,7 @@ create table if not exists pgque.config (
   stopped_at      timestamptz
 );
 
--- One row a queue.  queue_xid is the transaction that wrote the row, and every
+-- One row a queue.  queue_xid names the transaction that wrote the row, and every
 -- statement that updates a row sets it.  When the row is loaded from a dump it
 -- names a transaction of another cluster, the generated columns notice, and
 -- pgque._rebase() has to run before the queue takes events.

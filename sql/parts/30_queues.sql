@@ -286,7 +286,7 @@ begin
   execute format('grant usage on sequence %s to pgque_writer', v_seq);
   execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
-    || ') values ($1, $2, $3, $4, $5, pg_catalog.pg_current_xact_id()'
+    || ') values ($1, $2, $3, $4, $5, pgque._xid()'
     || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
   using v_id, p_queue, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass,
     pgque._own_settings('{}', p_config);
@@ -325,7 +325,7 @@ $$;
 -- pgque._rebase() may make it a row of this cluster.
 create or replace function pgque._queue_xid(p_queue pgque.queue) returns xid8
 language sql volatile as $$
-  select case when p_queue.queue_restored then p_queue.queue_xid else pg_catalog.pg_current_xact_id() end
+  select case when p_queue.queue_restored then p_queue.queue_xid else pgque._mark() end
 $$;
 
 -- Sets several parameters at once: all of them or, on an error, none.

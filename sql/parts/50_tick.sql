@@ -125,6 +125,16 @@ begin
   end if;
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
+  if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
+    -- Its ids are from another cluster, though its row happens to look as if it was
+    -- written here: a dump of an earlier version.
+    update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
+    perform pgque._rebase(p_queue_id);
+    v_last := pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id));
+    new_id := v_last.tick_id;
+    last_time := v_last.tick_time;
+    return;
+  end if;
   v_reason := pgque._tick_reason(v_queue, v_last, v_snapshot);
   covered := v_reason is not null;
   last_time := v_last.tick_time;

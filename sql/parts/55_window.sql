@@ -108,7 +108,7 @@ begin
     select $1, $2, $3, r.chunk, min(r.ev_id), max(r.ev_id),
       array[min(r.tid) filter (where r.n = 0), min(r.tid) filter (where r.n = 1), min(r.tid) filter (where r.n = 2)],
       array[max(r.tid) filter (where r.n = 0), max(r.tid) filter (where r.n = 1), max(r.tid) filter (where r.n = 2)],
-      pgque._filenodes($1), pg_catalog.pg_current_xact_id()
+      pgque._filenodes($1), pgque._xid()
     from (
       select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 25 as chunk
       from (

@@ -526,7 +526,7 @@ begin
     $q$
     insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid, ros_last)
     select $1, $2, $3, a.ids[least(n + 99, cardinality(a.ids))], a.ids[n:n + 99], a.leaves[n:n + 99], a.tids[n:n + 99], true = any (a.keyed[n:n + 99]),
-      $4, pg_catalog.pg_current_xact_id(), n + 100 > cardinality(a.ids)
+      $4, pgque._xid(), n + 100 > cardinality(a.ids)
     from (
       select array_agg(e.ev_id) as ids, array_agg(e.leaf) as leaves, array_agg(e.tid) as tids, array_agg(e.keyed) as keyed
       from (%s order by ev_id) e

@@ -100,7 +100,7 @@ begin
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
     update pgque.queue q
-    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pg_current_xact_id()
+    set queue_cur_table = v_next, queue_switch_time = pgque.clock(), queue_xid = pgque._mark()
     where q.queue_id = v_id;
     return 1;
   exception
@@ -724,6 +724,12 @@ begin
   if not found or not v_queue.queue_restored then
     return false;
   end if;
+  -- A call of an earlier version, which an upgrade overtook, wrote the bare id.
+  update pgque.queue q set queue_xid = pgque._mark()
+  where q.queue_id = p_queue_id and q.queue_xid::text::bigint < 1::bigint << 44 and q.queue_xid::xid = q.xmin;
+  if found then
+    return false;
+  end if;
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
     v_position := pgque._position(v_sub.sub_id);
@@ -773,7 +779,7 @@ begin
   from pgque.subscriber s
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
-  update pgque.queue q set queue_xid = pg_current_xact_id() where q.queue_id = p_queue_id returning q.* into v_queue;
+  update pgque.queue q set queue_xid = pgque._mark() where q.queue_id = p_queue_id returning q.* into v_queue;
   -- An external ticker may go on at times that are past here.
   perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),

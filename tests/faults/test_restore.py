@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import lzma
+import re
 import secrets
 import shutil
 import subprocess
@@ -357,3 +359,77 @@ def test_a_restored_queue_that_was_used_is_dumped_and_restored_again(
                 assert sorted([*done, *everything(last, "q", consumer)]) == expected
     finally:
         admin.execute(f"drop database {second} with (force)".encode())
+
+
+def earlier(version: str) -> bytes:
+    return lzma.decompress(
+        (Path(__file__).parents[1] / "sql" / "previous" / f"pgque-{version}.sql.xz").read_bytes()
+    )
+
+
+def next_xid(conn: Connection) -> int:
+    return int(value(conn, "select pg_snapshot_xmax(pg_current_snapshot())::text"))
+
+
+def burn(conn: Connection, upto: int) -> None:
+    """Use up transaction ids, so that the next one is this."""
+    value(conn, "select set_config('test.upto', %s, false)", str(upto))
+    conn.execute(
+        "do $$ begin while pg_snapshot_xmax(pg_current_snapshot())::text::bigint < current_setting('test.upto')::bigint"
+        " loop perform pg_current_xact_id(); commit; end loop; end $$"
+    )
+    assert next_xid(conn) == upto
+
+
+@pytest.mark.parametrize(("version", "first"), [("this", "send"), ("this", "ticker"), ("0.4.3", "ticker")])
+def test_a_queue_is_restored_as_the_transaction_that_wrote_it_elsewhere(
+    server: TestServer, young: embedded.Server, tmp_path: Path, version: str, first: str
+) -> None:
+    """Clusters that are set up by the same script use the same ids."""
+    old, new = (f"pgque_twin_{secrets.token_hex(4)}" for _ in range(2))
+    dump = tmp_path / "dump.sql"
+    try:
+        with psycopg.connect(server.dsn, autocommit=True) as admin:
+            admin.execute(f"create database {old} template template0".encode())
+        with psycopg.connect(young.dsn, autocommit=True) as admin:
+            admin.execute(f"create database {new} template template0".encode())
+        with psycopg.connect(server.dsn_for(old), autocommit=True) as conn:
+            conn.execute(servers.SQL_FILE.read_bytes() if version == "this" else earlier(version))
+            value(conn, "select pgque.create_queue('q')")
+            subscribe(conn, "q", "fresh")
+            subscribe(conn, "q", "done")
+            with psycopg.connect(young.dsn, autocommit=True) as other:
+                xid = max(next_xid(conn), next_xid(other) + 5_000)
+            burn(conn, xid)
+            configure(conn, "q", max_retries=7)
+            sent = send_many(conn, "q", 3)
+            tick(conn, "q")
+            burn(conn, xid + 10_000)
+            sent += send_many(conn, "q", 3)
+            tick(conn, "q")
+            assert drain(conn, "q", "done") == sent
+        run(program("pg_dump", server), "-d", server.dsn_for(old), "-f", str(dump))
+        script = re.sub(r"^\\(un)?restrict .*\n", "", dump.read_text(), flags=re.MULTILINE)
+        before, rest = script.split("COPY pgque.queue (", 1)
+        settings = "\n".join(re.findall(r"^(?:SET |SELECT pg_catalog.set_config).*", before, re.MULTILINE))
+        for part in (before, f"{settings}\nCOPY pgque.queue ({rest}"):
+            dump.write_text(part)
+            if part is not before:
+                with psycopg.connect(young.dsn, autocommit=True) as conn:
+                    burn(conn, xid)
+            run(
+                *(program("psql", server), "-X", "-q", "-v", "ON_ERROR_STOP=1"),
+                *("-d", young.dsn_for(new), "-f", str(dump)),
+            )
+        with psycopg.connect(young.dsn_for(new), autocommit=True) as conn:
+            assert value(conn, "select q.xmin::text from pgque.queue q") == str(xid)
+            conn.execute(servers.SQL_FILE.read_bytes())
+            if first == "ticker":
+                value(conn, "select pgque.ticker()")
+            later = send_many(conn, "q", 3)
+            assert sorted(everything(conn, "q", "done")) == later
+            assert sorted(everything(conn, "q", "fresh")) == sent + later
+    finally:
+        for dsn, name in ((server.dsn, old), (young.dsn, new)):
+            with psycopg.connect(dsn, autocommit=True) as admin:
+                admin.execute(f"drop database if exists {name} with (force)".encode())
