@@ -4429,48 +4429,30 @@ language sql as $$ select pgque.ack($1) $$;
 -- further tick.  What receive() would not deliver is no part of the batch, and
 -- bodies stay as they are from here on: nobody may read the batch before
 -- finish_batch().
-create or replace function pgque._next_batch(
-  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, dead_interval interval,
-  caller pgque.caller default current_user,
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub     pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_member  int;
-  v_queue   pgque.queue;
-  v_leaf    int;
-  v_cursor  pgque.position_0;   -- the consumer's position
-  v_batch   pgque.position_0;   -- whose batch it is: the same, or the worker's
-  v_prev    pgque.tick;
-  v_cur     pgque.tick;
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue  pgque.queue;
+  v_leaf   int;
+  v_batch  pgque.position_0;
+  v_prev   pgque.tick;
+  v_cur    pgque.tick;
 begin
-  if worker is null then
-    perform pgque._need_alone(v_sub, $1, $2);
-  else
-    v_member := pgque._worker(v_sub, worker);
-    perform pgque._take_over(v_sub.sub_id, v_member, dead_interval) where dead_interval is not null;
-  end if;
-  v_cursor := pgque._position(v_sub.sub_id);
-  if v_cursor.pos_next_tick is null and (pgque._open_window(v_cursor, v_sub.sub_queue, 0)).pos_next_tick is null
-    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
-  then
+  perform pgque._need_alone(v_sub, $1, $2);
+  v_batch := pgque._position(v_sub.sub_id);
+  if v_batch.pos_next_tick is null and (pgque._open_window(v_batch, v_sub.sub_queue, 0)).pos_next_tick is null then
     return;
   end if;
-  v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
-  if v_member is null then
-    perform pgque._need_alone(v_sub, $1, $2);
-  else
-    perform pgque._lock_subscriber(v_member);
-  end if;
-  v_leaf := pgque._journal_leaf();
-  v_cursor := pgque._position(v_sub.sub_id, v_leaf);
-  v_batch := case when v_member is null then v_cursor else pgque._position(v_member, v_leaf) end;
+  v_batch := pgque._lock_position(v_sub.sub_id);
+  perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
+  v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
   if v_batch.pos_batch is null then
-    v_batch := pgque._as_batch_of(v_batch, v_cursor);
-    v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
     if v_batch.pos_next_tick is null then
       execute format(
         'select t.* from (%s) t where t.tick_id > $1'
@@ -4478,7 +4460,7 @@ begin
         ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
         ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
       into v_cur
-      using v_batch.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
+      using v_batch.pos_tick, $3, pgque.clock(), $4, $5, v_prev.tick_event_seq, v_prev.tick_time;
       if v_cur.tick_id is null then
         return;
       end if;
@@ -4487,6 +4469,7 @@ begin
     v_batch.pos_last_id := null;
     v_batch.pos_batch := pgque._new_batch_id(v_batch);
     v_batch.pos_last_batch := v_batch.pos_batch;
+    v_leaf := pgque._journal_leaf();
     select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
     if v_queue.queue_keyed or v_queue.queue_expiring then
       perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, s.skip, null, v_leaf)
@@ -4495,11 +4478,7 @@ begin
       where cardinality(s.skip) > 0;
     end if;
     perform pgque._append_position(v_batch, v_leaf);
-    if v_member is not null then
-      perform pgque._append_position(pgque._behind(v_cursor, v_batch), v_leaf);
-    end if;
   end if;
-  v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
   v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
   batch_id := v_batch.pos_batch;
   cur_tick_id := v_cur.tick_id;
@@ -4511,24 +4490,16 @@ begin
 end
 $$;
 
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
-  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
-  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
-  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
-)
-language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5, null) $$;
-
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
-language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null, null) $$;
+language sql as $$ select * from pgque.next_batch_custom($1, $2, null, null, null) $$;
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null, null) b $$;
+language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, null, null, null) b $$;
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.
@@ -6298,15 +6269,14 @@ end
 $$;
 
 -- Makes a worker known; its consumer too if it is new.  A consumer that reads
--- on its own is changed only if convert_normal says so: its open batch is the
--- worker's then, under a new id and less what was settled of it.
+-- on its own is changed only if convert_normal says so: its open batch is
+-- closed without being finished, and its messages come again.
 create or replace function pgque.register_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
-  v_sub       int;
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -6335,11 +6305,13 @@ begin
         hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
+    if v_position.pos_batch is not null then
+      v_position.pos_batch := null;
+      v_position.pos_last_id := null;
+      perform pgque._append_position(v_position);
+    end if;
   end if;
-  v_sub := pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
-  if v_position.pos_batch is not null then
-    perform pgque._hand_over(v_position, pgque._lock_position(v_sub), v_position.pos_attempt);
-  end if;
+  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
   return 1;
 exception
   when unique_violation then
@@ -6409,6 +6381,7 @@ declare
   v_own   pgque.position_0;
   v_dead  pgque.position_0;
   v_id    int;
+  v_leaf  int;
 begin
   select p.pos_sub into v_id
   from pgque.subscriber s
@@ -6433,30 +6406,24 @@ begin
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
-  perform pgque._hand_over(v_dead, v_own, v_dead.pos_attempt + 1);
-end
-$$;
-
--- Gives an open batch to a worker that has none, under a new id and with what was
--- settled of it.  Both are locked.
-create or replace function pgque._hand_over(p_from pgque.position_0, p_to pgque.position_0, p_attempt int) returns void
-language plpgsql as $$
-declare
-  v_leaf  int := pgque._carry_over(p_to);
-begin
-  if pgque._carry_over(p_from) <> v_leaf then
+  v_leaf := pgque._carry_over(v_own);
+  if pgque._carry_over(v_dead) <> v_leaf then
     -- The journal turned in between, and can not turn again under these locks.
-    v_leaf := pgque._carry_over(p_to);
+    v_leaf := pgque._carry_over(v_own);
   end if;
-  p_to := pgque._as_batch_of(p_to, p_from);
-  p_to.pos_attempt := p_attempt;
-  p_to.pos_batch := pgque._new_batch_id(p_to);
-  p_to.pos_last_batch := p_to.pos_batch;
-  perform pgque._append_position(p_to, v_leaf);
-  execute pg_catalog.format(
-    'insert into pgque.settled_%1$s (set_batch, set_ev_id, set_sub) select $1, s.set_ev_id, $2 from pgque.settled_%1$s s where s.set_batch = $3', v_leaf)
-  using p_to.pos_batch, p_to.pos_sub, p_from.pos_batch;
-  perform pgque._append_position(pgque._behind(p_from, p_from), v_leaf);
+  v_own := pgque._as_batch_of(v_own, v_dead);
+  v_own.pos_attempt := v_dead.pos_attempt + 1;
+  v_own.pos_batch := pgque._new_batch_id(v_own);
+  v_own.pos_last_batch := v_own.pos_batch;
+  perform pgque._append_position(v_own, v_leaf);
+  if v_leaf = 0 then
+    insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
+  else
+    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
+  end if;
+  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
 end
 $$;
 
@@ -6485,21 +6452,6 @@ begin
   return query select * from pgque.receive($1, $2, $4, $3);
 end
 $$;
-
--- PgQ's calls for a worker: all that is left up to a tick as one batch.  Its open
--- batch comes again.  (Without defaults: a null could be of either function then.)
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval, dead_interval interval
-) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, coalesce($3, ''), $4, $5, $6, $7) b $$;
-
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval
-) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, coalesce($3, ''), $4, $5, $6, null) b $$;
-
-create or replace function pgque.next_batch(queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, coalesce($3, ''), null, null, null, $4) b $$;
 -- ---------------------------------------------------------------------------
 -- outcomes: what becomes of a message, retry, dead letters, archive
 -- ---------------------------------------------------------------------------
@@ -10411,16 +10363,9 @@ comment on function pgque.next_batch(text, text) is
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 comment on function pgque.next_batch_info(text, text) is
   'Same as next_batch, with the ids, times and event sequences of the two ticks.';
-comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+comment on function pgque.next_batch_custom(text, text, interval, int, interval, pgque.caller) is
   'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
   'is no condition.';
-comment on function pgque.next_batch(text, text, text, interval) is
-  'next_batch for one of several subconsumers, who each get batches of their own; its open batch comes again. With dead_interval, the batch of a subconsumer '
-  'that was silent for longer is taken over first. PQ001 no such queue, PQ011 not subscribed, or no such subconsumer (register_subconsumer).';
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval) is
-  'Same as next_batch(queue, consumer, subconsumer), for a bigger window: as next_batch_custom without a subconsumer.';
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
-  'The same with dead_interval, after which the batch of a silent subconsumer is taken over first.';
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
   'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
@@ -10446,7 +10391,7 @@ comment on function pgque.receive_coop(text, text, text, int, interval, pgque.ca
   'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
-  'convert_normal is true; its open batch is the worker''s then, under another id and less what was settled of it. '
+  'convert_normal is true; the messages of its open batch then come again. '
   'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
 comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
   'Same as register_subconsumer.';
@@ -10885,7 +10830,6 @@ language sql immutable as $$
     ('list_workers', 'pgque_reader'),
     ('message_status', 'pgque_reader'),
     ('next_batch', 'pgque_reader'),
-    ('_next_batch', 'pgque_reader'),
     ('next_batch_info', 'pgque_reader'),
     ('next_batch_custom', 'pgque_reader'),
     ('get_batch_events', 'pgque_reader'),

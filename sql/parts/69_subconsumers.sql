@@ -50,15 +50,14 @@ end
 $$;
 
 -- Makes a worker known; its consumer too if it is new.  A consumer that reads
--- on its own is changed only if convert_normal says so: its open batch is the
--- worker's then, under a new id and less what was settled of it.
+-- on its own is changed only if convert_normal says so: its open batch is
+-- closed without being finished, and its messages come again.
 create or replace function pgque.register_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
-  v_sub       int;
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -87,11 +86,13 @@ begin
         hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
+    if v_position.pos_batch is not null then
+      v_position.pos_batch := null;
+      v_position.pos_last_id := null;
+      perform pgque._append_position(v_position);
+    end if;
   end if;
-  v_sub := pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
-  if v_position.pos_batch is not null then
-    perform pgque._hand_over(v_position, pgque._lock_position(v_sub), v_position.pos_attempt);
-  end if;
+  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
   return 1;
 exception
   when unique_violation then
@@ -161,6 +162,7 @@ declare
   v_own   pgque.position_0;
   v_dead  pgque.position_0;
   v_id    int;
+  v_leaf  int;
 begin
   select p.pos_sub into v_id
   from pgque.subscriber s
@@ -185,30 +187,24 @@ begin
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
-  perform pgque._hand_over(v_dead, v_own, v_dead.pos_attempt + 1);
-end
-$$;
-
--- Gives an open batch to a worker that has none, under a new id and with what was
--- settled of it.  Both are locked.
-create or replace function pgque._hand_over(p_from pgque.position_0, p_to pgque.position_0, p_attempt int) returns void
-language plpgsql as $$
-declare
-  v_leaf  int := pgque._carry_over(p_to);
-begin
-  if pgque._carry_over(p_from) <> v_leaf then
+  v_leaf := pgque._carry_over(v_own);
+  if pgque._carry_over(v_dead) <> v_leaf then
     -- The journal turned in between, and can not turn again under these locks.
-    v_leaf := pgque._carry_over(p_to);
+    v_leaf := pgque._carry_over(v_own);
   end if;
-  p_to := pgque._as_batch_of(p_to, p_from);
-  p_to.pos_attempt := p_attempt;
-  p_to.pos_batch := pgque._new_batch_id(p_to);
-  p_to.pos_last_batch := p_to.pos_batch;
-  perform pgque._append_position(p_to, v_leaf);
-  execute pg_catalog.format(
-    'insert into pgque.settled_%1$s (set_batch, set_ev_id, set_sub) select $1, s.set_ev_id, $2 from pgque.settled_%1$s s where s.set_batch = $3', v_leaf)
-  using p_to.pos_batch, p_to.pos_sub, p_from.pos_batch;
-  perform pgque._append_position(pgque._behind(p_from, p_from), v_leaf);
+  v_own := pgque._as_batch_of(v_own, v_dead);
+  v_own.pos_attempt := v_dead.pos_attempt + 1;
+  v_own.pos_batch := pgque._new_batch_id(v_own);
+  v_own.pos_last_batch := v_own.pos_batch;
+  perform pgque._append_position(v_own, v_leaf);
+  if v_leaf = 0 then
+    insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
+  else
+    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
+  end if;
+  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
 end
 $$;
 
@@ -237,18 +233,3 @@ begin
   return query select * from pgque.receive($1, $2, $4, $3);
 end
 $$;
-
--- PgQ's calls for a worker: all that is left up to a tick as one batch.  Its open
--- batch comes again.  (Without defaults: a null could be of either function then.)
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval, dead_interval interval
-) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, coalesce($3, ''), $4, $5, $6, $7) b $$;
-
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval
-) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, coalesce($3, ''), $4, $5, $6, null) b $$;
-
-create or replace function pgque.next_batch(queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null) returns bigint
-language sql as $$ select b.batch_id from pgque._next_batch($1, $2, coalesce($3, ''), null, null, null, $4) b $$;

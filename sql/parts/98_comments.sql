@@ -101,16 +101,9 @@ comment on function pgque.next_batch(text, text) is
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 comment on function pgque.next_batch_info(text, text) is
   'Same as next_batch, with the ids, times and event sequences of the two ticks.';
-comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+comment on function pgque.next_batch_custom(text, text, interval, int, interval, pgque.caller) is
   'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
   'is no condition.';
-comment on function pgque.next_batch(text, text, text, interval) is
-  'next_batch for one of several subconsumers, who each get batches of their own; its open batch comes again. With dead_interval, the batch of a subconsumer '
-  'that was silent for longer is taken over first. PQ001 no such queue, PQ011 not subscribed, or no such subconsumer (register_subconsumer).';
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval) is
-  'Same as next_batch(queue, consumer, subconsumer), for a bigger window: as next_batch_custom without a subconsumer.';
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
-  'The same with dead_interval, after which the batch of a silent subconsumer is taken over first.';
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
   'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
@@ -136,7 +129,7 @@ comment on function pgque.receive_coop(text, text, text, int, interval, pgque.ca
   'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
-  'convert_normal is true; its open batch is the worker''s then, under another id and less what was settled of it. '
+  'convert_normal is true; the messages of its open batch then come again. '
   'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
 comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
   'Same as register_subconsumer.';

@@ -83,7 +83,6 @@ language sql immutable as $$
     ('list_workers', 'pgque_reader'),
     ('message_status', 'pgque_reader'),
     ('next_batch', 'pgque_reader'),
-    ('_next_batch', 'pgque_reader'),
     ('next_batch_info', 'pgque_reader'),
     ('next_batch_custom', 'pgque_reader'),
     ('get_batch_events', 'pgque_reader'),

@@ -117,25 +117,7 @@ def test_a_consumer_that_reads_on_its_own_gets_workers_only_when_asked(
     assert value(conn, "select pgque.register_subconsumer(%s, 'c', 'a', true)", subscribed) == 1
     assert ack(conn, opened[0].batch_id) == 0
     batch = receive_coop(conn, subscribed, "a")
-    assert [m.msg_id for m in batch] == sent[2:4]
-    assert {m.receive_count for m in batch} == {1}
-    assert [m.msg_id for m in receive_coop(conn, subscribed, "b")] == sent[4:]
-
-
-def test_a_worker_that_turns_a_consumer_gets_its_open_batch_less_what_was_settled(
-    conn: Connection, subscribed: str
-) -> None:
-    sent = send_many(conn, subscribed, 4)
-    tick(conn, subscribed)
-    batch_id = receive(conn, subscribed)[0].batch_id
-    value(conn, "select count(*) from pgque.ack(%s, %s::bigint[])", batch_id, sent[:1])
-    nack_ids(conn, batch_id, sent[1:2], "1 hour")
-    value(conn, "select pgque.register_subconsumer(%s, 'c', 'a', true)", subscribed)
-    assert receive_coop(conn, subscribed, "b") == []
-    batch = receive_coop(conn, subscribed, "a")
     assert [m.msg_id for m in batch] == sent[2:]
-    assert ack(conn, batch[0].batch_id) == 1
-    assert receive_coop(conn, subscribed, "a") == []
 
 
 def test_converting_keeps_the_outcome_of_nacked_messages(conn: Connection, subscribed: str) -> None:
