@@ -4428,31 +4428,49 @@ language sql as $$ select pgque.ack($1) $$;
 -- what receive() left of one.  An open batch comes again.  Null if there is no
 -- further tick.  What receive() would not deliver is no part of the batch, and
 -- bodies stay as they are from here on: nobody may read the batch before
--- finish_batch().
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
+-- finish_batch().  With a worker, a subconsumer, the batch is that worker's.
+create or replace function pgque._next_batch(
+  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_queue  pgque.queue;
-  v_leaf   int;
-  v_batch  pgque.position_0;
-  v_prev   pgque.tick;
-  v_cur    pgque.tick;
+  v_sub     pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue   pgque.queue;
+  v_leaf    int;
+  v_member  int;
+  v_cursor  pgque.position_0;   -- the consumer's position
+  v_batch   pgque.position_0;   -- whose batch it is: the same, or the worker's
+  v_open    boolean;
+  v_prev    pgque.tick;
+  v_cur     pgque.tick;
 begin
-  perform pgque._need_alone(v_sub, $1, $2);
-  v_batch := pgque._position(v_sub.sub_id);
-  if v_batch.pos_next_tick is null and (pgque._open_window(v_batch, v_sub.sub_queue, 0)).pos_next_tick is null then
+  if $3 is null then
+    perform pgque._need_alone(v_sub, $1, $2);
+  else
+    v_member := pgque._worker(v_sub, $3);
+  end if;
+  v_cursor := pgque._position(v_sub.sub_id);
+  if v_cursor.pos_next_tick is null and (pgque._open_window(v_cursor, v_sub.sub_queue, 0)).pos_next_tick is null
+    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
+  then
     return;
   end if;
-  v_batch := pgque._lock_position(v_sub.sub_id);
-  perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
+  v_cursor := pgque._lock_position(v_sub.sub_id);
+  if v_member is null then
+    perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
+    v_batch := v_cursor;
+  else
+    v_batch := pgque._lock_position(v_member);
+  end if;
+  v_open := v_batch.pos_batch is not null;
+  if not v_open then
+    v_batch := pgque._as_batch_of(v_batch, v_cursor);
+  end if;
   v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
-  if v_batch.pos_batch is null then
+  if not v_open then
     if v_batch.pos_next_tick is null then
       execute format(
         'select t.* from (%s) t where t.tick_id > $1'
@@ -4460,7 +4478,7 @@ begin
         ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
         ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
       into v_cur
-      using v_batch.pos_tick, $3, pgque.clock(), $4, $5, v_prev.tick_event_seq, v_prev.tick_time;
+      using v_batch.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
       if v_cur.tick_id is null then
         return;
       end if;
@@ -4478,6 +4496,12 @@ begin
       where cardinality(s.skip) > 0;
     end if;
     perform pgque._append_position(v_batch, v_leaf);
+    if v_member is not null then
+      perform pgque._append_position(pgque._behind(v_cursor, v_batch), v_leaf);
+    end if;
+  elsif v_member is not null then
+    -- A worker that asks is alive, as PgQ has it.
+    perform pgque._append_position(v_batch, pgque._carry_over(v_batch));
   end if;
   v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
   batch_id := v_batch.pos_batch;
@@ -4490,16 +4514,26 @@ begin
 end
 $$;
 
+-- No argument caller: with it a call with a subconsumer and six nulls could be
+-- this one as well.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
+
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
-language sql as $$ select * from pgque.next_batch_custom($1, $2, null, null, null) $$;
+language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
-language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, null, null, null) b $$;
+language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.
@@ -6240,7 +6274,7 @@ begin
       hint = case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
           'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
-        else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
+        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end;
   end if;
 end
 $$;
@@ -6269,14 +6303,15 @@ end
 $$;
 
 -- Makes a worker known; its consumer too if it is new.  A consumer that reads
--- on its own is changed only if convert_normal says so: its open batch is
--- closed without being finished, and its messages come again.
+-- on its own is changed only if convert_normal says so: the worker gets its open
+-- batch, under a new batch id and without what was settled.
 create or replace function pgque.register_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
+  v_worker    int;
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -6305,13 +6340,11 @@ begin
         hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
-    if v_position.pos_batch is not null then
-      v_position.pos_batch := null;
-      v_position.pos_last_id := null;
-      perform pgque._append_position(v_position);
-    end if;
   end if;
-  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
+  v_worker := pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
+  if v_position.pos_batch is not null then
+    perform pgque._move_batch(v_position, v_worker, v_position.pos_attempt);
+  end if;
   return 1;
 exception
   when unique_violation then
@@ -6372,6 +6405,26 @@ begin
 end
 $$;
 
+-- Gives the open batch of one subscriber to a worker that has none, under a new
+-- batch id and with its outcomes.  The caller holds the locks of both.
+create or replace function pgque._move_batch(p_from pgque.position_0, p_sub int, p_attempt int) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_leaf   int := pgque._journal_leaf();
+  v_batch  pgque.position_0 := pgque._as_batch_of(pgque._position(p_sub, v_leaf), p_from);
+begin
+  v_batch.pos_attempt := p_attempt;
+  v_batch.pos_batch := pgque._new_batch_id(v_batch);
+  v_batch.pos_last_batch := v_batch.pos_batch;
+  perform pgque._note(v_batch.pos_batch, p_sub, array(
+    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_from.pos_batch
+    union
+    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_from.pos_batch), null, v_leaf);
+  perform pgque._append_position(v_batch, v_leaf);
+  perform pgque._append_position(pgque._behind(p_from, p_from), v_leaf);
+end
+$$;
+
 -- Gives the oldest batch whose worker was silent for longer than
 -- p_dead_interval to another worker, under a new batch id: from then on the
 -- old id is dead.
@@ -6381,7 +6434,6 @@ declare
   v_own   pgque.position_0;
   v_dead  pgque.position_0;
   v_id    int;
-  v_leaf  int;
 begin
   select p.pos_sub into v_id
   from pgque.subscriber s
@@ -6406,33 +6458,15 @@ begin
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
-  v_leaf := pgque._carry_over(v_own);
-  if pgque._carry_over(v_dead) <> v_leaf then
-    -- The journal turned in between, and can not turn again under these locks.
-    v_leaf := pgque._carry_over(v_own);
-  end if;
-  v_own := pgque._as_batch_of(v_own, v_dead);
-  v_own.pos_attempt := v_dead.pos_attempt + 1;
-  v_own.pos_batch := pgque._new_batch_id(v_own);
-  v_own.pos_last_batch := v_own.pos_batch;
-  perform pgque._append_position(v_own, v_leaf);
-  if v_leaf = 0 then
-    insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
-  else
-    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
-  end if;
-  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
+  perform pgque._move_batch(v_dead, p_sub, v_dead.pos_attempt + 1);
 end
 $$;
 
--- receive() for one of several workers of a consumer, which is registered on
--- first use.  Every worker gets messages of its own.  With dead_interval, the
--- batch of a worker that was silent for longer is taken over first.
-create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
-) returns setof pgque.delivery
+-- Registers a worker on first use and takes over a batch for it if dead_interval
+-- is given.
+create or replace function pgque._join(
+  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval, caller pgque.caller default current_user
+) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
@@ -6446,12 +6480,41 @@ begin
     perform pgque.register_subconsumer($1, $2, $3, false, caller);
     v_main := (pgque._subscriber($1, $2, caller)).sub_id;
   end if;
-  if $5 is not null then
-    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $5);
+  if $4 is not null then
+    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $4);
   end if;
+end
+$$;
+
+-- receive() for one of several workers of a consumer, which is registered on
+-- first use.  Every worker gets messages of its own.  With dead_interval, the
+-- batch of a worker that was silent for longer is taken over first.
+create or replace function pgque.receive_coop(
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
+) returns setof pgque.delivery
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._join($1, $2, $3, $5, caller);
   return query select * from pgque.receive($1, $2, $4, $3);
 end
 $$;
+
+-- next_batch_custom() for one of several workers, in the same way.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
+  dead_interval interval default null, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._join($1, $2, $3, $7, caller);
+  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
+end
+$$;
+
+create or replace function pgque.next_batch(
+  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
+) returns bigint
+language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
 -- ---------------------------------------------------------------------------
 -- outcomes: what becomes of a message, retry, dead letters, archive
 -- ---------------------------------------------------------------------------
@@ -10363,7 +10426,7 @@ comment on function pgque.next_batch(text, text) is
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 comment on function pgque.next_batch_info(text, text) is
   'Same as next_batch, with the ids, times and event sequences of the two ticks.';
-comment on function pgque.next_batch_custom(text, text, interval, int, interval, pgque.caller) is
+comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
   'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
   'is no condition.';
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
@@ -10391,7 +10454,7 @@ comment on function pgque.receive_coop(text, text, text, int, interval, pgque.ca
   'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
-  'convert_normal is true; the messages of its open batch then come again. '
+  'convert_normal is true; the worker then gets its open batch, under a new id, less what was settled. '
   'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
 comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
   'Same as register_subconsumer.';
@@ -10400,6 +10463,12 @@ comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.ca
   'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
 comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
   'Same as unregister_subconsumer.';
+comment on function pgque.next_batch(text, text, text, interval) is
+  'next_batch() for one of several workers (subconsumers) that share a consumer: each gets windows of its own. Registers the worker on first use. With '
+  'dead_interval, the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. '
+  'PQ001 no such queue, PQ004 invalid name, PQ006 the consumer reads on its own.';
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
+  'Same as next_batch with a subconsumer, for a bigger window: see next_batch_custom without one. Returns the id of the batch only.';
 comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
 
@@ -10781,6 +10850,7 @@ language sql immutable as $$
     ('finish_batch', 'pgque_user'),
     ('next_batch', 'pgque_user'),
     ('next_batch_info', 'pgque_user'),
+    ('next_batch_custom', 'pgque_user'),
     ('subscribe_subconsumer', 'pgque_user'),
     ('unsubscribe_subconsumer', 'pgque_user'),
     ('dead', 'pgque_user'),
@@ -10832,6 +10902,7 @@ language sql immutable as $$
     ('next_batch', 'pgque_reader'),
     ('next_batch_info', 'pgque_reader'),
     ('next_batch_custom', 'pgque_reader'),
+    ('_next_batch', 'pgque_reader'),
     ('get_batch_events', 'pgque_reader'),
     ('get_batch_info', 'pgque_reader'),
     ('event_retry', 'pgque_reader'),

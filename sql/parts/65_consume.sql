@@ -798,31 +798,49 @@ language sql as $$ select pgque.ack($1) $$;
 -- what receive() left of one.  An open batch comes again.  Null if there is no
 -- further tick.  What receive() would not deliver is no part of the batch, and
 -- bodies stay as they are from here on: nobody may read the batch before
--- finish_batch().
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
+-- finish_batch().  With a worker, a subconsumer, the batch is that worker's.
+create or replace function pgque._next_batch(
+  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_queue  pgque.queue;
-  v_leaf   int;
-  v_batch  pgque.position_0;
-  v_prev   pgque.tick;
-  v_cur    pgque.tick;
+  v_sub     pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_queue   pgque.queue;
+  v_leaf    int;
+  v_member  int;
+  v_cursor  pgque.position_0;   -- the consumer's position
+  v_batch   pgque.position_0;   -- whose batch it is: the same, or the worker's
+  v_open    boolean;
+  v_prev    pgque.tick;
+  v_cur     pgque.tick;
 begin
-  perform pgque._need_alone(v_sub, $1, $2);
-  v_batch := pgque._position(v_sub.sub_id);
-  if v_batch.pos_next_tick is null and (pgque._open_window(v_batch, v_sub.sub_queue, 0)).pos_next_tick is null then
+  if $3 is null then
+    perform pgque._need_alone(v_sub, $1, $2);
+  else
+    v_member := pgque._worker(v_sub, $3);
+  end if;
+  v_cursor := pgque._position(v_sub.sub_id);
+  if v_cursor.pos_next_tick is null and (pgque._open_window(v_cursor, v_sub.sub_queue, 0)).pos_next_tick is null
+    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
+  then
     return;
   end if;
-  v_batch := pgque._lock_position(v_sub.sub_id);
-  perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
+  v_cursor := pgque._lock_position(v_sub.sub_id);
+  if v_member is null then
+    perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
+    v_batch := v_cursor;
+  else
+    v_batch := pgque._lock_position(v_member);
+  end if;
+  v_open := v_batch.pos_batch is not null;
+  if not v_open then
+    v_batch := pgque._as_batch_of(v_batch, v_cursor);
+  end if;
   v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
-  if v_batch.pos_batch is null then
+  if not v_open then
     if v_batch.pos_next_tick is null then
       execute format(
         'select t.* from (%s) t where t.tick_id > $1'
@@ -830,7 +848,7 @@ begin
         ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
         ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
       into v_cur
-      using v_batch.pos_tick, $3, pgque.clock(), $4, $5, v_prev.tick_event_seq, v_prev.tick_time;
+      using v_batch.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
       if v_cur.tick_id is null then
         return;
       end if;
@@ -848,6 +866,12 @@ begin
       where cardinality(s.skip) > 0;
     end if;
     perform pgque._append_position(v_batch, v_leaf);
+    if v_member is not null then
+      perform pgque._append_position(pgque._behind(v_cursor, v_batch), v_leaf);
+    end if;
+  elsif v_member is not null then
+    -- A worker that asks is alive, as PgQ has it.
+    perform pgque._append_position(v_batch, pgque._carry_over(v_batch));
   end if;
   v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
   batch_id := v_batch.pos_batch;
@@ -860,16 +884,26 @@ begin
 end
 $$;
 
+-- No argument caller: with it a call with a subconsumer and six nulls could be
+-- this one as well.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
+
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
-language sql as $$ select * from pgque.next_batch_custom($1, $2, null, null, null) $$;
+language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
-language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, null, null, null) b $$;
+language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.

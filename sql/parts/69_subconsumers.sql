@@ -21,7 +21,7 @@ begin
       hint = case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
           'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
-        else 'Use pgque.receive_coop(queue, consumer, subconsumer).' end;
+        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end;
   end if;
 end
 $$;
@@ -50,14 +50,15 @@ end
 $$;
 
 -- Makes a worker known; its consumer too if it is new.  A consumer that reads
--- on its own is changed only if convert_normal says so: its open batch is
--- closed without being finished, and its messages come again.
+-- on its own is changed only if convert_normal says so: the worker gets its open
+-- batch, under a new batch id and without what was settled.
 create or replace function pgque.register_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
+  v_worker    int;
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -86,13 +87,11 @@ begin
         hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
-    if v_position.pos_batch is not null then
-      v_position.pos_batch := null;
-      v_position.pos_last_id := null;
-      perform pgque._append_position(v_position);
-    end if;
   end if;
-  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
+  v_worker := pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
+  if v_position.pos_batch is not null then
+    perform pgque._move_batch(v_position, v_worker, v_position.pos_attempt);
+  end if;
   return 1;
 exception
   when unique_violation then
@@ -153,6 +152,26 @@ begin
 end
 $$;
 
+-- Gives the open batch of one subscriber to a worker that has none, under a new
+-- batch id and with its outcomes.  The caller holds the locks of both.
+create or replace function pgque._move_batch(p_from pgque.position_0, p_sub int, p_attempt int) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_leaf   int := pgque._journal_leaf();
+  v_batch  pgque.position_0 := pgque._as_batch_of(pgque._position(p_sub, v_leaf), p_from);
+begin
+  v_batch.pos_attempt := p_attempt;
+  v_batch.pos_batch := pgque._new_batch_id(v_batch);
+  v_batch.pos_last_batch := v_batch.pos_batch;
+  perform pgque._note(v_batch.pos_batch, p_sub, array(
+    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_from.pos_batch
+    union
+    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_from.pos_batch), null, v_leaf);
+  perform pgque._append_position(v_batch, v_leaf);
+  perform pgque._append_position(pgque._behind(p_from, p_from), v_leaf);
+end
+$$;
+
 -- Gives the oldest batch whose worker was silent for longer than
 -- p_dead_interval to another worker, under a new batch id: from then on the
 -- old id is dead.
@@ -162,7 +181,6 @@ declare
   v_own   pgque.position_0;
   v_dead  pgque.position_0;
   v_id    int;
-  v_leaf  int;
 begin
   select p.pos_sub into v_id
   from pgque.subscriber s
@@ -187,33 +205,15 @@ begin
   if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
-  v_leaf := pgque._carry_over(v_own);
-  if pgque._carry_over(v_dead) <> v_leaf then
-    -- The journal turned in between, and can not turn again under these locks.
-    v_leaf := pgque._carry_over(v_own);
-  end if;
-  v_own := pgque._as_batch_of(v_own, v_dead);
-  v_own.pos_attempt := v_dead.pos_attempt + 1;
-  v_own.pos_batch := pgque._new_batch_id(v_own);
-  v_own.pos_last_batch := v_own.pos_batch;
-  perform pgque._append_position(v_own, v_leaf);
-  if v_leaf = 0 then
-    insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_0 s where s.set_batch = v_dead.pos_batch;
-  else
-    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-    select v_own.pos_batch, s.set_ev_id, v_own.pos_sub from pgque.settled_1 s where s.set_batch = v_dead.pos_batch;
-  end if;
-  perform pgque._append_position(pgque._behind(v_dead, v_dead), v_leaf);
+  perform pgque._move_batch(v_dead, p_sub, v_dead.pos_attempt + 1);
 end
 $$;
 
--- receive() for one of several workers of a consumer, which is registered on
--- first use.  Every worker gets messages of its own.  With dead_interval, the
--- batch of a worker that was silent for longer is taken over first.
-create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
-) returns setof pgque.delivery
+-- Registers a worker on first use and takes over a batch for it if dead_interval
+-- is given.
+create or replace function pgque._join(
+  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval, caller pgque.caller default current_user
+) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
@@ -227,9 +227,38 @@ begin
     perform pgque.register_subconsumer($1, $2, $3, false, caller);
     v_main := (pgque._subscriber($1, $2, caller)).sub_id;
   end if;
-  if $5 is not null then
-    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $5);
+  if $4 is not null then
+    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $4);
   end if;
+end
+$$;
+
+-- receive() for one of several workers of a consumer, which is registered on
+-- first use.  Every worker gets messages of its own.  With dead_interval, the
+-- batch of a worker that was silent for longer is taken over first.
+create or replace function pgque.receive_coop(
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
+) returns setof pgque.delivery
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._join($1, $2, $3, $5, caller);
   return query select * from pgque.receive($1, $2, $4, $3);
 end
 $$;
+
+-- next_batch_custom() for one of several workers, in the same way.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
+  dead_interval interval default null, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._join($1, $2, $3, $7, caller);
+  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
+end
+$$;
+
+create or replace function pgque.next_batch(
+  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
+) returns bigint
+language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;

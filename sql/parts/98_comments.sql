@@ -101,7 +101,7 @@ comment on function pgque.next_batch(text, text) is
   'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 comment on function pgque.next_batch_info(text, text) is
   'Same as next_batch, with the ids, times and event sequences of the two ticks.';
-comment on function pgque.next_batch_custom(text, text, interval, int, interval, pgque.caller) is
+comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
   'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
   'is no condition.';
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
@@ -129,7 +129,7 @@ comment on function pgque.receive_coop(text, text, text, int, interval, pgque.ca
   'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
-  'convert_normal is true; the messages of its open batch then come again. '
+  'convert_normal is true; the worker then gets its open batch, under a new id, less what was settled. '
   'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
 comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
   'Same as register_subconsumer.';
@@ -138,6 +138,12 @@ comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.ca
   'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
 comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
   'Same as unregister_subconsumer.';
+comment on function pgque.next_batch(text, text, text, interval) is
+  'next_batch() for one of several workers (subconsumers) that share a consumer: each gets windows of its own. Registers the worker on first use. With '
+  'dead_interval, the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. '
+  'PQ001 no such queue, PQ004 invalid name, PQ006 the consumer reads on its own.';
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
+  'Same as next_batch with a subconsumer, for a bigger window: see next_batch_custom without one. Returns the id of the batch only.';
 comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
 

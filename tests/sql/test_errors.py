@@ -28,6 +28,8 @@ UNKNOWN_QUEUE = [
     "pgque.next_batch({q}, 'c')",
     "pgque.next_batch_info({q}, 'c')",
     "pgque.next_batch_custom({q}, 'c', null, null, null)",
+    "pgque.next_batch({q}, 'c', 'w')",
+    "pgque.next_batch_custom({q}, 'c', 'w', null, null, null, '1 s')",
     "pgque.register_subconsumer({q}, 'c', 'w')",
     "pgque.unregister_subconsumer({q}, 'c', 'w')",
     "pgque.touch_subconsumer({q}, 'c', 'w')",

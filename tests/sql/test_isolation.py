@@ -237,6 +237,27 @@ def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
 
 
 @OLD
+def test_outcomes_taken_over_from_an_old_snapshot_outlive_the_journals_turn(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b"):
+        value(own, "select pgque.register_subconsumer('q', 'c', %s)", worker)
+    sent = send_many(own, "q", 3)
+    tick(own, "q")
+    batch = receive_coop(own, "q", "a")
+    nack_ids(own, batch[0].batch_id, sent[:1], "1 hour")
+    move_clock(own, "2 minutes")
+    old = transaction(isolation, own_dsn)
+    assert [m.msg_id for m in receive_coop(old, "q", "b", 100, "1 minute")] == sent[1:]
+    old.execute("commit")
+    own.execute("update pgque.journal set journal_cur = 1 - journal_cur")
+    value(own, "select pgque.maint_tables()")
+    own.execute("truncate pgque.position_0, pgque.settled_0")
+    assert [m.msg_id for m in receive_coop(own, "q", "b")] == sent[1:]
+
+
+@OLD
 def test_an_old_snapshot_meets_a_position_that_was_written_while_the_journal_turned(
     own: Connection,
     own_dsn: str,

@@ -55,6 +55,8 @@ NEEDS = {
         "select pgque.seek({q}, 'd', 1)",
         "select pgque.open_stream({q}, 'd')",
         "select * from pgque.receive_coop({q}, 'g', 's')",
+        "select pgque.next_batch({q}, 'g', 's', '1 s')",
+        "select * from pgque.next_batch_custom({q}, 'd', null, null, null)",
         "select pgque.unsubscribe({q}, 'e')",
     ],
     "admin": [

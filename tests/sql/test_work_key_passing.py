@@ -149,6 +149,28 @@ def test_a_whole_window_leaves_out_what_is_being_replaced(
     assert post(pool, "q", "later", key="other") > other
 
 
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_subconsumers_window_leaves_out_what_is_being_replaced(
+    pool: Connection, own_dsn: str, transaction: Transaction, end: str
+) -> None:
+    value(pool, "select pgque.register_subconsumer('q', 'shared', 'w')")
+    sender = transaction(dsn=own_dsn)
+    replaced(pool, sender)
+    post(pool, "q", "other", key="other")
+    tick(pool, "q")
+    got: list[str] = []
+    while batch := value(pool, "select pgque.next_batch('q', 'shared', 'w')"):
+        got += [body for _, body in rows(pool, EVENTS, batch)]
+        assert value(pool, "select pgque.finish_batch(%s)", batch) == 1
+    assert got == ["other"]
+    sender.execute(end.encode())
+    assert pump(pool) == 1
+    tick(pool, "q")
+    assert [m.payload for m in receive_coop(pool, "q", "w", consumer="shared")] == [
+        "new" if end == "commit" else "old"
+    ]
+
+
 def test_what_was_put_aside_has_the_newest_body_when_the_pump_moves_it(
     pool: Connection, own_dsn: str, transaction: Transaction
 ) -> None:

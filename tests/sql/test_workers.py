@@ -8,11 +8,13 @@ from typing import Any
 from sql.helpers import (
     Connection,
     ack,
+    column,
     drain,
     forced_tick,
     move_clock,
     nack,
     nack_ids,
+    outcome,
     pump,
     receive,
     receive_coop,
@@ -28,6 +30,9 @@ from sql.helpers import (
 )
 
 REGISTER = "select pgque.register_subconsumer(%s, 'c', %s)"
+NEXT = "select pgque.next_batch(%s, 'c', %s)"
+NEXT_OR_TAKE_OVER = "select pgque.next_batch(%s, 'c', %s, '1 minute')"
+EVENTS = "select ev_id from pgque.get_batch_events(%s)"
 UNREGISTER = "select pgque.unregister_subconsumer(%s, 'c', %s, %s)"
 
 
@@ -116,8 +121,10 @@ def test_a_consumer_that_reads_on_its_own_gets_workers_only_when_asked(
     refused("PQ006", receive_coop, conn, subscribed, "a")
     assert value(conn, "select pgque.register_subconsumer(%s, 'c', 'a', true)", subscribed) == 1
     assert ack(conn, opened[0].batch_id) == 0
-    batch = receive_coop(conn, subscribed, "a")
-    assert [m.msg_id for m in batch] == sent[2:]
+    for expected in (sent[2:4], sent[4:]):
+        batch = receive_coop(conn, subscribed, "a")
+        assert [m.msg_id for m in batch] == expected
+        assert ack(conn, batch[0].batch_id) == 1
 
 
 def test_converting_keeps_the_outcome_of_nacked_messages(conn: Connection, subscribed: str) -> None:
@@ -134,6 +141,23 @@ def test_converting_keeps_the_outcome_of_nacked_messages(conn: Connection, subsc
             got += [m.msg_id for m in again]
             ack(conn, again[0].batch_id)
     assert set(got) == set(sent)
+
+
+def test_converting_gives_the_open_batch_to_the_subconsumer_with_its_outcomes(
+    conn: Connection, subscribed: str
+) -> None:
+    sent = send_many(conn, subscribed, 5)
+    tick(conn, subscribed)
+    opened = receive(conn, subscribed, count=3)
+    assert outcome(conn, "ack", opened[0].batch_id, sent[:1]) == {sent[0]: None}
+    assert value(conn, "select pgque.register_subconsumer(%s, 'c', 'b', true)", subscribed) == 1
+    assert value(conn, REGISTER, subscribed, "a") == 1
+    assert ack(conn, opened[0].batch_id) == 0
+    assert [m.msg_id for m in receive_coop(conn, subscribed, "a")] == sent[3:]
+    batch = receive_coop(conn, subscribed, "b")
+    assert [(m.msg_id, m.receive_count) for m in batch] == [(i, 1) for i in sent[1:3]]
+    assert ack(conn, batch[0].batch_id) == 1
+    assert receive_coop(conn, subscribed, "b") == []
 
 
 def test_a_silent_worker_loses_its_batch_to_another_and_its_token_is_dead(own: Connection) -> None:
@@ -345,3 +369,175 @@ def test_a_worker_that_acks_with_its_receive_and_one_who_removes_it_do_not_deadl
         got += [m.msg_id for m in batch]
         assert ack(conn, batch[0].batch_id) == 1
     assert sorted(got) == sent
+
+
+def test_subconsumers_take_whole_windows_in_turn_and_finish_them(conn: Connection, queue: str) -> None:
+    for worker in ("a", "b"):
+        assert value(conn, REGISTER, queue, worker) == 1
+        assert value(conn, NEXT, queue, worker) is None
+    sent = []
+    for _ in range(3):
+        sent.append(send_many(conn, queue, 3))
+        forced_tick(conn, queue)
+    held = {worker: value(conn, NEXT, queue, worker) for worker in ("a", "b")}
+    assert [column(conn, EVENTS, held[worker]) for worker in ("a", "b")] == sent[:2]
+    # An open batch comes again.
+    assert value(conn, NEXT, queue, "a") == held["a"]
+    assert [m.msg_id for m in receive_coop(conn, queue, "a")] == sent[0]
+    assert value(conn, "select consumer_name from pgque.get_batch_info(%s)", held["b"]) == "c.b"
+    assert value(conn, "select pgque.event_retry(%s, %s, 0)", held["a"], sent[0][1]) == 1
+    error = refused("PQ006", rows, conn, UNREGISTER, queue, "b", 0)
+    assert queue in str(error)
+    for batch in held.values():
+        assert value(conn, "select pgque.finish_batch(%s)", batch) == 1
+        assert value(conn, "select pgque.finish_batch(%s)", batch) == 0
+    assert value(conn, UNREGISTER, queue, "b", 0) == 1
+    last = value(conn, NEXT, queue, "a")
+    assert column(conn, EVENTS, last) == sent[2]
+    assert value(conn, "select pgque.finish_batch(%s)", last) == 1
+    pump(conn)
+    tick(conn, queue)
+    again = value(conn, NEXT, queue, "a")
+    assert column(conn, EVENTS, again) == [sent[0][1]]
+    assert value(conn, "select pgque.finish_batch(%s)", again) == 1
+    assert value(conn, NEXT, queue, "a") is None
+    assert value(conn, UNREGISTER, queue, "a", 0) == 1
+
+
+def test_next_batch_registers_a_subconsumer_on_first_use_and_refuses_a_wrong_one(
+    conn: Connection, subscribed: str
+) -> None:
+    assert value(conn, "select pgque.next_batch(%s, 'new', 'w')", subscribed) is None
+    assert value(conn, "select pgque.register_subconsumer(%s, 'new', 'w')", subscribed) == 0
+    for worker in ("", None, "x" * 1001):
+        refused("PQ004", rows, conn, "select pgque.next_batch(%s, 'new', %s)", subscribed, worker)
+    # One that reads on its own, and a pool.
+    error = refused("PQ006", rows, conn, NEXT, subscribed, "w")
+    assert "register_subconsumer" in str(error.diag.message_hint)
+    subscribe(conn, subscribed, "pool")
+    send(conn, subscribed)
+    tick(conn, subscribed)
+    assert len(rows(conn, "select * from pgque.receive(%s, 'pool', worker => 'w')", subscribed)) == 1
+    refused("PQ006", rows, conn, "select pgque.next_batch(%s, 'pool', 'w')", subscribed)
+    assert len(receive(conn, subscribed)) == 1
+
+
+def test_a_subconsumers_next_batch_waits_for_lag_count_and_interval(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, REGISTER, "q", "a")
+    custom = "select pgque.next_batch_custom('q', 'c', 'a', %s::interval, %s, %s::interval)"
+    sent = []
+    for _ in range(3):
+        sent += send_many(own, "q", 4)
+        tick(own, "q")
+    assert value(own, custom, None, 100, None) is None
+    assert value(own, custom, "10 minutes", None, None) is None
+    assert value(own, custom, None, None, "10 minutes") is None
+    batch = value(own, custom, None, 8, None)
+    assert column(own, EVENTS, batch) == sent[:8]
+    assert ack(own, batch) == 1
+    move_clock(own, "11 minutes")
+    assert column(own, EVENTS, value(own, custom, "10 minutes", None, None)) == sent[8:]
+
+
+def test_calls_of_next_batch_custom_with_literals_of_no_type_find_their_function(
+    conn: Connection, queue: str
+) -> None:
+    value(conn, REGISTER, queue, "a")
+    send(conn, queue)
+    tick(conn, queue)
+    batch = value(conn, NEXT, queue, "a")
+    for arguments in (
+        "'a', null, null, null",
+        "'a', null, null, null, null",
+        "'a', '0', '1', '0', '1 minute'",
+        "'a', '0', 1, '0'",
+    ):
+        assert rows(conn, f"select * from pgque.next_batch_custom('{queue}', 'c', {arguments})") == [(batch,)]
+    assert rows(conn, f"select * from pgque.next_batch('{queue}', 'c', 'a', null)") == [(batch,)]
+    subscribe(conn, queue, "alone")
+    for arguments in ("null, null, null", "'0', '1', '0'", "'0', 1, '0'"):
+        call = f"select * from pgque.next_batch_custom('{queue}', 'alone', {arguments})"
+        assert rows(conn, call) == [(None,) * 7]
+
+
+def test_the_batch_of_a_silent_subconsumer_goes_to_who_asks_for_the_next_one(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b"):
+        value(own, REGISTER, "q", worker)
+    sent = send_many(own, "q", 3)
+    forced_tick(own, "q")
+    lost = value(own, NEXT, "q", "a")
+    assert value(own, "select pgque.event_retry(%s, %s, 0)", lost, sent[0]) == 1
+    assert value(own, NEXT_OR_TAKE_OVER, "q", "b") is None
+    move_clock(own, "50 seconds")
+    assert value(own, NEXT, "q", "a") == lost  # a sign of life
+    move_clock(own, "100 seconds")
+    assert value(own, NEXT_OR_TAKE_OVER, "q", "b") is None
+    move_clock(own, "3 minutes")
+    assert value(own, NEXT, "q", "b") is None
+    later = send_many(own, "q", 2)
+    forced_tick(own, "q")
+    taken = value(own, NEXT_OR_TAKE_OVER, "q", "b")
+    assert taken != lost
+    assert ack(own, lost) == 0
+    refused("PQ012", rows, own, EVENTS, lost)
+    assert column(own, EVENTS, taken) == sent
+    # What was put into the retry queue already is not put there twice.
+    assert value(own, "select pgque.event_retry(%s, %s, 0)", taken, sent[0]) == 0
+    assert [m.msg_id for m in receive_coop(own, "q", "b")] == sent[1:]
+    assert ack(own, taken) == 1
+    assert column(own, EVENTS, value(own, NEXT_OR_TAKE_OVER, "q", "a")) == later
+
+
+def test_two_sessions_that_ask_at_once_get_different_batches(
+    conn: Connection,
+    queue: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    for worker in ("a", "b"):
+        value(conn, REGISTER, queue, worker)
+    sent = []
+    for _ in range(2):
+        sent.append(send_many(conn, queue, 2))
+        forced_tick(conn, queue)
+    first = connect(autocommit=False)
+    held = value(first, NEXT, queue, "a")
+    other = background(lambda c: value(c, NEXT, queue, "b"))
+    wait_for_lock(other.pid)
+    first.commit()
+    assert [column(conn, EVENTS, batch) for batch in (held, other.result())] == sent
+
+
+def test_a_subconsumer_is_removed_while_it_waits_for_its_next_batch(
+    conn: Connection,
+    queue: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    for worker in ("a", "b"):
+        value(conn, REGISTER, queue, worker)
+    sent = send(conn, queue)
+    tick(conn, queue)
+    remover = connect(autocommit=False)
+    assert value(remover, UNREGISTER, queue, "a", 0) == 1
+    other = background(lambda c: value(c, NEXT, queue, "a"))
+    wait_for_lock(other.pid)
+    remover.commit()
+    refused("PQ011", other.result)
+    assert column(conn, EVENTS, value(conn, NEXT, queue, "b")) == [sent]
+
+
+def test_a_subconsumers_batch_leaves_out_what_has_expired(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, REGISTER, "q", "a")
+    kept = send(own, "q")
+    value(own, "select pgque.send('q', 't', 'x'::text, ttl => '1 minute')")
+    tick(own, "q")
+    move_clock(own, "2 minutes")
+    batch = value(own, NEXT, "q", "a")
+    assert column(own, EVENTS, batch) == [kept]
+    assert ack(own, batch) == 1
