@@ -555,6 +555,64 @@ def test_what_is_left_of_a_batch_of_which_another_worker_took_a_part_is_done_onc
     assert _left(client, pool) == []
 
 
+@pytest.mark.parametrize("meanwhile", ["others take them", "nobody takes them"])
+@pytest.mark.parametrize("twin", ["sync", "async"])
+def test_what_was_prefetched_does_not_start_after_its_lease_while_the_database_is_away(
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    reader: Any,
+    caplog: pytest.LogCaptureFixture,
+    twin: str,
+    meanwhile: str,
+) -> None:
+    release = threading.Event()
+    seen: list[str | None] = []
+
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        assert release.wait(20)
+
+    async def handle_async(message: pgque.Message) -> None:
+        await asyncio.to_thread(handle, message)
+
+    worker: Any
+    if twin == "sync":
+        worker = pgque.Worker(reader.dsn, queue=pool, consumer="c", concurrency=1, visibility_timeout=2)
+        worker.handler("*")(handle)
+        run = worker.run
+    else:
+        worker = pgque.AsyncWorker(reader.dsn, queue=pool, consumer="c", concurrency=1, visibility_timeout=2)
+        worker.handler("*")(handle_async)
+        run = lambda: asyncio.run(worker.run())  # noqa: E731
+    worker._size = 10
+    _send(client, pool, tick, "a", "b", "c")
+    thread = threading.Thread(target=run, daemon=True)
+    with caplog.at_level(logging.WARNING, logger="pgque.worker"):
+        thread.start()
+        try:
+            wait_until(lambda: seen == ["a"])
+            with _away(conn, reader):
+                wait_until(lambda: client.list_messages(pool, "retry"), "messages that others may receive")
+                if meanwhile == "others take them":
+                    assert sorted(map(str, _left(client, pool))) == ["a", "b", "c"]
+                release.set()
+                wait_until(lambda: worker._hands.waiting() == 0 and len(worker._finished) == 3)
+                assert seen == ["a"]
+            wait_until(lambda: not worker._batches, "the worker is back", timeout=30)
+            if meanwhile == "nobody takes them":
+                wait_until(lambda: len(seen) == 3 and _held(client, pool) == 0)
+        finally:
+            release.set()
+            worker.stop()
+            thread.join(20)
+    assert not thread.is_alive()
+    assert sorted(map(str, seen)) == (["a"] if meanwhile == "others take them" else ["a", "b", "c"])
+    assert sum("those that were not are handed back" in message for message in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("stopped", ["before", "meanwhile"])
 def test_what_was_done_while_the_database_was_away_is_told_though_the_worker_was_stopped(
     client: pgque.PgqueClient,

@@ -115,6 +115,7 @@ class Batch(Generic[M]):
         self.extended_at = received_at
         self.told_at = received_at
         self.lost = False
+        self.expiry_logged = False
         self._has_released = False  # those could still be acked, with the whole batch
         self._unsettled = {message.msg_id for message in messages}
         self._verdicts: dict[int, Verdict] = {}
@@ -139,6 +140,10 @@ class Batch(Generic[M]):
         """Say whether a handler still runs, or something is known that silence would not say: a message that
         is not settled comes again."""
         return self.unfinished > 0 or any(verdict.verb != "release" for verdict in self._verdicts.values())
+
+    def has_expired(self, visibility_timeout: Seconds) -> bool:
+        """Say whether others may receive its messages: the server knows of no extension since."""
+        return time.monotonic() - self.extended_at > seconds(visibility_timeout)
 
     def decide(self, msg_ids: Iterable[int], verdict: Verdict) -> None:
         """Note what is to become of messages."""

@@ -374,7 +374,8 @@ class Worker:
 
     A message is hidden from other workers while its handler runs, however long that takes: the visibility
     timeout is extended every half of it. Only when this process dies or loses the database for so long
-    do others get it. No transaction is open while a handler runs, and a message may come twice.
+    do others get it; messages that it received and did not start by then it does not start. No transaction
+    is open while a handler runs, and a message may come twice.
 
     Any number of workers may share a consumer, in any number of processes and machines.
 
@@ -655,9 +656,22 @@ class Worker:
     def _handle(self, item: tuple[Batch[Message], Message]) -> None:
         """Run the handler of one message, in one of the hands."""
         batch, message = item
-        verdict: Verdict | None = _RELEASE  # of a task that the end of the worker cancels
+        # Of a task that the end of the worker cancels; and of a message that others may have by now, as the
+        # database was away for longer than its lease.
+        verdict: Verdict | None = _RELEASE
         try:
-            verdict = None if batch.lost else self._verdict(message)
+            if batch.lost:
+                verdict = None
+            elif not batch.has_expired(self.visibility_timeout):
+                verdict = self._verdict(message)
+            elif not batch.expiry_logged:
+                batch.expiry_logged = True
+                log.warning(
+                    "batch %s: the visibility timeout of %g s passed before all of its messages were"
+                    " started; those that were not are handed back",
+                    batch.batch_id,
+                    _work.seconds(self.visibility_timeout),
+                )
         except Exception as error:
             verdict = self._failed(message, error)
         except BaseException as error:
@@ -723,8 +737,8 @@ def _extended(client: PgqueClient, batch: Batch[M], visibility_timeout: Seconds)
     if batch.lost or passed < _work.seconds(visibility_timeout) / 2:
         return not batch.lost
     held = client._maybe(int, *_work.extend(batch.batch_id, passed))
-    batch.extended_at = now
     batch.lost = not held
+    batch.extended_at = now
     if batch.lost:
         log.warning("batch %s was lost: its visibility timeout had passed", batch.batch_id)
     return not batch.lost
