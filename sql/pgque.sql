@@ -8741,6 +8741,7 @@ language plpgsql as $$
 declare
   v_start     pg_catalog.timestamptz := pg_catalog.clock_timestamp();
   v_timeout   pg_catalog.interval := pg_catalog.current_setting('statement_timeout')::pg_catalog.interval;
+  v_limit     pg_catalog.text := nullif(pg_catalog.current_setting('transaction_timeout', true), '0');   -- PostgreSQL 17
   v_end       pg_catalog.timestamptz;
   v_lock      pg_catalog.int4 := pg_catalog.hashtext('pgque.ticker_loop');
   v_next      pg_catalog.timestamptz;
@@ -8776,6 +8777,10 @@ begin
   -- next.
   commit;
   set transaction isolation level read committed, read write;
+  -- Each nap is a transaction.
+  if v_limit is not null then
+    perform pg_catalog.set_config('transaction_timeout', '0', false);
+  end if;
   v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
   if v_timeout > '0'::pg_catalog.interval then
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
@@ -8863,7 +8868,7 @@ begin
 
     commit and chain;
     perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-    v_next := v_next + v_period;
+    v_next := least(v_next + v_period, v_end);
     if v_next < pg_catalog.clock_timestamp() then
       v_next := pg_catalog.clock_timestamp();
     end if;
@@ -8876,6 +8881,9 @@ begin
     end loop;
     commit and chain;
   end loop;
+  if v_limit is not null then
+    perform pg_catalog.set_config('transaction_timeout', v_limit, false);
+  end if;
 end
 $$;
 
@@ -8908,6 +8916,7 @@ declare
   v_job     bigint;
   v_hint    text;
   v_other   text;
+  v_gaps    text;
   v_minute  text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '59.7 seconds' - clock_timestamp())$q$;
 begin
   if pgque._has_cron() is null then
@@ -8947,6 +8956,12 @@ begin
       errcode = 'PQ014',
       message = format('pg_cron works for database %I, not for %I', v_other, current_database()),
       hint = format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database());
+  end if;
+  select g.failure, g.remedy into v_gaps, v_hint from pgque._cron_gaps() g;
+  if v_gaps is not null then
+    raise warning using
+      message = 'pgque: ' || v_gaps,
+      hint = v_hint;
   end if;
   raise notice using
     message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
@@ -9003,6 +9018,50 @@ exception
 end
 $$;
 
+-- Whether statement_timeout ends the runs of a job that begins only once a minute
+-- (pg_cron 1.4), and what to do.  Such a job is for minutes only, and a run cannot
+-- lift the limit of its own statement.
+create or replace function pgque._cron_gaps(out failure text, out remedy text)
+language plpgsql as $$
+declare
+  v_role   text;
+  v_limit  text;
+begin
+  if pgque._has_cron() is not true then
+    return;
+  end if;
+  execute 'select min(j.username) from cron.job j'
+    ' where j.jobname = ''pgque'' and j.schedule = ''* * * * *'' and j.active and j.database = pg_catalog.current_database()'
+  into v_role;
+  -- As the server finds the setting for the job's session.  This session's value is
+  -- that of the server where neither a role nor a database has changed it.
+  select l.value into v_limit
+  from (
+    select pg_catalog.split_part(c.setting, '=', 2) as value, s.setrole = 0 as all_roles, s.setdatabase = 0 as all_databases
+    from pg_catalog.pg_db_role_setting s
+    cross join lateral pg_catalog.unnest(s.setconfig) c (setting)
+    where pg_catalog.split_part(c.setting, '=', 1) = 'statement_timeout'
+      and s.setrole in (0, (select r.oid from pg_catalog.pg_roles r where r.rolname = v_role))
+      and s.setdatabase in (0, (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database()))
+    union all
+    select g.setting, null, null
+    from pg_catalog.pg_settings g
+    where g.name = 'statement_timeout' and g.source in ('configuration file', 'command line')
+  ) l
+  order by l.all_roles nulls last, l.all_databases
+  limit 1;
+  if v_role is not null and v_limit ~ '^\s*[1-9]' then
+    v_limit := v_limit || case when v_limit ~ '[a-z]' then '' else 'ms' end;
+    if v_limit::interval < interval '1 minute' then
+      failure := pg_catalog.format('statement_timeout is %2$s for role %1$I: it ends each run early, and pg_cron begins the next one only with the next minute',
+        v_role, v_limit);
+      remedy := pg_catalog.format('alter role %I in database %I set statement_timeout = 0; from the next run on it ticks all the time.',
+        v_role, pg_catalog.current_database());
+    end if;
+  end if;
+end
+$$;
+
 -- How the newest run of our jobs failed, if it did, and what to do; where that
 -- cannot be known, how to find out.
 create or replace function pgque._cron_failure(out failure text, out remedy text)
@@ -9010,6 +9069,10 @@ language plpgsql as $$
 declare
   v_run  record;
 begin
+  select g.failure, g.remedy into failure, remedy from pgque._cron_gaps() g;
+  if failure is not null then
+    return;
+  end if;
   if pgque._has_cron() is not true or pg_catalog.to_regclass('cron.job_run_details') is null then
     return;
   elsif pg_catalog.current_setting('cron.log_run', true) = 'off' then
@@ -9080,8 +9143,12 @@ begin
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
-    if v_jobs is not null and v_loop is null then
-      select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
+    if v_jobs is not null then
+      if v_loop is null then
+        select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
+      else
+        select g.failure, g.remedy into v_failure, v_remedy from pgque._cron_gaps() g;
+      end if;
       status := case when v_failure is null then 'scheduled' else 'failing' end;
       detail := concat_ws('. ', concat_ws('; ', detail, v_failure), v_remedy);
     end if;
@@ -10039,22 +10106,22 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue    pgque.queue;
   v_found    record;
+  v_cron     record;
 begin
   check_name := 'ticker'; queue := null;
   select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
     max(s.status) filter (where s.component = 'scheduler') as scheduler
   into v_found from pgque.status() s;
-  status := case when v_found.runs then 'ok' when v_found.scheduler = 'failing' then 'fail' else 'warn' end;
-  detail := v_found.detail;
+  select c.failure, c.remedy into v_cron from pgque._cron_failure() c;
+  status := case when v_found.scheduler = 'failing' then 'fail' when v_found.runs then 'ok' else 'warn' end;
+  detail := case when v_found.scheduler <> 'failing' then v_found.detail else concat(case when not v_found.runs then 'no loop runs: ' end, v_cron.failure) end;
   advice := case
+    when v_found.scheduler = 'failing' then v_cron.remedy
     when v_found.runs then null
-    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: select * from pgque.status()'
+    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
     when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
-    when v_found.scheduler <> 'failing' then 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
+    else 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
   end;
-  if v_found.scheduler = 'failing' then
-    select concat('no loop runs: ', c.failure), c.remedy into detail, advice from pgque._cron_failure() c;
-  end if;
   return next;
 
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop

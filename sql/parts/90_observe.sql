@@ -888,22 +888,22 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue    pgque.queue;
   v_found    record;
+  v_cron     record;
 begin
   check_name := 'ticker'; queue := null;
   select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
     max(s.status) filter (where s.component = 'scheduler') as scheduler
   into v_found from pgque.status() s;
-  status := case when v_found.runs then 'ok' when v_found.scheduler = 'failing' then 'fail' else 'warn' end;
-  detail := v_found.detail;
+  select c.failure, c.remedy into v_cron from pgque._cron_failure() c;
+  status := case when v_found.scheduler = 'failing' then 'fail' when v_found.runs then 'ok' else 'warn' end;
+  detail := case when v_found.scheduler <> 'failing' then v_found.detail else concat(case when not v_found.runs then 'no loop runs: ' end, v_cron.failure) end;
   advice := case
+    when v_found.scheduler = 'failing' then v_cron.remedy
     when v_found.runs then null
-    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: select * from pgque.status()'
+    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
     when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
-    when v_found.scheduler <> 'failing' then 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
+    else 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
   end;
-  if v_found.scheduler = 'failing' then
-    select concat('no loop runs: ', c.failure), c.remedy into detail, advice from pgque._cron_failure() c;
-  end if;
   return next;
 
   for v_queue in select q.* from pgque.queue q order by q.queue_name loop

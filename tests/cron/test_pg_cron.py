@@ -95,6 +95,12 @@ def flows(cron: CronServer, wait_until: WaitUntil, seconds: float) -> float:
     return time.monotonic() - begin
 
 
+def has_timeout(cron: CronServer) -> bool:
+    """Tell whether new sessions have a statement_timeout."""
+    with cron.connect() as connection:
+        return connection.execute("show statement_timeout").fetchone() != ("0",)
+
+
 def test_a_sent_message_comes_out_after_start_without_any_manual_tick(
     cron: CronServer, wait_until: WaitUntil
 ) -> None:
@@ -320,3 +326,72 @@ def test_a_job_of_somebody_else_still_runs(cron: CronServer, wait_until: WaitUnt
 
         wait_until(lambda: beats() >= 1, "the other job", timeout=10 if cron.subminute else 70)
     flows(cron, wait_until, 5)
+
+
+@pytest.mark.parametrize("level", ["role", "database", "server"])
+def test_a_statement_timeout_that_leaves_gaps_between_the_runs_is_named_with_its_remedy(
+    cron: CronServer, wait_until: WaitUntil, level: str
+) -> None:
+    """A job that begins each second leaves no gaps, so there all is well."""
+    prepare(cron)
+    with cron.connect() as connection:
+        (role,) = connection.execute("select quote_ident(current_user)").fetchone() or ("",)
+    where = {"role": f"role {role}", "database": f"database {DATABASE}", "server": "system"}[level]
+
+    def execute(*statements: str) -> None:
+        with cron.connect() as connection:
+            for statement in statements:
+                connection.execute(statement.encode())
+
+    def check() -> tuple[str, str, str]:
+        with cron.connect() as connection:
+            row = connection.execute(
+                "select status, detail, advice from pgque.health() where check_name = 'ticker'"
+            ).fetchone()
+        assert row is not None
+        return row
+
+    def longest_run() -> float:
+        with cron.connect() as connection:
+            row = connection.execute(
+                "select coalesce(max(extract(epoch from clock_timestamp() - a.query_start)), 0)::float8"
+                " from pg_stat_activity as a where a.pid = any(%s)",
+                [cron.loops()],
+            ).fetchone()
+        assert row is not None
+        return float(row[0])
+
+    try:
+        execute(f"alter {where} set statement_timeout = '5s'", "select pg_reload_conf()")
+        wait_until(lambda: has_timeout(cron), "the setting")
+        told: list[str] = []
+        with cron.connect() as connection:
+            connection.add_notice_handler(
+                lambda notice: told.append(
+                    f"{notice.severity}: {notice.message_primary}; {notice.message_hint}"
+                )
+            )
+            connection.execute("select pgque.start()")
+        warnings = [text for text in told if text.startswith("WARNING")]
+        if not cron.subminute:
+            cron.process.restart()
+        wait_until(cron.loops, "a run", timeout=65)
+        if cron.subminute:
+            assert (warnings, status(cron)["scheduler"][0]) == ([], "scheduled")
+            return
+        state, detail, advice = check()
+        assert (state, status(cron)["scheduler"][0], len(warnings)) == ("fail", "failing", 1)
+        for text in (detail, status(cron)["scheduler"][1], warnings[0]):
+            assert f"statement_timeout is {'5000ms' if level == 'server' else '5s'} for role {role}" in text
+        assert advice in warnings[0]
+        execute(advice.split(";")[0])
+        assert status(cron)["scheduler"][0] == "scheduled"
+        cron.process.restart()
+        wait_until(lambda: longest_run() > 6, "a run that is older than the timeout", timeout=70)
+        assert check()[0] == "ok"
+    finally:
+        execute(
+            f"alter {where} reset statement_timeout",
+            f"alter role {role} in database {DATABASE} reset all",
+            "select pg_reload_conf()",
+        )

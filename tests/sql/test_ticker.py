@@ -437,3 +437,20 @@ def test_the_loop_runs_in_a_session_that_reads_only_by_default(own: Connection) 
     own.execute("call pgque.ticker_loop('100 milliseconds')")
     own.execute("set default_transaction_read_only = off")
     assert len(receive(own, "q")) == 1
+
+
+@pytest.mark.parametrize("setting", ["transaction_timeout", "statement_timeout"])
+def test_a_timeout_that_is_shorter_than_the_tick_period_does_not_end_the_loop_with_an_error(
+    own: Connection, setting: str
+) -> None:
+    if setting == "transaction_timeout" and own.info.server_version < 170000:
+        pytest.skip("new in PostgreSQL 17")
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send(own, "q")
+    value(own, "select pgque.set_tick_period_ms(60000)")
+    own.execute(f"set {setting} = '1s'".encode())
+    own.execute("call pgque.ticker_loop('2 seconds')")
+    assert value(own, f"show {setting}") == "1s"
+    own.execute(f"set {setting} = 0".encode())
+    assert len(receive(own, "q")) == 1

@@ -28,7 +28,8 @@ _LITERAL = r"E?'(?:[^']|'')*'"
 _STATEMENT = re.compile(
     rf"(?P<call>select (?:\* from )?pgque\.(?P<function>\w+)\((?P<arguments>(?:[^()']|{_LITERAL})*)\))"
     r"|(?P<shell>pgque ticker)"
-    rf"|(?P<other>(?:alter system set|grant|commit prepared|rollback prepared) (?:[^;.,']|\.\w|{_LITERAL})*)"
+    r"|(?P<other>(?:alter system set|alter role|grant|commit prepared|rollback prepared)"
+    rf" (?:[^;.,']|\.\w|{_LITERAL})*)"
 )
 # What pgque has a command for; {0} and so on are the arguments. All else is for psql.
 _COMMANDS = {
@@ -174,14 +175,15 @@ def start(dsn: str, wait: timedelta) -> None:
     with PgqueClient.connect(dsn, autocommit=True) as client:
         while True:
             states = _states(client)
-            if states["ticker"][0] == "running":
+            runs, fails = states["ticker"][0] == "running", states["scheduler"][0] == "failing"
+            if runs and not fails:
                 echo(f"ticking: {states['ticker'][1]}")
                 return
-            if states["scheduler"][0] == "failing" or time.monotonic() > deadline:
+            if fails or time.monotonic() > deadline:
                 break
             time.sleep(min(0.5, max(deadline - time.monotonic(), 0.05)))
         found = next(check for check in client.health() if check.check_name == "ticker")
-    echo("pgque: the ticker is scheduled and does not run", err=True)
+    echo(f"pgque: the ticker is scheduled and does not run{' all the time' if runs else ''}", err=True)
     print_checks([found])
     sys.exit(NOTHING)
 
