@@ -226,6 +226,66 @@ def receive(bench: Bench) -> list[Row]:
     ]
 
 
+def batch_sizes(bench: Bench) -> list[Row]:
+    """What a message costs in a small and in a big batch, in the first and the eighth call of a session.
+
+    From the sixth call on a session runs plans that were made for no value in particular.
+    """
+    calls, small, big = 8, 500, bench.pick(20_000, 5_000)
+    kinds = {
+        "worker: receive": ("{}", ", worker => 'w'", 0),
+        "worker: ack": ("{}", ", worker => 'w'", 1),
+        "queue with a ttl: receive": ('{"message_ttl": "1 day"}', "", 0),
+        "archive_on_ack: ack": ('{"archive_on_ack": true}', "", 1),
+    }
+
+    def costs(kind: str, size: int) -> list[float]:
+        """Microseconds a message of each call, in a session of its own."""
+        config, worker, part = kinds[kind]
+        found = []
+        with bench.connect() as conn:
+            conn.execute("select pgque.create_queue('sizes', %s)", (config,))
+            conn.execute("select pgque.subscribe('sizes', 'c')")
+            for _ in range(calls):
+                conn.execute("select pgque.send_batch('sizes', 'default', bench.payloads(%s))", (size,))
+            conn.execute("select pgque.ticker('sizes')")
+            get = f"select min(batch_id), count(*) from pgque.receive('sizes', 'c', %s{worker})".encode()
+            for _ in range(calls):
+                began = time.perf_counter()
+                batch = conn.execute(get, (size,)).fetchone()
+                received = time.perf_counter()
+                assert batch is not None
+                assert batch[1] == size
+                conn.execute("select pgque.ack(%s)", (batch[0],))
+                took = (received - began, time.perf_counter() - received)
+                found.append(took[part] / size * 1e6)
+            conn.execute("select pgque.drop_queue('sizes', true)")
+            while one(conn, "select count(*) from pgque.dropped_queue"):
+                conn.execute("select pgque.maint_tables()")
+        return found
+
+    rows = []
+    for kind in kinds:
+        measured = {size: [costs(kind, size) for _ in range(bench.pick(5, 1))] for size in (small, big)}
+        for call in (1, calls):
+            in_small, in_big = (
+                statistics.median(run[call - 1] for run in measured[size]) for size in (small, big)
+            )
+            rows.append(
+                Row(
+                    f"{kind}, call {call}, a message of {big:,}",
+                    f"{in_big:.1f} µs",
+                    f"{in_small:.1f} µs",
+                    in_big / in_small,
+                    "≤ 1.3 ×",
+                    in_big <= 1.3 * in_small,
+                    f"bare: in a batch of {small}",
+                    {"small_us": in_small, "big_us": in_big, "ratio": in_big / in_small},
+                )
+            )
+    return rows
+
+
 def cycles(bench: Bench) -> list[Row]:
     """Send, tick, receive and ack, over and over, while other transactions hold xmin."""
     count = bench.pick(12000, 3000)
@@ -681,6 +741,7 @@ SUBJECTS: dict[str, Callable[[Bench], list[Row]]] = {
     "send": send_one,
     "batch": send_batches,
     "receive": receive,
+    "sizes": batch_sizes,
     "cycle": cycles,
     "lone": lone_message,
     "fast": fast_tick,
