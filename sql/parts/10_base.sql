@@ -86,25 +86,18 @@ language sql immutable as $$ select '0.5.0'::text $$;
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 
--- The writing transaction, for generated columns: its id, with 19 bits of a hash of
--- the cluster and the database above it, since clusters that are set up by the same
--- script use the same ids.  It is declared immutable so that a generated column may
--- use it, and it is the point that it is not: the stored value says which
--- transaction put the row there, and a row that came back from a dump gets another
--- one.  Who asks first in a session reads a file.
+-- The mark of the writing transaction, for generated columns: a hash of its id and
+-- of the time it began.  The id alone is not enough, since the transaction that
+-- loads a dump into another cluster may have the id of the one that wrote the row.
+-- Marks are 2^62 and more; 0.4.4 and earlier stored the id itself, which is less.
+-- The function is declared immutable so that a generated column may use it, and it
+-- is the point that it is not: loading a dump computes the column again, in another
+-- transaction.
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$
-declare
-  v_home  text := pg_catalog.current_setting('pgque.home', true);
 begin
-  if coalesce(v_home, '') = '' then
-    v_home := pg_catalog.set_config('pgque.home', (pg_catalog.hashtext(pg_catalog.concat_ws(' ',
-      case when pg_catalog.has_function_privilege('pg_catalog.pg_control_system()', 'execute')
-        then (select s.system_identifier from pg_catalog.pg_control_system() s) end,
-      (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())))
-      & 524287)::text, false);
-  end if;
-  return (pg_catalog.pg_current_xact_id()::text::bigint + (v_home::bigint << 44))::text::xid8;
+  return (4611686018427387904 | (4611686018427387903 & pg_catalog.hashtextextended(
+    pg_catalog.concat(pg_catalog.pg_current_xact_id(), ' ', extract(epoch from pg_catalog.transaction_timestamp())), 0)))::text::xid8;
 end
 $$;
 
@@ -112,10 +105,10 @@ $$;
 create or replace function pgque._mark() returns xid8
 language plpgsql as $$
 declare
-  v_xid  xid8;
+  v_mark  xid8;
 begin
-  execute 'select pgque._xid()' into v_xid;
-  return v_xid;
+  execute 'select pgque._xid()' into v_mark;
+  return v_mark;
 end
 $$;
 

@@ -278,7 +278,8 @@ begin
       hint = 'Epochs and parts count from 0; parts, if given, is how many there are.';
   end if;
   v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
-  v_writes := v_claim.txid is not distinct from pg_catalog.pg_current_xact_id();
+  -- One that came out of a dump may name the same transaction, but another session.
+  v_writes := (v_claim.txid = pg_catalog.pg_current_xact_id() and v_claim.session = pgque._session()) is true;
   if not v_writes and v_claim.session = pgque._session()
     or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
   then

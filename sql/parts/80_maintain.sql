@@ -724,13 +724,16 @@ begin
   if not found or not v_queue.queue_restored then
     return false;
   end if;
-  -- A call of an earlier version, which an upgrade overtook, wrote the bare id.
+  v_last := pgque._last_tick(v_queue);
+  -- A rotation of 0.4.4 or earlier that waited while the upgrade ran stored its
+  -- transaction's id, of which xmin is a subtransaction, and no tick came since.
   update pgque.queue q set queue_xid = pgque._mark()
-  where q.queue_id = p_queue_id and q.queue_xid::text::bigint < 1::bigint << 44 and q.queue_xid::xid = q.xmin;
+  where q.queue_id = p_queue_id and q.queue_xid < '4611686018427387904'
+    and q.xmin::text::bigint - q.queue_xid::xid::text::bigint between 0 and 100
+    and v_last.slot <> q.queue_id * 3 + q.queue_cur_table;
   if found then
     return false;
   end if;
-  v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
     v_position := pgque._position(v_sub.sub_id);
     if v_sub.sub_role = 'pool' then

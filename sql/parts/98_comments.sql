@@ -338,7 +338,7 @@ comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
 comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
 comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
 comment on column pgque.queue.queue_created_at is 'When it was created.';
-comment on column pgque.queue.queue_xid is 'Transaction that wrote this row last.';
+comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
 comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
 comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
 comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';

@@ -15,6 +15,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from faults.clusters import folder_for, programs_of, started
+from faults.clusters import run as run_in
 from pgque import embedded
 from sql.helpers import (
     Connection,
@@ -381,7 +383,7 @@ def burn(conn: Connection, upto: int) -> None:
     assert next_xid(conn) == upto
 
 
-@pytest.mark.parametrize(("version", "first"), [("this", "send"), ("this", "ticker"), ("0.4.3", "ticker")])
+@pytest.mark.parametrize(("version", "first"), [("this", "send"), ("0.4.3", "ticker"), ("0.4.3", "send")])
 def test_a_queue_is_restored_as_the_transaction_that_wrote_it_elsewhere(
     server: TestServer, young: embedded.Server, tmp_path: Path, version: str, first: str
 ) -> None:
@@ -433,3 +435,49 @@ def test_a_queue_is_restored_as_the_transaction_that_wrote_it_elsewhere(
         for dsn, name in ((server.dsn, old), (young.dsn, new)):
             with psycopg.connect(dsn, autocommit=True) as admin:
                 admin.execute(f"drop database if exists {name} with (force)".encode())
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_dump_loaded_by_a_transaction_with_the_id_of_the_one_that_wrote_the_queue_is_restored(
+    server: TestServer, tmp_path: Path
+) -> None:
+    bindir = programs_of(server, "pg_dump", "psql")
+    same = 20_000
+    burn = f"do $$ begin while pg_current_xact_id() < '{same - 1}' loop commit; end loop; end $$".encode()
+    path = tmp_path / "dump.sql"
+    assert server.process is not None
+    with folder_for(server.process) as folder:
+        with started(bindir, folder / "old") as old, psycopg.connect(old.dsn, autocommit=True) as conn:
+            for role in ("reader", "writer", "admin", "user"):
+                conn.execute(f"create role pgque_{role}".encode())
+        # A copy even has the system identifier and the database number of the original.
+        run_in(folder, "cp", "-a", folder / "old", folder / "new")
+        with started(bindir, folder / "old") as old, psycopg.connect(old.dsn, autocommit=True) as conn:
+            with conn.transaction():
+                conn.execute(servers.SQL_FILE.read_bytes())
+            left = fill(conn, old.dsn)
+            conn.execute(burn)
+            assert next_xid(conn) == same
+            configure(conn, "q", max_retries=5)
+            run(str(bindir / "pg_dump"), "-d", old.dsn, "-f", str(path))
+        with started(bindir, folder / "new") as new, psycopg.connect(new.dsn, autocommit=True) as conn:
+            conn.execute(burn)
+            run(
+                str(bindir / "psql"),
+                "-X",
+                "-q",
+                "-1",
+                "-v",
+                "ON_ERROR_STOP=1",
+                "-d",
+                new.dsn,
+                "-f",
+                str(path),
+            )
+            assert (
+                value(conn, "select q.xmin::text from pgque.queue as q where q.queue_name = 'q'") == f"{same}"
+            )
+            sent = send_many(conn, "q", 5)
+            assert min(sent) > max(left.lacking["fresh"])
+            check(conn, Left({name: ids + sent for name, ids in left.lacking.items()}, left.dead))

@@ -17,6 +17,7 @@ from sql.helpers import (
     Connection,
     ack,
     drain,
+    forced_tick,
     nack_ids,
     pump,
     receive,
@@ -257,6 +258,57 @@ def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
     assert pump(own) == 1
     tick(own, "q")
     assert drain(own, "q") == sent[:1]
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_an_upgrade_marks_queues_and_takes_none_for_restored(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    for queue in ("q", "loaded"):
+        value(own, "select pgque.create_queue(%s)", queue)
+    own.execute("update pgque.queue set queue_xid = '7' where queue_name = 'loaded'")
+    last = forced_tick(own, "q")
+    install(fresh_dsn)
+    marked = "select q.queue_name, q.queue_xid > (1::bigint << 62)::text::xid8, q.queue_restored from pgque.queue as q order by q.queue_id"
+    assert rows(own, marked) == [("q", True, False), ("loaded", False, True)]
+    assert forced_tick(own, "q") == last + 1
+    value(own, "select pgque.ticker('loaded')")
+    assert rows(own, marked) == [("q", True, False), ("loaded", True, False)]
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_a_rotation_that_an_upgrade_overtakes_makes_no_queue_restored(
+    version: str,
+    fresh_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[[int], None],
+) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = send_many(own, "q", 3)
+    last = tick(own, "q")
+    assert last is not None
+    own.execute(
+        "update pgque.queue set queue_switch_time = '2020-01-01', queue_xid = pgque._queue_xid(queue)"
+    )
+    with as_owner(fresh_dsn) as upgrade:
+        upgrade.execute(SOURCE)
+        rotation = background(
+            lambda c: value(c, "select pgque.maint_rotate_tables_step1('q')"), connect(fresh_dsn)
+        )
+        wait_for_lock(rotation.pid)
+    assert rotation.result() == 1
+    restored = "select q.queue_restored from pgque.queue as q"
+    assert value(own, restored)
+    sent.append(send(own, "q"))
+    assert not value(own, restored)
+    assert tick(own, "q") == last + 1
+    assert drain(own, "q") == sent
 
 
 def test_an_upgrade_forgets_the_statistics_of_what_waited(

@@ -689,6 +689,19 @@ def test_a_row_opens_a_queue_that_came_out_of_a_dump(
 # --- parts of epochs --------------------------------------------------------------------------------------
 
 
+def test_a_part_that_came_out_of_a_dump_is_left_out_by_a_transaction_with_the_id_that_wrote_it(
+    own: Connection, connect: Callable[..., Connection], own_dsn: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    part = part_of("q", "a", 3, 1)
+    assert insert(own, "sink", part) == 1
+    replay = connect(own_dsn)
+    with replay.transaction():
+        replay.execute("update pgque.sink_epoch_0 set txid = pg_current_xact_id()")
+        assert insert(replay, "sink", part) == 0
+
+
 def test_a_part_that_was_written_is_left_out_whole_when_it_comes_again(
     conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:

@@ -15,6 +15,7 @@ from sql.helpers import (
     drain,
     forced_tick,
     move_clock,
+    pump,
     receive,
     refused,
     rows,
@@ -406,6 +407,22 @@ def test_an_external_ticker_goes_on_behind_its_last_tick_after_a_restore(own: Co
     assert drain(own, "q") == sent
     # Who keeps offsets of his own is told that there is more than these ticks say.
     refused("PQ015", rows, own, "select * from pgque.read_window('q', 7, 10)")
+
+
+def test_a_queue_that_names_its_transaction_without_the_time_is_restored(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = [send(own, "q")]
+    last = tick(own, "q")
+    assert last is not None
+    # What a load does whose transaction has the id of the one that wrote the row.
+    own.execute("update pgque.queue set queue_xid = pg_current_xact_id()")
+    assert value(own, "select q.queue_restored and not q.queue_open from pgque.queue as q")
+    sent.append(send(own, "q"))
+    assert value(own, "select pgque.tick_for('q', 'latest')") >> 32 > last >> 32
+    pump(own)
+    tick(own, "q")
+    assert drain(own, "q") == sent
 
 
 def test_a_paused_queue_that_was_restored_is_repaired_as_its_advice_says(own: Connection) -> None:
