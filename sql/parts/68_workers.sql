@@ -815,7 +815,7 @@ declare
   v_look    bigint;
 begin
   taken := 0;
-  for v_try in 0..15 loop
+  for v_try in 0..99 loop
     -- The first says how many go together; the others stay unlocked, since
     -- their holder may be about to say something.
     v_rows := pgque._due(p_sub, p_pos, 1, p_now, v_busy, null);
@@ -824,7 +824,7 @@ begin
     v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
     -- Those that are not to be delivered are weeded out many at a time.  After a
     -- try in which all were being replaced, it looks at twice as many.
-    v_look := greatest(v_piece, least(1 << v_try, 1000));
+    v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
     if v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then
       v_look := greatest(v_look, 1000);
     end if;
@@ -840,7 +840,8 @@ begin
       select r from pg_catalog.unnest(v_rows) r
       where (r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now) is not true), p_now,
       v_piece - pg_catalog.cardinality(v_good));
-    -- Where none may go, all are gone, or wait for who is replacing them.
+    -- Where none may go, all are gone, or wait for who is replacing them: of those it
+    -- looks at no more than some thousands.
     v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
@@ -857,6 +858,7 @@ begin
       taken := pg_catalog.cardinality(v_ids);
       return;
     end if;
+    exit when v_try >= 15 and pg_catalog.cardinality(v_doomed) = 0;
   end loop;
   lapsed := null;
 end
