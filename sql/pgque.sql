@@ -747,6 +747,8 @@ create sequence if not exists pgque.delete_expired_ran minvalue 0;
 do $$
 declare
   v_table  text;
+  v_queue  int;
+  v_ahead  boolean;
 begin
   perform pgque._add_columns('pgque.journal', $c$
     journal_epoch_cur int not null default 0 constraint journal_epoch_cur_range check (journal_epoch_cur in (0, 1));
@@ -840,14 +842,21 @@ begin
     alter table pgque.subscriber alter sub_id set cycle;
   end if;
   -- 0.4.4 and earlier stored the transaction's id.  A tick whose snapshot lies ahead
-  -- of this cluster's ids came out of a dump.
-  if exists (select from pgque.queue q where q.queue_xid < '4611686018427387904' and not q.queue_restored) then
-    update pgque.queue q
-    set queue_xid = case when exists (
-      select from pgque.tick t where t.tick_queue = q.queue_id and pg_snapshot_xmax(t.tick_snapshot) > pg_snapshot_xmax(pg_current_snapshot()))
-      then '1' else pgque._xid() end
-    where q.queue_xid < '4611686018427387904' and not q.queue_restored;
-  end if;
+  -- of this cluster's ids came out of a dump.  The locks of the leaves are released
+  -- queue by queue: there may be more of them than the server has room for.
+  for v_queue in select q.queue_id from pgque.queue q where q.queue_xid < '4611686018427387904' and not q.queue_restored loop
+    v_ahead := false;
+    begin
+      execute 'select exists (' || (
+        select string_agg(format('select from pgque.tick_%s_%s t where pg_snapshot_xmax(t.tick_snapshot) > pg_snapshot_xmax(pg_current_snapshot())', v_queue, n), ' union all ')
+        from generate_series(0, 2) n) || ')' into v_ahead;
+      perform pgque._let_go();
+    exception
+      when undefined_table or sqlstate 'PQ099' then
+        null;
+    end;
+    update pgque.queue q set queue_xid = case when v_ahead then '1' else pgque._mark() end where q.queue_id = v_queue;
+  end loop;
   if not exists (select from pg_constraint c where c.conrelid = 'pgque.subscriber'::regclass and c.conname = 'subscriber_role_known') then
     alter table pgque.subscriber drop constraint if exists subscriber_role,
       add constraint subscriber_role_known check (sub_role in ('normal', 'coop_main', 'coop_member', 'pool'));

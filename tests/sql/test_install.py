@@ -311,6 +311,23 @@ def test_a_rotation_that_an_upgrade_overtakes_makes_no_queue_restored(
     assert drain(own, "q") == sent
 
 
+def test_an_upgrade_keeps_no_lock_on_the_tables_of_a_queue(
+    fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, EARLIER[-1])
+    own = connect(fresh_dsn)
+    for n in range(3):
+        value(own, "select pgque.create_queue(%s)", f"q{n}")
+    with as_owner(fresh_dsn) as upgrade:
+        upgrade.execute(SOURCE)
+        held = rows(
+            upgrade,
+            "select distinct c.relname from pg_locks as l join pg_class as c on c.oid = l.relation"
+            " where l.pid = pg_backend_pid() and c.relispartition and c.relkind = 'r' and c.relname like 'tick%'",
+        )
+    assert held == []
+
+
 def test_an_upgrade_forgets_the_statistics_of_what_waited(
     fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
