@@ -757,7 +757,8 @@ begin
   perform pgque._add_columns('pgque.config', $c$
     defaults jsonb not null default '{}' constraint config_defaults check (jsonb_typeof(defaults) = 'object');
     expire_every interval default '1 minute' constraint config_expire_every check (expire_every > '0');
-    delete_expired_every interval constraint config_delete_expired_every check (delete_expired_every > '0')$c$);
+    delete_expired_every interval constraint config_delete_expired_every check (delete_expired_every > '0');
+    tick_share int not null default 15 constraint config_tick_share check (tick_share between 1 and 100)$c$);
   perform pgque._add_columns('pgque.queue', $c$
     queue_own jsonb not null default '{}' constraint queue_own_object check (jsonb_typeof(queue_own) = 'object');
     queue_visibility_timeout interval not null default '30 seconds' constraint queue_visibility_timeout_range check (queue_visibility_timeout > '0' and queue_visibility_timeout <= '1 year');
@@ -771,7 +772,9 @@ begin
     queue_archive_on_ack boolean not null default false;
     queue_keyed boolean not null default false;
     queue_expiring boolean not null default false;
-    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0)$c$);
+    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0);
+    queue_tick_gap interval not null default '20 milliseconds' constraint queue_tick_gap_range check (queue_tick_gap >= '1 millisecond' and queue_tick_gap <= '1 minute');
+    queue_tick_storage bigint not null default 67108864 constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
   -- When health() warns and when it fails; 0 is never.
   perform pgque._add_columns('pgque.queue', $c$
@@ -1096,7 +1099,7 @@ create or replace function pgque._setting_types() returns table (param text, typ
 language sql immutable as $$
   values
     ('ticker_max_count', 'int'), ('ticker_max_lag', 'interval'), ('ticker_idle_period', 'interval'),
-    ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
+    ('tick_gap', 'interval'), ('tick_storage', 'bigint'), ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
     ('rotation_period', 'interval'), ('retention_period', 'interval'),
     ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'),
     ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),
@@ -3166,49 +3169,66 @@ begin
 end
 $$;
 
--- Which of these queues the loop has to look at, by what it knows of them.  Not
--- one that is settled: ticks cover all there is, and nothing can come while the
--- sequences of its events and of its forced ticks stand still.  Whoever puts
--- something into the log takes an id before and has the sequence locked from then
--- on, so an id of before is behind us once nobody else has that lock.  (With keys
--- a message is replaced under its old id, so such a queue is always looked at.)
--- What is given back says so of this moment, before _look_at() takes its snapshot;
--- first come the queues that may have messages, then forced ticks, then idle ones.
--- Where one queue is locked or gone, each is looked at.
-create or replace function pgque._looks(p_queues int[], p_known pgque.look[]) returns pgque.look[]
+-- Which of these queues the loop has to look at now, by what it knows of them, and
+-- which later, since their last tick is too young.  Not one that is settled: ticks
+-- cover all there is, and nothing can come while the sequences of its events and
+-- of its forced ticks stand still.  Whoever puts something into the log takes an id
+-- before and has the sequence locked from then on, so an id of before is behind us
+-- once nobody else has that lock.  (With keys a message is replaced under its old
+-- id, so such a queue is always looked at.)  What is given back says so of this
+-- moment, before _look_at() takes its snapshot; first come the queues that may have
+-- messages, then forced ticks, then idle ones.  Where one queue is locked or gone,
+-- each is looked at.
+--
+-- A tick wakes every consumer of the queue, so a queue with many waits for longer:
+-- two milliseconds each, and at most the tick period.
+create or replace function pgque._survey(
+  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out later int[], out later_at timestamptz
+)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
-  v_looks   pgque.look[];
+  v_now     timestamptz := pgque.clock();
   v_locked  regclass[];
 begin
-  v_looks := array(
-    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look
+  select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
+    array_agg(l.queue_id) filter (where l.early), min(l.due) filter (where l.early)
+  into looks, later, later_at
+  from (
+    select q.queue_id, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look as look,
+      d.due, coalesce(not (k.settled and f.same) and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
+    left join lateral (
+      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.002 * interval '1 second' * (
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit 50) c)))
+    ) d (due) on k.tick_time > v_now - p_period and (k.settled and f.same) is not true
     where q.queue_id = any (p_queues)
       and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
-        and k.tick_time + q.queue_ticker_idle_period > pgque.clock()) is not true
-    order by (k.settled and f.same) is true, k.tick_seq = s.tick_seq, k.tick_time);
-  if exists (select from unnest(v_looks) k where k.settled is null) then
+        and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
+  ) l;
+  looks := coalesce(looks, '{}');
+  if exists (select from unnest(looks) k where k.settled is null) then
     v_locked := array(
       select l.relation
       from pg_locks l
       where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
         and l.database = (select d.oid from pg_database d where d.datname = current_database()));
-    v_looks := array(
+    looks := array(
       select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), false)::pgque.look
-      from unnest(v_looks) with ordinality k
+      from unnest(looks) with ordinality k
       join pgque.queue q on q.queue_id = k.queue_id
       order by k.ordinality);
   end if;
-  return v_looks;
 exception
   when others then
-    return array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
+    looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
+    later := null;
+    later_at := null;
 end
 $$;
 
@@ -3232,6 +3252,8 @@ begin
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
+  -- Many ticks fill their table long before the rotation period has passed.
+  perform pgque.maint_rotate_tables_step1(v_queue.queue_name) where v_tick.new_id % 1000 = 0;
   perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
@@ -3246,15 +3268,6 @@ exception
     p_look.settled := false;
     return p_look;
 end
-$$;
-
--- What the loop knows after it looked at some queues again.
-create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
-language sql as $$
-  select array(
-    select k from pg_catalog.unnest(p_known) k where not exists (select from pg_catalog.unnest(p_looks) l where l.queue_id = k.queue_id)
-    union all
-    select l from pg_catalog.unnest(p_looks) l)
 $$;
 
 -- Stores a tick whose id, time and event sequence another system decided.
@@ -7680,7 +7693,8 @@ $$;
 
 -- Rotates a queue: empties the oldest table and makes it the current one.
 -- Returns 1 if it did.  It is not done while the rotation period has not
--- passed, while there is nothing to reclaim, and never while the table holds
+-- passed and the ticks do not fill their part of tick_storage, while there is
+-- nothing to reclaim, and never while the table holds
 -- one row or one tick that is not behind every position.  That is judged under
 -- the table's own lock, on its rows: a writer that still thinks of this table
 -- as the current one is either waiting for the lock, and will store a row that
@@ -7701,7 +7715,9 @@ declare
   v_needed    boolean;
 begin
   perform pgque._need_read_committed('rotation');
-  if v_queue.queue_restored or not pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period) then
+  if v_queue.queue_restored or not (pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period)
+    or pg_total_relation_size(format('pgque.tick_%s_%s', v_id, v_queue.queue_cur_table)) >= v_queue.queue_tick_storage / 3)
+  then
     return 0;
   end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;
@@ -8700,6 +8716,22 @@ exception
 end
 $$;
 
+-- Sets how much of one core the loop may use for looks and ticks, in percent (1 to 100).
+create or replace function pgque.set_tick_share(percent int) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._init();
+  update pgque.config c set tick_share = $1;
+  return $1;
+exception
+  when check_violation or not_null_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('share out of range: %s', coalesce($1 || ' %', 'null')),
+      hint = 'Use 1 to 100 percent of a core; 15 is the default.';
+end
+$$;
+
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8711,44 +8743,48 @@ begin
 end
 $$;
 
--- The settings of the loop: period, and when stop() was called last.
-create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
+-- What the loop has to know now and then: when stop() was called last, the period,
+-- the shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries are due, and when to look at the queues though nothing happened.
+create or replace function pgque._loop_state(
+  out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
+)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_now    timestamptz := clock_timestamp();
+  v_retry  timestamptz;
 begin
-  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) into tick_period_ms, stopped_at from pgque.config c;
-  period := tick_period_ms * interval '1 millisecond';
-end
-$$;
-
--- When the loop has to look again although nothing happened: a retry becomes
--- due, a queue its idle tick.
-create or replace function pgque._look_again_at() returns timestamptz
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return (
-    select least(
-      clock_timestamp() + interval '1 second',
-      clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
-      case when exists (select from pgque.retry_queue) then (
-        select min(r.due)
-        from pgque._pumped() o (id)
-        cross join lateral (
-          select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
-        ) r) end)
-    from pgque.queue q);
+  select max(c.stopped_at), coalesce(max(c.tick_period_ms), 100) * interval '1 millisecond', coalesce(max(c.tick_share), 15) / 100.0
+  into stopped_at, period, share
+  from pgque.config c;
+  select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
+  into gap, look_at
+  from pgque.queue q;
+  if exists (select from pgque.retry_queue) then
+    v_retry := (
+      select min(r.due)
+      from pgque._pumped() o (id)
+      cross join lateral (
+        select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
+      ) r);
+  end if;
+  retries := coalesce(v_retry <= v_now, false);
+  look_at := least(look_at, case when retries then v_now + period else v_retry end);
 end
 $$;
 
 -- The ticker: ticks, moves due retries, maintains, for just under a minute (or
--- run_for), on absolute deadlines, and commits after each step.  pg_cron or
--- `pgque ticker` calls it again and again.  A second loop waits for the first,
--- so it takes over within a second.  A round in which no transaction of the
--- server began or ended does nothing; a round without work writes nothing and
--- uses no transaction id.
+-- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
+-- and again.  A second loop waits for the first, so it takes over within a second.
+-- A round in which no transaction of the server began or ended does nothing; a
+-- round without work writes nothing and uses no transaction id.
 --
--- Within a period it looks four times whether anything happened: a queue that
--- was quiet ticks a quarter of a period after the commit, a busy one once in a
--- period.
+-- It looks every five milliseconds whether anything happened, after some seconds
+-- without a message four times a period.  A queue ticks as soon as its last tick is
+-- old enough (_survey()).  All looks and ticks are paid for with pauses, so that they
+-- take no more than a share of a core, waits for the disk aside; a second that was
+-- quiet pays in advance.  A look at all queues is followed by a pause of ten times
+-- as long, in which only those that had something then are looked at.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified, operators get the very types they are for (else one in
@@ -8761,23 +8797,30 @@ declare
   v_limit     pg_catalog.text := nullif(pg_catalog.current_setting('transaction_timeout', true), '0');   -- PostgreSQL 17
   v_end       pg_catalog.timestamptz;
   v_lock      pg_catalog.int4 := pg_catalog.hashtext('pgque.ticker_loop');
-  v_next      pg_catalog.timestamptz;
   v_maint     pg_catalog.timestamptz := v_start;
   v_due       pg_catalog.timestamptz := v_start;
-  v_period    pg_catalog.interval;
-  v_stopped   pg_catalog.timestamptz;
-  v_seen      pg_catalog.text := '';
-  v_look      pg_catalog.timestamptz := v_start;
+  v_full      pg_catalog.timestamptz := v_start;
+  v_paid      pg_catalog.timestamptz := v_start;
+  v_active    pg_catalog.timestamptz := v_start;
+  v_next      pg_catalog.timestamptz := v_start;
+  v_woke      pg_catalog.timestamptz := v_start;
   v_began     pg_catalog.timestamptz;
-  v_ticked    pg_catalog.bool;
+  v_mark      pg_catalog.timestamptz;
+  v_work      pg_catalog.interval;
+  v_state     pg_catalog.record;
+  v_nap       pg_catalog.interval;
+  v_seen      pg_catalog.text := '';
   v_snapshot  pg_catalog.text;
+  v_all       pg_catalog.bool;
   v_queues    pg_catalog.int4[];
+  v_hot       pg_catalog.int4[] := '{}';
+  v_ids       pg_catalog.int4[] := '{}';
   v_known     pgque.look[] := '{}';
-  v_looks     pgque.look[];
-  v_after     pgque.look[];
-  v_woke      pg_catalog.timestamptz;
-  v_late      pg_catalog.bool;
+  v_survey    pg_catalog.record;
   v_found     pgque.look;
+  v_late      pg_catalog.bool;
+  v_looked    pg_catalog.int4;
+  v_at        pg_catalog.int4;
   v_passes    pg_catalog.int4 := 0;
   v_retains   pg_catalog.bool := false;
   v_ops       pg_catalog.text[] := '{}';
@@ -8802,8 +8845,6 @@ begin
   if v_timeout > '0'::pg_catalog.interval then
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
   end if;
-  v_next := v_start;
-  v_woke := v_start;
   loop
     -- The lock goes with each transaction, so a loop that was cancelled leaves
     -- nothing behind, and is held through the nap, so a second loop waits.
@@ -8814,49 +8855,76 @@ begin
       commit and chain;
       continue;
     end if;
-    select c.period, c.stopped_at into v_period, v_stopped from pgque._loop_settings() c;
+    v_began := pg_catalog.clock_timestamp();
+    select s.* into v_state from pgque._loop_state() s;
     -- Where the clock was set back, all times of this loop lie ahead: another one begins.
-    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end or pg_catalog.clock_timestamp() < v_woke;
-    v_woke := pg_catalog.clock_timestamp();
+    exit when v_state.stopped_at > v_start or v_began >= v_end or v_began < v_woke;
+    v_woke := v_began;
+    v_nap := v_state.period / 4::pg_catalog.float8;
+    if v_began < v_active + '3 seconds'::pg_catalog.interval then
+      v_nap := least(v_nap, v_state.gap, '5 milliseconds'::pg_catalog.interval);
+    end if;
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
-    if (v_snapshot is distinct from v_seen and pg_catalog.clock_timestamp() >= v_look) or pg_catalog.clock_timestamp() >= v_due then
+    if v_began >= v_paid and (v_snapshot <> v_seen or v_began >= v_due) then
       v_seen := v_snapshot;
-      v_began := pg_catalog.clock_timestamp();
-      v_ticked := false;
-      v_due := pgque._look_again_at();
-      if pgque.maint_retry_events() > 0 then
+      v_due := v_state.look_at;
+      v_mark := v_began;
+      v_work := '0';
+      if v_state.retries then
+        perform pgque.maint_retry_events();
         commit and chain;
       end if;
-      v_queues := pgque._ticked_queues();
+      v_all := v_began >= v_full;
+      if v_all then
+        v_queues := pgque._ticked_queues();
+        v_hot := '{}';
+      else
+        v_queues := v_hot;
+        v_due := least(v_due, v_full);
+      end if;
       while pg_catalog.cardinality(v_queues) > 0 loop
-        v_looks := pgque._looks(v_queues[:500], v_known);
+        select s.* into v_survey from pgque._survey(v_queues[:500], v_known, v_state.period) s;
         v_queues := v_queues[501:];
-        v_after := '{}';
+        v_due := least(v_due, v_survey.later_at);
+        if v_all then
+          v_hot := pg_catalog.array_cat(v_hot, v_survey.later);
+        end if;
         v_late := false;
+        v_looked := 0;
         -- Not with all these sequences locked: somebody may drop one.
-        if pg_catalog.cardinality(v_looks) + pg_catalog.cardinality(v_queues) > 0 then
+        if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
         end if;
-        foreach v_found in array v_looks loop
+        foreach v_found in array v_survey.looks loop
           -- An idle tick can wait for a moment, a message of another queue not.
-          exit when v_late and pg_catalog.clock_timestamp() > v_began + v_period;
+          exit when v_late and pg_catalog.clock_timestamp() > v_began + v_state.period;
           v_late := v_found.settled;
           v_found := pgque._look_at(v_found);
-          v_after := pg_catalog.array_append(v_after, v_found);
-          v_ticked := v_ticked or v_found.ticked;
+          v_looked := v_looked + 1;
+          v_at := coalesce(pg_catalog.array_position(v_ids, v_found.queue_id), pg_catalog.cardinality(v_ids) + 1);
+          v_ids[v_at] := v_found.queue_id;
+          v_known[v_at] := v_found;
+          if v_found.ticked and not v_late then
+            v_active := v_began;
+          end if;
+          if v_all and not v_late then
+            v_hot := pg_catalog.array_append(v_hot, v_found.queue_id);
+          end if;
           -- Each queue leaves a dozen locks behind, and a server has not many.
-          if v_found.ticked or pg_catalog.cardinality(v_after) % 50 = 0 then
+          if v_found.ticked or v_looked % 50 = 0 then
+            v_work := v_work + (pg_catalog.clock_timestamp() - v_mark);
             commit and chain;
+            v_mark := pg_catalog.clock_timestamp();
           end if;
         end loop;
-        if pg_catalog.cardinality(v_after) > 0 then
-          v_known := pgque._remember(v_known, v_after);
-        end if;
       end loop;
-      -- After a look in vain, a pause of ten times what it took.
-      v_look := case when v_ticked then v_began + v_period
-        else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
+      v_work := v_work + (pg_catalog.clock_timestamp() - v_mark);
+      v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_state.share;
+      if v_all then
+        v_full := v_mark + greatest(10::pg_catalog.float8 * v_work, v_nap);
+        v_paid := case when pg_catalog.cardinality(v_hot) = 0 then greatest(v_paid, v_full) else v_paid end;
+      end if;
     end if;
 
     if (v_op = pg_catalog.cardinality(v_ops) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
@@ -8873,7 +8941,7 @@ begin
     end if;
     -- So much of it as keeps no message waiting; the rest in the next period.
     v_began := pg_catalog.clock_timestamp();
-    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
+    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + '20 milliseconds'::pg_catalog.interval loop
       v_op := v_op + 1;
       if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
         -- It did a part of what there is.
@@ -8885,16 +8953,13 @@ begin
 
     commit and chain;
     perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-    v_next := least(v_next + v_period, v_end);
-    if v_next < pg_catalog.clock_timestamp() then
-      v_next := pg_catalog.clock_timestamp();
-    end if;
-    while pg_catalog.clock_timestamp() < v_next and pg_catalog.clock_timestamp() >= v_woke loop
-      -- pg_sleep() rounds up to whole milliseconds.
-      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4::pg_catalog.float8)) - 0.0007);
-      if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then
-        v_next := pg_catalog.clock_timestamp();
-      end if;
+    -- pg_sleep() rounds up to whole milliseconds.
+    v_next := least(pg_catalog.clock_timestamp() + v_state.period, v_end);
+    loop
+      v_began := pg_catalog.clock_timestamp();
+      exit when v_began >= v_next or v_began < v_woke
+        or v_began >= v_paid and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen);
+      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - v_began, greatest(v_paid - v_began, least(v_nap, v_due - v_began)))) - 0.0007);
     end loop;
     commit and chain;
   end loop;
@@ -9180,7 +9245,7 @@ begin
       when v_failure is not null then 'no loop runs: see scheduler'
       when v_jobs is not null then 'no loop runs yet: pg_cron begins one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'
-    end) || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
+    end) || format(', period %s ms', (select coalesce(max(c.tick_period_ms), 100) from pgque.config c));
   return next;
   component := 'queues'; status := (select count(*)::text from pgque.queue);
   detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';
@@ -10365,7 +10430,7 @@ $$;
 
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-  select s.tick_period_ms, s.stopped_at from pgque._loop_settings() s
+  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) from pgque.config c
 $$;
 
 create or replace function pgque._try_tick(p_queue_id int) returns bigint
@@ -10592,7 +10657,7 @@ comment on function pgque.set_queue_config(text, text, text) is
   'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
   'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
   'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
-  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), ticker_max_count (500 events), '
+  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), tick_gap (20 milliseconds), tick_storage (67108864 bytes), ticker_max_count (500 events), '
   'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
   'health_depth_warn (80 percent). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
@@ -10623,10 +10688,12 @@ comment on function pgque.force_next_tick(text, pgque.caller) is
 comment on function pgque.force_tick(text) is
   'Same as force_next_tick.';
 comment on procedure pgque.ticker_loop(interval) is
-  'The ticker: ticks, moves due retries and maintains, every tick period, for 55 seconds or run_for, and commits after each step. Call it again and again outside a transaction; pg_cron (start()) and the '
+  'The ticker: ticks, moves due retries and maintains, for 55 seconds or run_for, and commits after each step. A queue ticks as soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction; pg_cron (start()) and the '
   'command pgque ticker do. A second loop waits for the first.';
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets how often the loop looks for work, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
+comment on function pgque.set_tick_share(int) is
+  'Sets how much of one core the loop may use for looks and ticks, 1 to 100 percent (15); above it, gaps between ticks grow. The running loop follows at once. Returns it. PQ005 out of range.';
 comment on function pgque.start() is
   'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 comment on function pgque.stop() is
@@ -10726,7 +10793,8 @@ comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, s
 -- tables that people query; change them through functions only
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
 comment on column pgque.config.config_id is 'Always 1.';
-comment on column pgque.config.tick_period_ms is 'How often the loop looks for work, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
 comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
 comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
@@ -10737,6 +10805,8 @@ comment on column pgque.queue.queue_rotation_period is 'Least time between two r
 comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
 comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
 comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
+comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 2 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
 comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
 comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
 comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
@@ -11041,6 +11111,7 @@ language sql immutable as $$
     ('force_tick', 'pgque_admin'),
     ('ticker_loop', 'pgque_admin'),
     ('set_tick_period_ms', 'pgque_admin'),
+    ('set_tick_share', 'pgque_admin'),
     ('start', 'pgque_admin'),
     ('stop', 'pgque_admin'),
     ('maint', 'pgque_admin'),
@@ -11060,12 +11131,10 @@ language sql immutable as $$
     ('dlq_requeue_all', 'pgque_admin'),
     ('dlq_purge', 'pgque_admin'),
     ('_ticked_queues', 'pgque_admin'),
-    ('_loop_settings', 'pgque_admin'),
+    ('_loop_state', 'pgque_admin'),
     ('_loop_config', 'pgque_admin'),
-    ('_look_again_at', 'pgque_admin'),
-    ('_looks', 'pgque_admin'),
+    ('_survey', 'pgque_admin'),
     ('_look_at', 'pgque_admin'),
-    ('_remember', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),
     ('_cursor_sql', 'pgque_admin'),

@@ -489,7 +489,8 @@ begin
   perform pgque._add_columns('pgque.config', $c$
     defaults jsonb not null default '{}' constraint config_defaults check (jsonb_typeof(defaults) = 'object');
     expire_every interval default '1 minute' constraint config_expire_every check (expire_every > '0');
-    delete_expired_every interval constraint config_delete_expired_every check (delete_expired_every > '0')$c$);
+    delete_expired_every interval constraint config_delete_expired_every check (delete_expired_every > '0');
+    tick_share int not null default 15 constraint config_tick_share check (tick_share between 1 and 100)$c$);
   perform pgque._add_columns('pgque.queue', $c$
     queue_own jsonb not null default '{}' constraint queue_own_object check (jsonb_typeof(queue_own) = 'object');
     queue_visibility_timeout interval not null default '30 seconds' constraint queue_visibility_timeout_range check (queue_visibility_timeout > '0' and queue_visibility_timeout <= '1 year');
@@ -503,7 +504,9 @@ begin
     queue_archive_on_ack boolean not null default false;
     queue_keyed boolean not null default false;
     queue_expiring boolean not null default false;
-    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0)$c$);
+    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0);
+    queue_tick_gap interval not null default '20 milliseconds' constraint queue_tick_gap_range check (queue_tick_gap >= '1 millisecond' and queue_tick_gap <= '1 minute');
+    queue_tick_storage bigint not null default 67108864 constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
   -- When health() warns and when it fails; 0 is never.
   perform pgque._add_columns('pgque.queue', $c$

@@ -113,7 +113,7 @@ create or replace function pgque._setting_types() returns table (param text, typ
 language sql immutable as $$
   values
     ('ticker_max_count', 'int'), ('ticker_max_lag', 'interval'), ('ticker_idle_period', 'interval'),
-    ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
+    ('tick_gap', 'interval'), ('tick_storage', 'bigint'), ('ticker_paused', 'boolean'), ('external_ticker', 'boolean'),
     ('rotation_period', 'interval'), ('retention_period', 'interval'),
     ('message_ttl', 'interval'), ('max_depth', 'bigint'), ('max_consumers', 'int'), ('throughput_limit', 'int'),
     ('visibility_timeout', 'interval'), ('max_receive_attempts', 'int'), ('max_retries', 'int'), ('retry_backoff', 'jsonb'),

@@ -234,49 +234,66 @@ begin
 end
 $$;
 
--- Which of these queues the loop has to look at, by what it knows of them.  Not
--- one that is settled: ticks cover all there is, and nothing can come while the
--- sequences of its events and of its forced ticks stand still.  Whoever puts
--- something into the log takes an id before and has the sequence locked from then
--- on, so an id of before is behind us once nobody else has that lock.  (With keys
--- a message is replaced under its old id, so such a queue is always looked at.)
--- What is given back says so of this moment, before _look_at() takes its snapshot;
--- first come the queues that may have messages, then forced ticks, then idle ones.
--- Where one queue is locked or gone, each is looked at.
-create or replace function pgque._looks(p_queues int[], p_known pgque.look[]) returns pgque.look[]
+-- Which of these queues the loop has to look at now, by what it knows of them, and
+-- which later, since their last tick is too young.  Not one that is settled: ticks
+-- cover all there is, and nothing can come while the sequences of its events and
+-- of its forced ticks stand still.  Whoever puts something into the log takes an id
+-- before and has the sequence locked from then on, so an id of before is behind us
+-- once nobody else has that lock.  (With keys a message is replaced under its old
+-- id, so such a queue is always looked at.)  What is given back says so of this
+-- moment, before _look_at() takes its snapshot; first come the queues that may have
+-- messages, then forced ticks, then idle ones.  Where one queue is locked or gone,
+-- each is looked at.
+--
+-- A tick wakes every consumer of the queue, so a queue with many waits for longer:
+-- two milliseconds each, and at most the tick period.
+create or replace function pgque._survey(
+  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out later int[], out later_at timestamptz
+)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
-  v_looks   pgque.look[];
+  v_now     timestamptz := pgque.clock();
   v_locked  regclass[];
 begin
-  v_looks := array(
-    select row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look
+  select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
+    array_agg(l.queue_id) filter (where l.early), min(l.due) filter (where l.early)
+  into looks, later, later_at
+  from (
+    select q.queue_id, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look as look,
+      d.due, coalesce(not (k.settled and f.same) and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
+    left join lateral (
+      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.002 * interval '1 second' * (
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit 50) c)))
+    ) d (due) on k.tick_time > v_now - p_period and (k.settled and f.same) is not true
     where q.queue_id = any (p_queues)
       and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
-        and k.tick_time + q.queue_ticker_idle_period > pgque.clock()) is not true
-    order by (k.settled and f.same) is true, k.tick_seq = s.tick_seq, k.tick_time);
-  if exists (select from unnest(v_looks) k where k.settled is null) then
+        and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
+  ) l;
+  looks := coalesce(looks, '{}');
+  if exists (select from unnest(looks) k where k.settled is null) then
     v_locked := array(
       select l.relation
       from pg_locks l
       where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
         and l.database = (select d.oid from pg_database d where d.datname = current_database()));
-    v_looks := array(
+    looks := array(
       select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), false)::pgque.look
-      from unnest(v_looks) with ordinality k
+      from unnest(looks) with ordinality k
       join pgque.queue q on q.queue_id = k.queue_id
       order by k.ordinality);
   end if;
-  return v_looks;
 exception
   when others then
-    return array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
+    looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
+    later := null;
+    later_at := null;
 end
 $$;
 
@@ -300,6 +317,8 @@ begin
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
+  -- Many ticks fill their table long before the rotation period has passed.
+  perform pgque.maint_rotate_tables_step1(v_queue.queue_name) where v_tick.new_id % 1000 = 0;
   perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
   return p_look;
 exception
@@ -314,15 +333,6 @@ exception
     p_look.settled := false;
     return p_look;
 end
-$$;
-
--- What the loop knows after it looked at some queues again.
-create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
-language sql as $$
-  select array(
-    select k from pg_catalog.unnest(p_known) k where not exists (select from pg_catalog.unnest(p_looks) l where l.queue_id = k.queue_id)
-    union all
-    select l from pg_catalog.unnest(p_looks) l)
 $$;
 
 -- Stores a tick whose id, time and event sequence another system decided.

@@ -19,7 +19,8 @@ $$;
 
 -- Rotates a queue: empties the oldest table and makes it the current one.
 -- Returns 1 if it did.  It is not done while the rotation period has not
--- passed, while there is nothing to reclaim, and never while the table holds
+-- passed and the ticks do not fill their part of tick_storage, while there is
+-- nothing to reclaim, and never while the table holds
 -- one row or one tick that is not behind every position.  That is judged under
 -- the table's own lock, on its rows: a writer that still thinks of this table
 -- as the current one is either waiting for the lock, and will store a row that
@@ -40,7 +41,9 @@ declare
   v_needed    boolean;
 begin
   perform pgque._need_read_committed('rotation');
-  if v_queue.queue_restored or not pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period) then
+  if v_queue.queue_restored or not (pgque._is_due(v_queue.queue_switch_time, v_queue.queue_rotation_period)
+    or pg_total_relation_size(format('pgque.tick_%s_%s', v_id, v_queue.queue_cur_table)) >= v_queue.queue_tick_storage / 3)
+  then
     return 0;
   end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;

@@ -18,6 +18,22 @@ exception
 end
 $$;
 
+-- Sets how much of one core the loop may use for looks and ticks, in percent (1 to 100).
+create or replace function pgque.set_tick_share(percent int) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._init();
+  update pgque.config c set tick_share = $1;
+  return $1;
+exception
+  when check_violation or not_null_violation then
+    raise exception using
+      errcode = 'PQ005',
+      message = format('share out of range: %s', coalesce($1 || ' %', 'null')),
+      hint = 'Use 1 to 100 percent of a core; 15 is the default.';
+end
+$$;
+
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -29,44 +45,48 @@ begin
 end
 $$;
 
--- The settings of the loop: period, and when stop() was called last.
-create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
+-- What the loop has to know now and then: when stop() was called last, the period,
+-- the shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries are due, and when to look at the queues though nothing happened.
+create or replace function pgque._loop_state(
+  out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
+)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_now    timestamptz := clock_timestamp();
+  v_retry  timestamptz;
 begin
-  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) into tick_period_ms, stopped_at from pgque.config c;
-  period := tick_period_ms * interval '1 millisecond';
-end
-$$;
-
--- When the loop has to look again although nothing happened: a retry becomes
--- due, a queue its idle tick.
-create or replace function pgque._look_again_at() returns timestamptz
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return (
-    select least(
-      clock_timestamp() + interval '1 second',
-      clock_timestamp() + min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))),
-      case when exists (select from pgque.retry_queue) then (
-        select min(r.due)
-        from pgque._pumped() o (id)
-        cross join lateral (
-          select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
-        ) r) end)
-    from pgque.queue q);
+  select max(c.stopped_at), coalesce(max(c.tick_period_ms), 100) * interval '1 millisecond', coalesce(max(c.tick_share), 15) / 100.0
+  into stopped_at, period, share
+  from pgque.config c;
+  select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
+  into gap, look_at
+  from pgque.queue q;
+  if exists (select from pgque.retry_queue) then
+    v_retry := (
+      select min(r.due)
+      from pgque._pumped() o (id)
+      cross join lateral (
+        select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
+      ) r);
+  end if;
+  retries := coalesce(v_retry <= v_now, false);
+  look_at := least(look_at, case when retries then v_now + period else v_retry end);
 end
 $$;
 
 -- The ticker: ticks, moves due retries, maintains, for just under a minute (or
--- run_for), on absolute deadlines, and commits after each step.  pg_cron or
--- `pgque ticker` calls it again and again.  A second loop waits for the first,
--- so it takes over within a second.  A round in which no transaction of the
--- server began or ended does nothing; a round without work writes nothing and
--- uses no transaction id.
+-- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
+-- and again.  A second loop waits for the first, so it takes over within a second.
+-- A round in which no transaction of the server began or ended does nothing; a
+-- round without work writes nothing and uses no transaction id.
 --
--- Within a period it looks four times whether anything happened: a queue that
--- was quiet ticks a quarter of a period after the commit, a busy one once in a
--- period.
+-- It looks every five milliseconds whether anything happened, after some seconds
+-- without a message four times a period.  A queue ticks as soon as its last tick is
+-- old enough (_survey()).  All looks and ticks are paid for with pauses, so that they
+-- take no more than a share of a core, waits for the disk aside; a second that was
+-- quiet pays in advance.  A look at all queues is followed by a pause of ten times
+-- as long, in which only those that had something then are looked at.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified, operators get the very types they are for (else one in
@@ -79,23 +99,30 @@ declare
   v_limit     pg_catalog.text := nullif(pg_catalog.current_setting('transaction_timeout', true), '0');   -- PostgreSQL 17
   v_end       pg_catalog.timestamptz;
   v_lock      pg_catalog.int4 := pg_catalog.hashtext('pgque.ticker_loop');
-  v_next      pg_catalog.timestamptz;
   v_maint     pg_catalog.timestamptz := v_start;
   v_due       pg_catalog.timestamptz := v_start;
-  v_period    pg_catalog.interval;
-  v_stopped   pg_catalog.timestamptz;
-  v_seen      pg_catalog.text := '';
-  v_look      pg_catalog.timestamptz := v_start;
+  v_full      pg_catalog.timestamptz := v_start;
+  v_paid      pg_catalog.timestamptz := v_start;
+  v_active    pg_catalog.timestamptz := v_start;
+  v_next      pg_catalog.timestamptz := v_start;
+  v_woke      pg_catalog.timestamptz := v_start;
   v_began     pg_catalog.timestamptz;
-  v_ticked    pg_catalog.bool;
+  v_mark      pg_catalog.timestamptz;
+  v_work      pg_catalog.interval;
+  v_state     pg_catalog.record;
+  v_nap       pg_catalog.interval;
+  v_seen      pg_catalog.text := '';
   v_snapshot  pg_catalog.text;
+  v_all       pg_catalog.bool;
   v_queues    pg_catalog.int4[];
+  v_hot       pg_catalog.int4[] := '{}';
+  v_ids       pg_catalog.int4[] := '{}';
   v_known     pgque.look[] := '{}';
-  v_looks     pgque.look[];
-  v_after     pgque.look[];
-  v_woke      pg_catalog.timestamptz;
-  v_late      pg_catalog.bool;
+  v_survey    pg_catalog.record;
   v_found     pgque.look;
+  v_late      pg_catalog.bool;
+  v_looked    pg_catalog.int4;
+  v_at        pg_catalog.int4;
   v_passes    pg_catalog.int4 := 0;
   v_retains   pg_catalog.bool := false;
   v_ops       pg_catalog.text[] := '{}';
@@ -120,8 +147,6 @@ begin
   if v_timeout > '0'::pg_catalog.interval then
     v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
   end if;
-  v_next := v_start;
-  v_woke := v_start;
   loop
     -- The lock goes with each transaction, so a loop that was cancelled leaves
     -- nothing behind, and is held through the nap, so a second loop waits.
@@ -132,49 +157,76 @@ begin
       commit and chain;
       continue;
     end if;
-    select c.period, c.stopped_at into v_period, v_stopped from pgque._loop_settings() c;
+    v_began := pg_catalog.clock_timestamp();
+    select s.* into v_state from pgque._loop_state() s;
     -- Where the clock was set back, all times of this loop lie ahead: another one begins.
-    exit when v_stopped > v_start or pg_catalog.clock_timestamp() >= v_end or pg_catalog.clock_timestamp() < v_woke;
-    v_woke := pg_catalog.clock_timestamp();
+    exit when v_state.stopped_at > v_start or v_began >= v_end or v_began < v_woke;
+    v_woke := v_began;
+    v_nap := v_state.period / 4::pg_catalog.float8;
+    if v_began < v_active + '3 seconds'::pg_catalog.interval then
+      v_nap := least(v_nap, v_state.gap, '5 milliseconds'::pg_catalog.interval);
+    end if;
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
-    if (v_snapshot is distinct from v_seen and pg_catalog.clock_timestamp() >= v_look) or pg_catalog.clock_timestamp() >= v_due then
+    if v_began >= v_paid and (v_snapshot <> v_seen or v_began >= v_due) then
       v_seen := v_snapshot;
-      v_began := pg_catalog.clock_timestamp();
-      v_ticked := false;
-      v_due := pgque._look_again_at();
-      if pgque.maint_retry_events() > 0 then
+      v_due := v_state.look_at;
+      v_mark := v_began;
+      v_work := '0';
+      if v_state.retries then
+        perform pgque.maint_retry_events();
         commit and chain;
       end if;
-      v_queues := pgque._ticked_queues();
+      v_all := v_began >= v_full;
+      if v_all then
+        v_queues := pgque._ticked_queues();
+        v_hot := '{}';
+      else
+        v_queues := v_hot;
+        v_due := least(v_due, v_full);
+      end if;
       while pg_catalog.cardinality(v_queues) > 0 loop
-        v_looks := pgque._looks(v_queues[:500], v_known);
+        select s.* into v_survey from pgque._survey(v_queues[:500], v_known, v_state.period) s;
         v_queues := v_queues[501:];
-        v_after := '{}';
+        v_due := least(v_due, v_survey.later_at);
+        if v_all then
+          v_hot := pg_catalog.array_cat(v_hot, v_survey.later);
+        end if;
         v_late := false;
+        v_looked := 0;
         -- Not with all these sequences locked: somebody may drop one.
-        if pg_catalog.cardinality(v_looks) + pg_catalog.cardinality(v_queues) > 0 then
+        if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
         end if;
-        foreach v_found in array v_looks loop
+        foreach v_found in array v_survey.looks loop
           -- An idle tick can wait for a moment, a message of another queue not.
-          exit when v_late and pg_catalog.clock_timestamp() > v_began + v_period;
+          exit when v_late and pg_catalog.clock_timestamp() > v_began + v_state.period;
           v_late := v_found.settled;
           v_found := pgque._look_at(v_found);
-          v_after := pg_catalog.array_append(v_after, v_found);
-          v_ticked := v_ticked or v_found.ticked;
+          v_looked := v_looked + 1;
+          v_at := coalesce(pg_catalog.array_position(v_ids, v_found.queue_id), pg_catalog.cardinality(v_ids) + 1);
+          v_ids[v_at] := v_found.queue_id;
+          v_known[v_at] := v_found;
+          if v_found.ticked and not v_late then
+            v_active := v_began;
+          end if;
+          if v_all and not v_late then
+            v_hot := pg_catalog.array_append(v_hot, v_found.queue_id);
+          end if;
           -- Each queue leaves a dozen locks behind, and a server has not many.
-          if v_found.ticked or pg_catalog.cardinality(v_after) % 50 = 0 then
+          if v_found.ticked or v_looked % 50 = 0 then
+            v_work := v_work + (pg_catalog.clock_timestamp() - v_mark);
             commit and chain;
+            v_mark := pg_catalog.clock_timestamp();
           end if;
         end loop;
-        if pg_catalog.cardinality(v_after) > 0 then
-          v_known := pgque._remember(v_known, v_after);
-        end if;
       end loop;
-      -- After a look in vain, a pause of ten times what it took.
-      v_look := case when v_ticked then v_began + v_period
-        else pg_catalog.clock_timestamp() + 10::pg_catalog.float8 * (pg_catalog.clock_timestamp() - v_began) end;
+      v_work := v_work + (pg_catalog.clock_timestamp() - v_mark);
+      v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_state.share;
+      if v_all then
+        v_full := v_mark + greatest(10::pg_catalog.float8 * v_work, v_nap);
+        v_paid := case when pg_catalog.cardinality(v_hot) = 0 then greatest(v_paid, v_full) else v_paid end;
+      end if;
     end if;
 
     if (v_op = pg_catalog.cardinality(v_ops) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
@@ -191,7 +243,7 @@ begin
     end if;
     -- So much of it as keeps no message waiting; the rest in the next period.
     v_began := pg_catalog.clock_timestamp();
-    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + greatest(v_period, '20 milliseconds'::pg_catalog.interval) loop
+    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + '20 milliseconds'::pg_catalog.interval loop
       v_op := v_op + 1;
       if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
         -- It did a part of what there is.
@@ -203,16 +255,13 @@ begin
 
     commit and chain;
     perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-    v_next := least(v_next + v_period, v_end);
-    if v_next < pg_catalog.clock_timestamp() then
-      v_next := pg_catalog.clock_timestamp();
-    end if;
-    while pg_catalog.clock_timestamp() < v_next and pg_catalog.clock_timestamp() >= v_woke loop
-      -- pg_sleep() rounds up to whole milliseconds.
-      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - pg_catalog.clock_timestamp(), v_period / 4::pg_catalog.float8)) - 0.0007);
-      if pg_catalog.clock_timestamp() >= v_look and pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen then
-        v_next := pg_catalog.clock_timestamp();
-      end if;
+    -- pg_sleep() rounds up to whole milliseconds.
+    v_next := least(pg_catalog.clock_timestamp() + v_state.period, v_end);
+    loop
+      v_began := pg_catalog.clock_timestamp();
+      exit when v_began >= v_next or v_began < v_woke
+        or v_began >= v_paid and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen);
+      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - v_began, greatest(v_paid - v_began, least(v_nap, v_due - v_began)))) - 0.0007);
     end loop;
     commit and chain;
   end loop;
@@ -498,7 +547,7 @@ begin
       when v_failure is not null then 'no loop runs: see scheduler'
       when v_jobs is not null then 'no loop runs yet: pg_cron begins one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'
-    end) || format(', period %s ms', (select c.tick_period_ms from pgque._loop_settings() c));
+    end) || format(', period %s ms', (select coalesce(max(c.tick_period_ms), 100) from pgque.config c));
   return next;
   component := 'queues'; status := (select count(*)::text from pgque.queue);
   detail := (select count(*)::text from pgque.subscriber s where s.sub_main is null) || ' subscriptions';

@@ -9,7 +9,7 @@
 
 create or replace function pgque._loop_config(out tick_period_ms int, out stopped_at timestamptz)
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-  select s.tick_period_ms, s.stopped_at from pgque._loop_settings() s
+  select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) from pgque.config c
 $$;
 
 create or replace function pgque._try_tick(p_queue_id int) returns bigint

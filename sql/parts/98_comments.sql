@@ -183,7 +183,7 @@ comment on function pgque.set_queue_config(text, text, text) is
   'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
   'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
   'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
-  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), ticker_max_count (500 events), '
+  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), tick_gap (20 milliseconds), tick_storage (67108864 bytes), ticker_max_count (500 events), '
   'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
   'health_depth_warn (80 percent). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
@@ -214,10 +214,12 @@ comment on function pgque.force_next_tick(text, pgque.caller) is
 comment on function pgque.force_tick(text) is
   'Same as force_next_tick.';
 comment on procedure pgque.ticker_loop(interval) is
-  'The ticker: ticks, moves due retries and maintains, every tick period, for 55 seconds or run_for, and commits after each step. Call it again and again outside a transaction; pg_cron (start()) and the '
+  'The ticker: ticks, moves due retries and maintains, for 55 seconds or run_for, and commits after each step. A queue ticks as soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction; pg_cron (start()) and the '
   'command pgque ticker do. A second loop waits for the first.';
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets how often the loop looks for work, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
+comment on function pgque.set_tick_share(int) is
+  'Sets how much of one core the loop may use for looks and ticks, 1 to 100 percent (15); above it, gaps between ticks grow. The running loop follows at once. Returns it. PQ005 out of range.';
 comment on function pgque.start() is
   'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 comment on function pgque.stop() is
@@ -317,7 +319,8 @@ comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, s
 -- tables that people query; change them through functions only
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
 comment on column pgque.config.config_id is 'Always 1.';
-comment on column pgque.config.tick_period_ms is 'How often the loop looks for work, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
 comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
 comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
 comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
@@ -328,6 +331,8 @@ comment on column pgque.queue.queue_rotation_period is 'Least time between two r
 comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
 comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
 comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
+comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 2 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
 comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
 comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
 comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
