@@ -121,7 +121,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.5.0'::text $$;
+language sql immutable as $$ select '0.5.1'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
@@ -772,9 +772,7 @@ begin
     queue_archive_on_ack boolean not null default false;
     queue_keyed boolean not null default false;
     queue_expiring boolean not null default false;
-    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0);
-    queue_tick_gap interval not null default '20 milliseconds' constraint queue_tick_gap_range check (queue_tick_gap >= '1 millisecond' and queue_tick_gap <= '1 minute');
-    queue_tick_storage bigint not null default 67108864 constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)$c$);
+    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0)$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
   -- When health() warns and when it fails; 0 is never.
   perform pgque._add_columns('pgque.queue', $c$
@@ -782,7 +780,9 @@ begin
     queue_health_pending_fail interval not null default '1 hour' constraint queue_health_pending_fail_range check (queue_health_pending_fail >= '0' and queue_health_pending_fail <= '100 years');
     queue_health_tick_warn interval not null default '5 seconds' constraint queue_health_tick_warn_range check (queue_health_tick_warn >= '0' and queue_health_tick_warn <= '100 years');
     queue_health_tick_fail interval not null default '1 minute' constraint queue_health_tick_fail_range check (queue_health_tick_fail >= '0' and queue_health_tick_fail <= '100 years');
-    queue_health_depth_warn int not null default 80 constraint queue_health_depth_warn_range check (queue_health_depth_warn between 0 and 100)$c$);
+    queue_health_depth_warn int not null default 80 constraint queue_health_depth_warn_range check (queue_health_depth_warn between 0 and 100);
+    queue_tick_gap interval not null default '20 milliseconds' constraint queue_tick_gap_range check (queue_tick_gap >= '1 millisecond' and queue_tick_gap <= '1 minute');
+    queue_tick_storage bigint not null default 67108864 constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)$c$);
   for v_leaf in 0..1 loop
     perform pgque._add_columns('pgque.position_' || v_leaf, $c$
       pos_worker text;
@@ -8775,7 +8775,7 @@ $$;
 
 -- The ticker: ticks, moves due retries, maintains, for just under a minute (or
 -- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
--- and again.  A second loop waits for the first, so it takes over within a second.
+-- and again.  A second loop waits for the first and takes over within a tick period.
 -- A round in which no transaction of the server began or ended does nothing; a
 -- round without work writes nothing and uses no transaction id.
 --
@@ -8850,7 +8850,7 @@ begin
     -- nothing behind, and is held through the nap, so a second loop waits.
     if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
       exit when pg_catalog.clock_timestamp() >= v_end;
-      perform pg_catalog.pg_sleep(0.5);
+      perform pg_catalog.pg_sleep(0.05);
       v_next := pg_catalog.clock_timestamp();
       commit and chain;
       continue;
@@ -8991,7 +8991,8 @@ $$;
 
 -- Schedules the loop with pg_cron, in this database, once; PQ014 without it.
 -- With pg_cron 1.5 or newer it is one job that is restarted within a second of
--- any failure.  Older ones know minutes only: there a second job stands by.
+-- any failure.  Older ones know minutes only: there a second job stands by, and
+-- goes on for five seconds of the next minute, while the first begins again.
 create or replace function pgque.start() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -8999,7 +9000,7 @@ declare
   v_hint    text;
   v_other   text;
   v_gaps    text;
-  v_minute  text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '59.7 seconds' - clock_timestamp())$q$;
+  v_until   text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '%s seconds' - clock_timestamp())$q$;
 begin
   if pgque._has_cron() is null then
     raise exception using
@@ -9028,9 +9029,9 @@ begin
     when insufficient_privilege then
       perform pgque._no_cron_rights();
     when invalid_parameter_value then
-      execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', v_minute;
-      execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', v_minute;
-      execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', v_minute;
+      execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', format(v_until, 59.7);
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', format(v_until, 64.7);
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', format(v_until, 59.7);
   end;
   execute 'select j.database from cron.job j where j.jobid = $1 and j.database <> pg_catalog.current_database()' into v_other using v_job;
   if v_other is not null then
@@ -10433,6 +10434,10 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) from pgque.config c
 $$;
 
+-- The loop of 0.5.0 and before ends with its next round, and the scheduler begins ours.
+create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
+language sql as $$ select 100, 'infinity'::timestamptz, interval '100 milliseconds' $$;
+
 create or replace function pgque._try_tick(p_queue_id int) returns bigint
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select 1 from pgque._look_at(row($1, 0, 0, null, false, false)) k where k.ticked
@@ -11133,6 +11138,7 @@ language sql immutable as $$
     ('_ticked_queues', 'pgque_admin'),
     ('_loop_state', 'pgque_admin'),
     ('_loop_config', 'pgque_admin'),
+    ('_loop_settings', 'pgque_admin'),
     ('_survey', 'pgque_admin'),
     ('_look_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),

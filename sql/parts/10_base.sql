@@ -80,7 +80,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.5.0'::text $$;
+language sql immutable as $$ select '0.5.1'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz

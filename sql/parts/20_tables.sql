@@ -504,9 +504,7 @@ begin
     queue_archive_on_ack boolean not null default false;
     queue_keyed boolean not null default false;
     queue_expiring boolean not null default false;
-    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0);
-    queue_tick_gap interval not null default '20 milliseconds' constraint queue_tick_gap_range check (queue_tick_gap >= '1 millisecond' and queue_tick_gap <= '1 minute');
-    queue_tick_storage bigint not null default 67108864 constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)$c$);
+    queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0)$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
   -- When health() warns and when it fails; 0 is never.
   perform pgque._add_columns('pgque.queue', $c$
@@ -514,7 +512,9 @@ begin
     queue_health_pending_fail interval not null default '1 hour' constraint queue_health_pending_fail_range check (queue_health_pending_fail >= '0' and queue_health_pending_fail <= '100 years');
     queue_health_tick_warn interval not null default '5 seconds' constraint queue_health_tick_warn_range check (queue_health_tick_warn >= '0' and queue_health_tick_warn <= '100 years');
     queue_health_tick_fail interval not null default '1 minute' constraint queue_health_tick_fail_range check (queue_health_tick_fail >= '0' and queue_health_tick_fail <= '100 years');
-    queue_health_depth_warn int not null default 80 constraint queue_health_depth_warn_range check (queue_health_depth_warn between 0 and 100)$c$);
+    queue_health_depth_warn int not null default 80 constraint queue_health_depth_warn_range check (queue_health_depth_warn between 0 and 100);
+    queue_tick_gap interval not null default '20 milliseconds' constraint queue_tick_gap_range check (queue_tick_gap >= '1 millisecond' and queue_tick_gap <= '1 minute');
+    queue_tick_storage bigint not null default 67108864 constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)$c$);
   for v_leaf in 0..1 loop
     perform pgque._add_columns('pgque.position_' || v_leaf, $c$
       pos_worker text;

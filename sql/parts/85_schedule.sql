@@ -77,7 +77,7 @@ $$;
 
 -- The ticker: ticks, moves due retries, maintains, for just under a minute (or
 -- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
--- and again.  A second loop waits for the first, so it takes over within a second.
+-- and again.  A second loop waits for the first and takes over within a tick period.
 -- A round in which no transaction of the server began or ended does nothing; a
 -- round without work writes nothing and uses no transaction id.
 --
@@ -152,7 +152,7 @@ begin
     -- nothing behind, and is held through the nap, so a second loop waits.
     if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
       exit when pg_catalog.clock_timestamp() >= v_end;
-      perform pg_catalog.pg_sleep(0.5);
+      perform pg_catalog.pg_sleep(0.05);
       v_next := pg_catalog.clock_timestamp();
       commit and chain;
       continue;
@@ -293,7 +293,8 @@ $$;
 
 -- Schedules the loop with pg_cron, in this database, once; PQ014 without it.
 -- With pg_cron 1.5 or newer it is one job that is restarted within a second of
--- any failure.  Older ones know minutes only: there a second job stands by.
+-- any failure.  Older ones know minutes only: there a second job stands by, and
+-- goes on for five seconds of the next minute, while the first begins again.
 create or replace function pgque.start() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -301,7 +302,7 @@ declare
   v_hint    text;
   v_other   text;
   v_gaps    text;
-  v_minute  text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '59.7 seconds' - clock_timestamp())$q$;
+  v_until   text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '%s seconds' - clock_timestamp())$q$;
 begin
   if pgque._has_cron() is null then
     raise exception using
@@ -330,9 +331,9 @@ begin
     when insufficient_privilege then
       perform pgque._no_cron_rights();
     when invalid_parameter_value then
-      execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', v_minute;
-      execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', v_minute;
-      execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', v_minute;
+      execute 'select cron.schedule($1, $2, $3)' into v_job using 'pgque', '* * * * *', format(v_until, 59.7);
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque standby', '* * * * *', format(v_until, 64.7);
+      execute 'select cron.schedule($1, $2, $3)' using 'pgque reboot', '@reboot', format(v_until, 59.7);
   end;
   execute 'select j.database from cron.job j where j.jobid = $1 and j.database <> pg_catalog.current_database()' into v_other using v_job;
   if v_other is not null then

@@ -163,6 +163,7 @@ language sql immutable as $$
     ('_ticked_queues', 'pgque_admin'),
     ('_loop_state', 'pgque_admin'),
     ('_loop_config', 'pgque_admin'),
+    ('_loop_settings', 'pgque_admin'),
     ('_survey', 'pgque_admin'),
     ('_look_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),

@@ -196,9 +196,9 @@ def test_a_ticker_goes_on_when_an_upgrade_took_a_function_from_under_it(
     try:
         wait_until(loops, "the loop runs")
         first = loops()
-        conn.execute("alter function pgque._loop_settings rename to _loop_settings_of_old")
+        conn.execute("alter function pgque._loop_state rename to _loop_state_of_old")
         wait_until(lambda: first[0] not in loops(), "it fails")
-        conn.execute("alter function pgque._loop_settings_of_old rename to _loop_settings")
+        conn.execute("alter function pgque._loop_state_of_old rename to _loop_state")
         wait_until(lambda: failed or _ticker(conn) == "running", "it runs again")
     finally:
         stop.set()
