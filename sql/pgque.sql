@@ -1302,7 +1302,7 @@ begin
     errcode = 'PQ005',
     message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
     detail = p_error,
-    hint = 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100), switches are true or false; null restores the default.';
+    hint = 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100; tick_gap: 1 millisecond to 1 minute), tick_storage is 1048576 bytes or more, switches are true or false; null restores the default.';
 end
 $$;
 
