@@ -1295,6 +1295,11 @@ exception
 end
 $$;
 
+create or replace function pgque._settings_hint() returns text
+language sql immutable as $$
+  select 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100 years, tick_gap: 1 millisecond to 1 minute), tick_storage is at least 1048576 bytes, switches are true or false; null restores the default.'
+$$;
+
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
 language plpgsql as $$
 begin
@@ -1302,7 +1307,7 @@ begin
     errcode = 'PQ005',
     message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
     detail = p_error,
-    hint = 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100; tick_gap: 1 millisecond to 1 minute), tick_storage is 1048576 bytes or more, switches are true or false; null restores the default.';
+    hint = pgque._settings_hint();
 end
 $$;
 
@@ -1413,7 +1418,7 @@ exception
       errcode = 'PQ005',
       message = format('invalid default for %I: %s', v_param, quote_nullable($2)),
       detail = sqlerrm,
-      hint = 'The old one stays. Counts are integers, periods are intervals such as ''2 hours''; null restores the built-in default.';
+      hint = 'The old one stays. ' || pgque._settings_hint();
 end
 $$;
 

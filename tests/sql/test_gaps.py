@@ -1,0 +1,248 @@
+"""How soon a queue may tick again: its gap, its consumers, the period; and what bounds the storage of its ticks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sql.helpers import (
+    Connection,
+    configure,
+    drain,
+    forced_tick,
+    leaf,
+    refused,
+    rows,
+    send,
+    subscribe,
+    tick,
+    value,
+)
+
+
+def stop_clock(conn: Connection, ms: int) -> None:
+    """Let the engine's clock stand at a millisecond of the test's time."""
+    conn.execute(
+        "create or replace function pgque.clock() returns timestamptz language sql volatile as"
+        f" $$ select timestamptz '2040-01-01' + interval '{ms} milliseconds' $$".encode()
+    )
+
+
+@dataclass
+class Ticked:
+    """A queue q that ticked at 0 ms, and what the loop knows of it."""
+
+    conn: Connection
+    known: str
+
+    def looks_at(self, ms: int, period: str = "100 milliseconds") -> str:
+        """Tell whether the loop looks at the queue at that time, or when it does."""
+        stop_clock(self.conn, ms)
+        ((now, later, at),) = rows(
+            self.conn,
+            "select cardinality(s.looks), s.later, round(extract(epoch from s.later_at - timestamptz '2040-01-01') * 1000)"
+            " from pgque._survey(pgque._ticked_queues(), %s::pgque.look[], %s) s",
+            self.known,
+            period,
+        )
+        if now:
+            assert later is None
+            return "now"
+        return "never" if later is None else f"at {at}"
+
+
+@pytest.fixture
+def ticked(own: Connection) -> Ticked:
+    stop_clock(own, -1_000_000)
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", ticker_idle_period="1 day")
+    subscribe(own, "q")
+    stop_clock(own, 0)
+    send(own, "q")
+    known = value(
+        own,
+        "select array(select pgque._look_at(l) from pgque._survey(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
+        " unnest(s.looks) l)::text",
+    )
+    send(own, "q")
+    return Ticked(own, known)
+
+
+def test_a_queue_ticks_again_when_its_gap_has_passed(ticked: Ticked) -> None:
+    assert ticked.looks_at(1) == "at 20"
+    assert ticked.looks_at(19) == "at 20"
+    assert ticked.looks_at(20) == "now"
+
+
+def test_the_gap_of_a_queue_and_its_default_change_at_once(ticked: Ticked) -> None:
+    value(ticked.conn, "select pgque.set_default_config('tick_gap', '50 milliseconds')")
+    assert ticked.looks_at(1) == "at 50"
+    configure(ticked.conn, "q", tick_gap="5 milliseconds")
+    assert ticked.looks_at(1) == "at 5"
+    value(ticked.conn, "select pgque.set_queue_config('q', 'tick_gap', null)")
+    assert ticked.looks_at(1) == "at 50"
+
+
+def test_the_gap_is_two_milliseconds_a_consumer_and_at_most_the_period(ticked: Ticked) -> None:
+    for number in range(29):
+        subscribe(ticked.conn, "q", f"c{number}")
+    assert ticked.looks_at(1) == "at 60"
+    for number in range(29, 60):
+        subscribe(ticked.conn, "q", f"c{number}")
+    assert ticked.looks_at(1) == "at 100"
+    assert ticked.looks_at(1, "40 milliseconds") == "at 40"
+
+
+def test_the_workers_of_a_pool_count_as_one_consumer(ticked: Ticked) -> None:
+    for number in range(30):
+        value(ticked.conn, "select pgque.register_subconsumer('q', 'pool', %s)", f"w{number}")
+    assert ticked.looks_at(1) == "at 20"
+
+
+def test_a_forced_tick_waits_for_no_gap(ticked: Ticked) -> None:
+    value(ticked.conn, "select pgque.force_next_tick('q')")
+    assert ticked.looks_at(1) == "now"
+
+
+def test_a_tick_later_than_now_is_not_waited_for(ticked: Ticked) -> None:
+    assert ticked.looks_at(-5_000) == "now"
+
+
+def test_a_gap_keeps_back_no_other_queue(ticked: Ticked) -> None:
+    value(ticked.conn, "select pgque.create_queue('other')")
+    send(ticked.conn, "other")
+    stop_clock(ticked.conn, 1)
+    ((looks, later),) = rows(
+        ticked.conn,
+        "select array(select q.queue_name from unnest(s.looks) l join pgque.queue q using (queue_id)),"
+        " array(select q.queue_name from pgque.queue q where q.queue_id = any (s.later))"
+        " from pgque._survey(pgque._ticked_queues(), %s::pgque.look[], '100 milliseconds') s",
+        ticked.known,
+    )
+    assert (looks, later) == (["other"], ["q"])
+
+
+@pytest.mark.parametrize("gap", ["0", "0.5 milliseconds", "60.001 seconds", "-1 second", "soon", ""])
+def test_a_gap_out_of_range_is_refused(conn: Connection, queue: str, gap: str) -> None:
+    for call, names in (
+        ("set_queue_config(%s, 'tick_gap', %s)", (queue,)),
+        ("set_default_config('tick_gap', %s)", ()),
+    ):
+        error = refused("PQ005", rows, conn, f"select pgque.{call}", *names, gap)
+        assert "1 millisecond to 1 minute" in str(error.diag.message_hint)
+
+
+@pytest.mark.parametrize("share", [None, -1, 0, 101])
+def test_a_share_out_of_range_is_refused(own: Connection, share: int | None) -> None:
+    assert value(own, "select pgque.set_tick_share(40)") == 40
+    error = refused("PQ005", rows, own, "select pgque.set_tick_share(%s::int)", share)
+    assert "1 to 100 percent" in str(error.diag.message_hint)
+    assert value(own, "select s.share from pgque._loop_state() s") == 0.4
+
+
+def test_storage_too_small_for_a_table_of_ticks_is_refused(conn: Connection, queue: str) -> None:
+    for bad in ("1048575", "-1", "64 MB", "1 hour"):
+        refused("PQ005", rows, conn, "select pgque.set_queue_config(%s, 'tick_storage', %s)", queue, bad)
+
+
+def tick_often(conn: Connection, queue: str, until: Callable[[], bool]) -> None:
+    """Tick until something is so."""
+    for _ in range(50):
+        conn.execute(
+            f"do $$ begin for i in 1..500 loop perform pgque.force_next_tick('{queue}'); perform pgque.ticker('{queue}');"
+            " end loop; end $$".encode()
+        )
+        if until():
+            return
+    raise AssertionError("25,000 ticks did not do it")
+
+
+def test_ticks_that_fill_their_part_of_the_storage_bring_the_next_rotation(
+    conn: Connection, subscribed: str
+) -> None:
+    def is_full() -> bool:
+        name = leaf(conn, subscribed, kind="tick")
+        return bool(value(conn, "select pg_total_relation_size(%s::regclass) >= 1048576 / 3", name))
+
+    rotation = "select pgque.maint_rotate_tables_step1(%s)"
+    subscribe(conn, subscribed, "slow")
+    configure(conn, subscribed, tick_storage=1048576)
+    sent = []
+    turns = []
+    for _ in range(4):
+        sent.append(send(conn, subscribed))
+        forced_tick(conn, subscribed)
+        assert value(conn, rotation, subscribed) == 0, "neither is the period over nor the table full"
+        tick_often(conn, subscribed, is_full)
+        assert drain(conn, subscribed) == sent[-1:]
+        turns.append(value(conn, rotation, subscribed))
+    assert turns == [1, 1, 0, 0], "the third table is the one that the slow consumer reads"
+    assert drain(conn, subscribed, "slow") == sent
+    assert value(conn, rotation, subscribed) == 1
+    assert value(conn, rotation, subscribed) == 0
+
+
+def test_the_loop_asks_for_a_rotation_at_each_thousandth_tick(ticked: Ticked) -> None:
+    conn = ticked.conn
+    configure(conn, "q", tick_storage=1048576)
+    tick_often(
+        conn,
+        "q",
+        lambda: bool(
+            value(conn, "select pg_total_relation_size(%s::regclass) > 400000", leaf(conn, "q", kind="tick"))
+        ),
+    )
+    look = (
+        "select l.ticked from pgque._survey(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
+        " unnest(s.looks) k, pgque._look_at(k) l"
+    )
+    table = leaf(conn, "q", kind="tick")
+    for _ in range(1_000):
+        send(conn, "q")
+        assert value(conn, look)
+        if leaf(conn, "q", kind="tick") != table:
+            break
+    assert leaf(conn, "q", kind="tick") != table
+    assert value(conn, "select max(t.tick_id) from pgque.tick t") % 1_000 == 0
+    drain(conn, "q")
+    last = send(conn, "q")
+    tick(conn, "q")
+    assert drain(conn, "q") == [last]
+
+
+def test_no_queue_starves_where_the_loop_may_use_hardly_anything(
+    own: Connection,
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+    wait_until: Callable[..., None],
+) -> None:
+    """Ten queues get messages all the time; twenty others get one each, one after the other."""
+    names = [f"q{number}" for number in range(30)]
+    for name in names:
+        value(own, "select pgque.create_queue(%s)", name)
+        subscribe(own, name)
+    value(own, "select pgque.set_tick_share(3)")
+    loop = background(lambda c: c.execute("call pgque.ticker_loop('1 hour')"), connect(own.info.dsn))
+
+    def busy(conn: Connection) -> None:
+        while not value(conn, "select exists (select from pgque.config c where c.stopped_at is not null)"):
+            for name in names[:10]:
+                send(conn, name)
+
+    sender = background(busy, connect(own.info.dsn))
+    for name in names[10:]:
+        sent = send(own, name)
+        got: list[int] = []
+
+        def arrived(name: str = name, got: list[int] = got) -> bool:
+            got.extend(drain(own, name))
+            return bool(got)
+
+        wait_until(arrived, f"the message of {name}", timeout=60)
+        assert got == [sent]
+    value(own, "select pgque.stop()")
+    sender.result()
+    loop.result()
