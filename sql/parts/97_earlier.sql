@@ -14,7 +14,7 @@ $$;
 
 -- The loop of 0.5.0 and before ends with its next round, and the scheduler begins ours.
 create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
-language sql as $$ select 100, 'infinity'::timestamptz, interval '100 milliseconds' $$;
+language sql as $$ select 100, timestamptz '9000-01-01', interval '100 milliseconds' $$;
 
 create or replace function pgque._try_tick(p_queue_id int) returns bigint
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
