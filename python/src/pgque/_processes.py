@@ -32,6 +32,7 @@ class _Settings(TypedDict):
     queue: str
     consumer: str
     prefetch: int
+    min_interval: float
     visibility_timeout: Seconds
     retry_after: Seconds | None
     archive: bool
@@ -59,6 +60,7 @@ class _Child:
             queue=worker.queue,
             consumer=worker.consumer,
             prefetch=worker.prefetch,
+            min_interval=worker.min_interval,
             visibility_timeout=worker.visibility_timeout,
             retry_after=worker.retry_after,
             archive=worker.archive,

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from . import _encode
-from .errors import described
+from .errors import PgqueBadArgument, described
 from .outcomes import Dead, HandlerOutcome, Release, Retry
 from .types import Message, Seconds, columns
 
@@ -29,6 +29,9 @@ _UNHURRIED = "(select set_config('synchronous_commit', 'off', true) offset 0) as
 # What can be done to all that is left of a batch at once.
 _WHOLE = frozenset({"ack", "archive", "release"})
 _NOT_HELD = "lost to another worker"
+
+# Longest `min_interval`, in seconds: a day.
+_LONGEST_INTERVAL = 86400
 
 
 class Refused(NamedTuple):
@@ -255,6 +258,18 @@ def extend(batch_id: int, by: float) -> Call:
 def worker_name() -> str:
     """Return a name for a worker that no other has."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def check_min_interval(value: float) -> None:
+    """Raise PgqueBadArgument for what cannot be the `min_interval` of a consumer or a worker."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _LONGEST_INTERVAL:  # nan is not in between
+        raise PgqueBadArgument(f"min_interval must be from 0 to {_LONGEST_INTERVAL} seconds, not {value!r}")
+
+
+def due_after(received_at: float, min_interval: float, count: int, most: int) -> float:
+    """Return when to receive again after `count` messages of `most`: at once after a full batch."""
+    return received_at + min_interval if count < most else received_at
 
 
 def seconds(value: Seconds) -> float:

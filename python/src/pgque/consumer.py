@@ -23,7 +23,7 @@ from ._encode import watchful
 from ._hands import Unmatched, check_handler, check_some, check_type
 from ._retry import FIRST_PAUSE, pauses
 from ._stopper import GRACE, Stopper, HandlerInterrupted
-from ._work import QueueSettings, seconds
+from ._work import QueueSettings, check_min_interval, due_after, seconds
 from .client import PgqueClient
 from .errors import (
     PgqueBadArgument,
@@ -124,6 +124,8 @@ class Consumer:
         name: name of the consumer.
         poll_interval: seconds between looks at the queue when no notification comes.
         max_messages: most messages in one batch.
+        min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
+            batches, more latency. A full batch is followed at once. The batch is settled before the pause.
         retry_after: seconds until a failed message comes again.
         unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
         subconsumer: name of this worker when several share the consumer. That must not be subscribed to
@@ -141,6 +143,7 @@ class Consumer:
         name: str,
         poll_interval: float = 30,
         max_messages: int = 100,
+        min_interval: float = 0,
         retry_after: Seconds = 60,
         unknown_handler_policy: Literal["nack", "ack"] = "nack",
         subconsumer: str | None = None,
@@ -155,12 +158,14 @@ class Consumer:
             raise ValueError("poll_interval must be more than 0 seconds")
         if max_messages < 1:
             raise ValueError("max_messages must be at least 1")
+        check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         self.dsn = dsn
         self.queue = queue
         self.name = name
         self.poll_interval = poll_interval
         self.max_messages = max_messages
+        self.min_interval = min_interval
         self.retry_after = retry_after
         self.unknown_handler_policy = unknown_handler_policy
         self.subconsumer = subconsumer
@@ -170,6 +175,7 @@ class Consumer:
         self._stopper = Stopper()
         self._notified = False
         self._touched_at = 0.0
+        self._due_at = 0.0  # the earliest time of the next receive, by the monotonic clock
         self._unmatched = Unmatched(log, name, self._handlers)
         # What the server has to be told about the last batch; it survives a lost connection.
         self._handled: _Handled | None = None
@@ -236,11 +242,21 @@ class Consumer:
                 self._settings = listen(client, self.queue)
                 watch = TickWatch(self.queue, log)
                 while not self._stopper.is_set():
+                    pause = self._due_at - time.monotonic()
+                    if pause > 0:
+                        with self._stopper.breaking(client.conn, _ANSWER):
+                            self._settle(client)
+                        self._stopper.wait(client.conn, pause)
+                        continue
                     self._notified = False
+                    received_at = time.monotonic()
                     batch = self._receive(client)
                     if batch:
                         watch.reset()
                         self._work(client, batch)
+                        self._due_at = due_after(
+                            received_at, self.min_interval, len(batch), self.max_messages
+                        )
                         if batch[0].queue != self._settings.name:  # it was renamed
                             self._settings = listen(client, self.queue)
                     worked = True

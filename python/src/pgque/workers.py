@@ -388,6 +388,9 @@ class Worker:
             must call `run` under `if __name__ == "__main__":`, since each process imports it.
         prefetch: most messages received in one call. It starts with `concurrency`, and grows up to this
             for as long as messages are handled in no time.
+        min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
+            batches, more latency. A full batch is followed at once. Outcomes do not wait for the pause
+            to end.
         visibility_timeout: seconds.
         retry_after: seconds until a failed message comes again; None leaves that to the queue.
         archive: whether messages that are done go to the archive.
@@ -405,6 +408,7 @@ class Worker:
         concurrency: int = 4,
         use: Literal["threads", "processes"] = "threads",
         prefetch: int = 20,
+        min_interval: float = 0,
         visibility_timeout: Seconds = 30,
         retry_after: Seconds | None = None,
         archive: bool = False,
@@ -420,6 +424,7 @@ class Worker:
             raise ValueError("concurrency and prefetch must be at least 1")
         if _work.seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
+        _work.check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         self.dsn = dsn
         self.queue = queue
@@ -427,6 +432,7 @@ class Worker:
         self.concurrency = concurrency
         self.use = use
         self.prefetch = prefetch
+        self.min_interval = min_interval
         self.visibility_timeout = visibility_timeout
         self.retry_after = retry_after
         self.archive = archive
@@ -440,6 +446,7 @@ class Worker:
         self._stopper = Stopper()
         self._notified = False
         self._size = min(concurrency, prefetch)
+        self._due_at = 0.0  # the earliest time of the next receive, by the monotonic clock
         self._batches: dict[int, Batch[Message]] = {}
         # What the hands have to say; only the one who runs the session reads it.
         self._finished: deque[tuple[Batch[Message], int, Verdict | None]] = deque()
@@ -574,7 +581,8 @@ class Worker:
             _extended(client, batch, self.visibility_timeout)
         now = time.monotonic()
         unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
-        room = not stopping and unfinished < self.concurrency and self._hands.waiting() == 0
+        has_room = unfinished < self.concurrency and self._hands.waiting() == 0
+        takes = has_room and not stopping and now >= self._due_at
         told = [
             batch
             for batch in self._batches.values()
@@ -582,9 +590,9 @@ class Worker:
         ]
         taken: list[Message] = []
         self._notified = False
-        if room or any(batch.has_verdicts for batch in told):
+        if takes or any(batch.has_verdicts for batch in told):
             taking = None
-            if room:
+            if takes:
                 taking = _work.take(
                     self.queue, self.consumer, self.worker, self._size, self.visibility_timeout
                 )
@@ -594,14 +602,15 @@ class Worker:
         }
         if taken:
             self._watch.reset()
+            self._due_at = _work.due_after(now, self.min_interval, len(taken), self._size)
             batch = self._batches[taken[0].batch_id] = Batch(taken, now)
             for message in taken:
                 self._hands.put((batch, message))
             return True
         if stopping and self._is_over(unfinished):
             return False
-        if not self._finished and not (room and self._notified):
-            _wait(self._stopper, client, self._patience(), stopping)
+        if not self._finished and not (takes and self._notified):
+            _wait(self._stopper, client, self._patience(now), stopping)
             if unfinished == 0 and not stopping:
                 self._watch.check(client)
         return True
@@ -645,10 +654,12 @@ class Worker:
             batch.decide(batch.undecided(), _RELEASE)
         return False
 
-    def _patience(self) -> float:
-        """Return how many seconds may be waited for news."""
+    def _patience(self, now: float) -> float:
+        """Return how many seconds may be waited for news after a step that began at `now`."""
         half = _work.seconds(self.visibility_timeout) / 2
         due = [batch.extended_at + half - time.monotonic() for batch in self._batches.values()]
+        if now < self._due_at:
+            due.append(self._due_at - time.monotonic())
         if self._stopper.is_set():
             due.append(self.shutdown_timeout - self._stopper.stopped_for())
         return max(0.0, min([_LONGEST_WAIT, *due]))
