@@ -3186,7 +3186,7 @@ $$;
 -- each is looked at.
 --
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
--- two milliseconds each, and at most the tick period.
+-- four milliseconds each, and at most the tick period.
 create or replace function pgque._survey(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out later int[], out later_at timestamptz
 )
@@ -3209,8 +3209,8 @@ begin
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
     left join lateral (
-      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.002 * interval '1 second' * (
-        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit 50) c)))
+      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit 25) c)))
     ) d (due) on k.tick_time > v_now - p_period and (k.settled and f.same) is not true
     where q.queue_id = any (p_queues)
       and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
@@ -10815,7 +10815,7 @@ comment on column pgque.queue.queue_rotation_period is 'Least time between two r
 comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
 comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
 comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
-comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 2 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
 comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
 comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
 comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';

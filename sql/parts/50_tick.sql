@@ -246,7 +246,7 @@ $$;
 -- each is looked at.
 --
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
--- two milliseconds each, and at most the tick period.
+-- four milliseconds each, and at most the tick period.
 create or replace function pgque._survey(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out later int[], out later_at timestamptz
 )
@@ -269,8 +269,8 @@ begin
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
     left join lateral (
-      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.002 * interval '1 second' * (
-        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit 50) c)))
+      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit 25) c)))
     ) d (due) on k.tick_time > v_now - p_period and (k.settled and f.same) is not true
     where q.queue_id = any (p_queues)
       and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored

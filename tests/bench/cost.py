@@ -35,7 +35,8 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def _own_seconds(pid: int) -> float:
+def own_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process so far, 0 where it is out of sight."""
     fields = _stat(pid)
     return 0.0 if fields is None else (int(fields[11]) + int(fields[12])) / TICK
 
@@ -103,7 +104,7 @@ class Meter:
 
     def include(self, pid: int) -> None:
         """Call before a session that was left out ends: its time goes to its parent."""
-        self._excluded_seconds += _own_seconds(pid)
+        self._excluded_seconds += own_seconds(pid)
         self._excluded.discard(pid)
 
     def _cpu(self) -> float | None:
@@ -121,7 +122,7 @@ class Meter:
             if inherited == self._ticks(self._postmaster, 13, 15):
                 return (
                     (ticks + inherited) / TICK
-                    - sum(map(_own_seconds, self._excluded))
+                    - sum(map(own_seconds, self._excluded))
                     - self._excluded_seconds
                 )
 

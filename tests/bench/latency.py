@@ -28,6 +28,17 @@ class Latency:
     p999: float
     missing: int
 
+    @classmethod
+    def of(cls, done: Done, began: float, rate: float, warm_up: float, seconds: float, end: float) -> Latency:
+        """Work out the figures of what one taker got, without the messages of the first seconds."""
+        arrivals: dict[int, float] = {}
+        for number, at in zip(done.numbers, done.times, strict=True):
+            arrivals.setdefault(number, at)
+        due = range(int(warm_up * rate), int(seconds * rate))
+        times = [(arrivals.get(n, end) - began - n / rate) * 1000 for n in due]
+        p50, p99, p999 = (percentile(times, share) for share in (0.5, 0.99, 0.999))
+        return cls(p50, p99, p999, sum(n not in arrivals for n in due))
+
     def in_words(self) -> str:
         """Tell the figures."""
         text = " / ".join(f"{ms:,.0f}" if ms >= 10 else f"{ms:.1f}" for ms in (self.p50, self.p99, self.p999))
@@ -49,14 +60,7 @@ def at_rate(bench: Bench, team: Crew[Job, Done], name: str, rate: int) -> Latenc
             Job(name, "send", ("c0",), seconds, rate=rate, first=n, step=SENDERS) for n in range(SENDERS)
         ]
         began, done = team.run([Job(name, "work", ("c0",), seconds + afterwards, expected=expected), *sends])
-    arrivals: dict[int, float] = {}
-    for number, at in zip(done[0].numbers, done[0].times, strict=True):
-        arrivals.setdefault(number, at)
-    end = began + seconds + afterwards
-    due = range(int(warm_up * rate), int(seconds * rate))
-    times = [(arrivals.get(n, end) - began - n / rate) * 1000 for n in due]
-    p50, p99, p999 = (percentile(times, share) for share in (0.5, 0.99, 0.999))
-    return Latency(p50, p99, p999, sum(n not in arrivals for n in due))
+    return Latency.of(done[0], began, rate, warm_up, seconds, began + seconds + afterwards)
 
 
 def measure(bench: Bench) -> list[Row]:

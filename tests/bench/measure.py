@@ -45,13 +45,15 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A database with pgque and the floor in it. ``quick`` asks for fewer rounds, ``tcp`` is the way in
-    for who cannot use a socket, ``minutes`` is the length of what runs for minutes, 0 if none was asked for."""
+    for who cannot use a socket, ``minutes`` is the length of what runs for minutes, 0 if none was asked for.
+    ``against`` is the database with the version to compare with, if one was asked for."""
 
     dsn: str
     quick: bool
     has_cron: bool
     tcp: str = ""
     minutes: float = 0
+    against: Bench | None = None
 
     def connect(self, *, autocommit: bool = True) -> Connection:
         """Open a session."""

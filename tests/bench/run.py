@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import platform
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psycopg
@@ -23,7 +24,20 @@ from psycopg.conninfo import make_conninfo
 from rich.console import Console
 from rich.table import Table
 
-from bench import drain, elsewhere, idle, latency, measure, peers, results, soak, spark, systems, workers
+from bench import (
+    drain,
+    elsewhere,
+    idle,
+    latency,
+    measure,
+    peers,
+    results,
+    soak,
+    spark,
+    systems,
+    versions,
+    workers,
+)
 from bench.measure import FLOOR_SQL, Bench, Row
 from pgque import embedded
 
@@ -41,7 +55,10 @@ SUBJECTS = {
 }
 ONLY_IF_NAMED = {"workers-long", "peers", "drain", "latency", "idle", "soak"}
 BESIDE_PEERS = {"peers", "drain", "latency"}
+# What --against measures: the same names, another way.
+AGAINST = {"latency": versions.latency}
 SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
+EARLIER = Path(__file__).resolve().parents[1] / "sql" / "previous"
 SETTINGS = (
     "fsync",
     "synchronous_commit",
@@ -91,6 +108,22 @@ def database(dsn: str | None, sql_file: Path) -> Iterator[tuple[str, str, bool]]
                 admin.execute(f"drop database if exists {DATABASE} with (force)")
 
 
+@contextmanager
+def earlier(dsn: str, version: str) -> Iterator[str]:
+    """Make a second database on the server, with a released version; give its connection string."""
+    name = f"{DATABASE}_against"
+    with psycopg.connect(dsn, autocommit=True) as admin:
+        admin.execute(f"drop database if exists {name} with (force)")
+        admin.execute(f"create database {name}")
+        try:
+            target = make_conninfo(dsn, dbname=name)
+            with psycopg.connect(target) as conn:
+                conn.execute(lzma.decompress((EARLIER / f"pgque-{version}.sql.xz").read_bytes()))
+            yield target
+        finally:
+            admin.execute(f"drop database if exists {name} with (force)")
+
+
 def _create_cron(target: str) -> bool:
     with psycopg.connect(target, autocommit=True) as conn:
         row = conn.execute("select current_setting('cron.database_name', true)").fetchone()
@@ -132,13 +165,13 @@ def _cpu() -> str:
     return platform.processor() or "unknown"
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Row], beside: str) -> Table:
     """Lay the rows out."""
     result = Table(show_edge=False, pad_edge=False)
-    for name in ("what", "pgque", "bare SQL", "ratio", "target", "verdict", "note"):
+    for name in ("what", "pgque", beside, "ratio", "target", "verdict", "note"):
         result.add_column(
             name,
-            justify="right" if name in ("pgque", "bare SQL", "ratio") else "left",
+            justify="right" if name in ("pgque", beside, "ratio") else "left",
             no_wrap=name != "note",
         )
     for row in rows:
@@ -161,20 +194,26 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
     parser.add_argument("--dsn", help=f"a server to use; a database {DATABASE} is made there, and dropped")
     parser.add_argument("--sql", type=Path, default=SQL_FILE, help="measure another pgque.sql")
+    versions_there = sorted(file.name[6:-7] for file in EARLIER.glob("pgque-*.sql.xz"))
+    parser.add_argument(
+        "--against",
+        metavar="VERSION",
+        choices=versions_there,
+        help=f"compare with a released version instead: {', '.join(versions_there)}; measures {', '.join(AGAINST)}",
+    )
     parser.add_argument("--only", metavar="A,B", help="some of: " + ",".join(SUBJECTS))
     parser.add_argument(
         "--minutes", type=float, help="how long workers-long (10) and soak (30) run; with --quick 1"
     )
     parser.add_argument("--save", action="store_true", help=f"write the figures and plots to {results.SHOWN}")
     arguments = parser.parse_args()
-    names = (
-        arguments.only.split(",")
-        if arguments.only
-        else [name for name in SUBJECTS if name not in ONLY_IF_NAMED]
-    )
-    unknown = [name for name in names if name not in SUBJECTS]
-    if unknown:
-        parser.error(f"no such subject: {', '.join(unknown)}; there are {', '.join(SUBJECTS)}")
+    subjects = AGAINST if arguments.against else SUBJECTS
+    names = arguments.only.split(",") if arguments.only else [n for n in subjects if n not in ONLY_IF_NAMED]
+    unknown = [name for name in names if name not in subjects]
+    if unknown or not names:
+        parser.error(f"no such subject: {', '.join(unknown)}; there are {', '.join(subjects)}")
+    if arguments.against and arguments.save:
+        parser.error("--save is for figures of this version")
 
     # A terminated run must still stop its server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -183,24 +222,29 @@ def main() -> int:
         console = Console(width=190)
     progress = Console(stderr=True)
     found: dict[str, list[Row]] = {}
-    if arguments.save or BESIDE_PEERS & set(names):
+    beside_peers = not arguments.against and bool(BESIDE_PEERS & set(names))
+    if arguments.save or beside_peers:
         elsewhere.set_up()
     began = time.monotonic()
-    with database(arguments.dsn, arguments.sql) as (target, tcp, has_cron):
+    with ExitStack() as stack:
+        target, tcp, has_cron = stack.enter_context(database(arguments.dsn, arguments.sql))
         machine = describe(target)
         bench = Bench(target, arguments.quick, has_cron, tcp, arguments.minutes or 0)
+        if arguments.against:
+            other = stack.enter_context(earlier(target, arguments.against))
+            bench = replace(bench, against=Bench(other, arguments.quick, has_cron=False))
         for name in names:
             with progress.status(f"{name} …"):
-                found[name] = SUBJECTS[name](bench)
+                found[name] = subjects[name](bench)
     if "spark" in names:
         machine["spark"] = spark.missing() or spark.versions()
-    if BESIDE_PEERS & set(names):
+    if beside_peers:
         machine["peers"] = elsewhere.missing() or elsewhere.versions()
         machine["unequal"] = "\n".join(systems.UNEQUAL)
     machine["load"] = f"{machine['load']}, {os.getloadavg()[0]:.1f} at the end"
     machine["took"] = f"{time.monotonic() - began:.0f} s"
     rows = [row for subject in found.values() for row in subject]
-    console.print(table(rows))
+    console.print(table(rows, arguments.against or "bare SQL"))
     console.print()
     for key, value in machine.items():
         console.print(f"{key:9} {value}", highlight=False)

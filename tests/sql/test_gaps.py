@@ -86,11 +86,11 @@ def test_the_gap_of_a_queue_and_its_default_change_at_once(ticked: Ticked) -> No
     assert ticked.looks_at(1) == "at 50"
 
 
-def test_the_gap_is_two_milliseconds_a_consumer_and_at_most_the_period(ticked: Ticked) -> None:
-    for number in range(29):
+def test_the_gap_is_four_milliseconds_a_consumer_and_at_most_the_period(ticked: Ticked) -> None:
+    for number in range(14):
         subscribe(ticked.conn, "q", f"c{number}")
     assert ticked.looks_at(1) == "at 60"
-    for number in range(29, 60):
+    for number in range(14, 30):
         subscribe(ticked.conn, "q", f"c{number}")
     assert ticked.looks_at(1) == "at 100"
     assert ticked.looks_at(1, "40 milliseconds") == "at 40"
