@@ -3210,7 +3210,7 @@ begin
     cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
     left join lateral (
       select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
-        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit 25) c)))
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c)))
     ) d (due) on k.tick_time > v_now - p_period and (k.settled and f.same) is not true
     where q.queue_id = any (p_queues)
       and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored

@@ -94,6 +94,7 @@ def test_the_gap_is_four_milliseconds_a_consumer_and_at_most_the_period(ticked: 
         subscribe(ticked.conn, "q", f"c{number}")
     assert ticked.looks_at(1) == "at 100"
     assert ticked.looks_at(1, "40 milliseconds") == "at 40"
+    assert ticked.looks_at(1, "1 second") == "at 124"
 
 
 def test_the_workers_of_a_pool_count_as_one_consumer(ticked: Ticked) -> None:
