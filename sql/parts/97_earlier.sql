@@ -12,9 +12,19 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select coalesce(max(c.tick_period_ms), 100), max(c.stopped_at) from pgque.config c
 $$;
 
--- The loop of 0.5.0 and before ends with its next round, and the scheduler begins ours.
+-- The loop of 0.5.0 and before ends with its next round, and the scheduler begins
+-- ours.  In the round that the upgrade overtakes it looks at no queue any more.
 create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
 language sql as $$ select 100, timestamptz '9000-01-01', interval '100 milliseconds' $$;
+
+create or replace function pgque._look_again_at() returns timestamptz
+language sql as $$ select pg_catalog.clock_timestamp() $$;
+
+create or replace function pgque._looks(p_queues int[], p_known pgque.look[]) returns pgque.look[]
+language sql as $$ select '{}'::pgque.look[] $$;
+
+create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
+language sql as $$ select p_known $$;
 
 create or replace function pgque._try_tick(p_queue_id int) returns bigint
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
