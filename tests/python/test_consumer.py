@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import psycopg
@@ -22,6 +22,7 @@ from psycopg import sql
 
 import pgque
 from pgque import errors
+from support import threads
 
 Tick = Callable[[str], int | None]
 Wait = Callable[..., None]
@@ -39,27 +40,9 @@ def subscribed(client: pgque.PgqueClient, queue: str) -> str:
     return queue
 
 
-@contextmanager
-def running(consumer: pgque.Consumer) -> Iterator[threading.Thread]:
+def running(consumer: pgque.Consumer) -> AbstractContextManager[threading.Thread]:
     """Run a consumer in a thread, and stop it at the end."""
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            consumer.start()
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        consumer.stop()
-        thread.join(10)
-    assert not thread.is_alive()
-    if failure:
-        raise failure[0]
+    return threads.running(consumer.start, consumer.stop, 10)
 
 
 def _listening(conn: Connection, wait_until: Wait, name: str) -> int:

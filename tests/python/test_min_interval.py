@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 
 import pgque
 from pgque import _processes
+from support import threads
 
 Tick = Callable[[str], int | None]
 Wait = Callable[..., None]
@@ -80,26 +81,9 @@ class Runner:
         return list(Counter(message.batch_id for message in self.seen).values())
 
 
-@contextmanager
-def running(runner: Runner) -> Iterator[threading.Thread]:
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            runner.run()
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        runner.stop()
-        thread.join(20)
-    assert not thread.is_alive()
-    if failure:
-        raise failure[0]
+def running(runner: Runner) -> AbstractContextManager[threading.Thread]:
+    """Run a consumer or worker in a thread, and stop it at the end."""
+    return threads.running(runner.run, runner.stop, 20)
 
 
 @pytest.fixture

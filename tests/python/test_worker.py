@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import pgque
+from support import threads
 
 Tick = Callable[[str], int | None]
 Wait = Callable[..., None]
@@ -41,27 +42,9 @@ def pool(client: pgque.PgqueClient, queue: str) -> str:
     return queue
 
 
-@contextmanager
-def running(worker: pgque.Worker) -> Iterator[threading.Thread]:
+def running(worker: pgque.Worker) -> AbstractContextManager[threading.Thread]:
     """Run a worker in a thread, and stop it at the end."""
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            worker.run()
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        worker.stop()
-        thread.join(20)
-    assert not thread.is_alive()
-    if failure:
-        raise failure[0]
+    return threads.running(worker.run, worker.stop, 20)
 
 
 def _send(client: pgque.PgqueClient, queue: str, tick: Tick, *payloads: str) -> list[int]:
