@@ -220,12 +220,17 @@ def need_prepared_transactions(conn: Connection) -> None:
         pytest.skip("the server has max_prepared_transactions = 0")
 
 
-def move_clock(conn: Connection, by: str) -> None:
-    """Set the engine's clock ahead. Only in a database of one's own."""
+def set_clock(conn: Connection, to: str) -> None:
+    """Let the engine's clock tell what an expression gives. Only in a database of one's own."""
     conn.execute(
         "create or replace function pgque.clock() returns timestamptz language sql volatile as"
-        f" $$ select pg_catalog.clock_timestamp() + interval '{by}' $$".encode()
+        f" $$ select {to} $$".encode()
     )
+
+
+def move_clock(conn: Connection, by: str) -> None:
+    """Set the engine's clock ahead. Only in a database of one's own."""
+    set_clock(conn, f"pg_catalog.clock_timestamp() + interval '{by}'")
 
 
 def dead_tuples(conn: Connection) -> dict[str, int]:

@@ -18,6 +18,7 @@ from sql.helpers import (
     row_counts,
     rows,
     send,
+    set_clock,
     subscribe,
     take,
     tick,
@@ -102,9 +103,9 @@ def test_a_reaper_that_ran_just_now_does_not_run_again(ahead: Connection) -> Non
     value(ahead, "select pgque.set_schedule('expire', '1 hour')")
     for tenth in range(10):
         # Whatever part of a second is over.
-        ahead.execute(
-            "create or replace function pgque.clock() returns timestamptz language sql volatile as"
-            f" $$ select date_trunc('day', pg_catalog.clock_timestamp()) + '{400 + tenth} days {tenth / 10} seconds' $$".encode()
+        set_clock(
+            ahead,
+            f"date_trunc('day', pg_catalog.clock_timestamp()) + '{400 + tenth} days {tenth / 10} seconds'",
         )
         value(ahead, "select pgque.maint_expire()")
         before = value(ahead, "select pg_current_wal_insert_lsn()")

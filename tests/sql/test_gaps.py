@@ -17,6 +17,7 @@ from sql.helpers import (
     refused,
     rows,
     send,
+    set_clock,
     subscribe,
     tick,
     value,
@@ -25,10 +26,7 @@ from sql.helpers import (
 
 def stop_clock(conn: Connection, ms: int) -> None:
     """Let the engine's clock stand at a millisecond of the test's time."""
-    conn.execute(
-        "create or replace function pgque.clock() returns timestamptz language sql volatile as"
-        f" $$ select timestamptz '2040-01-01' + interval '{ms} milliseconds' $$".encode()
-    )
+    set_clock(conn, f"timestamptz '2040-01-01' + interval '{ms} milliseconds'")
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Ticked:
     known: str
 
     def looks_at(self, ms: int, period: str = "100 milliseconds") -> str:
-        """Tell whether the loop looks at the queue at that time, or when it does."""
+        """Tell whether the loop checks the queue at that time, or when it will."""
         stop_clock(self.conn, ms)
         ((now, later, at),) = rows(
             self.conn,

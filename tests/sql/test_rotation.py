@@ -15,6 +15,7 @@ from sql.helpers import (
     drain,
     forced_tick,
     leaf,
+    move_clock,
     queue_bytes,
     receive,
     rotate,
@@ -47,10 +48,7 @@ def test_a_rotation_waits_for_the_rotation_period(own: Connection) -> None:
     send(own, "q")
     tick(own, "q")
     assert value(own, "select pgque.maint_rotate_tables_step1('q')") == 0
-    own.execute(
-        "create or replace function pgque.clock() returns timestamptz language sql volatile as"
-        " $$ select pg_catalog.clock_timestamp() + interval '3 hours' $$"
-    )
+    move_clock(own, "3 hours")
     assert value(own, "select pgque.maint_rotate_tables_step1('q')") == 1
     assert value(own, "select pgque.maint_rotate_tables_step1('q')") == 0
 
