@@ -208,9 +208,13 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help=f"write the figures and plots to {results.SHOWN}")
     arguments = parser.parse_args()
     subjects = AGAINST if arguments.against else SUBJECTS
-    names = arguments.only.split(",") if arguments.only else [n for n in subjects if n not in ONLY_IF_NAMED]
+    names = (
+        arguments.only.split(",")
+        if arguments.only
+        else [n for n in subjects if arguments.against or n not in ONLY_IF_NAMED]
+    )
     unknown = [name for name in names if name not in subjects]
-    if unknown or not names:
+    if unknown:
         parser.error(f"no such subject: {', '.join(unknown)}; there are {', '.join(subjects)}")
     if arguments.against and arguments.save:
         parser.error("--save is for figures of this version")

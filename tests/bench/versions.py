@@ -36,7 +36,7 @@ end $$"""
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one process does: send at a rate by the clock, or listen as one consumer, for some seconds."""
+    """A process sends at a rate by the clock, or listens as one consumer, for some seconds."""
 
     consumer: str | None
     rate: float
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Paid:
-    """What came of a case: the latency of the first consumer, and what the server paid for it."""
+    """The result of a case: the latency of the first consumer, and what the server paid for it."""
 
     latency: Latency
     cost: Cost
@@ -143,9 +143,9 @@ def measured(bench: Bench, case: Case) -> Paid:
 
 
 def both(bench: Bench, case: Case) -> tuple[Paid, Paid]:
-    """Measure a case here and in the earlier version; that one knows no settings of ours."""
+    """Measure a case here and in the earlier version."""
     assert bench.against is not None
-    theirs = measured(bench.against, Case(case.rate, case.seconds, case.consumers))
+    theirs = measured(bench.against, case)
     return measured(bench, case), theirs
 
 
@@ -194,7 +194,7 @@ def _loop_cpu(bench: Bench, seconds: float, *, rest: float) -> float:
 
 @contextmanager
 def _noise(bench: Bench, seconds: float) -> Iterator[None]:
-    """Commit about 2,000 times a second what is none of pgque's business."""
+    """Commit, up to 2,000 times a second, what is none of pgque's business."""
     with bench.connect() as admin:
         admin.execute("create table noise (n int)")
         with Crew(bench, 1, _make_noise) as team:
