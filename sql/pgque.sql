@@ -10440,7 +10440,7 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 $$;
 
 -- The loop of 0.5.0 and before ends with its next round, and the scheduler begins
--- ours.  In the round that the upgrade overtakes it looks at no queue any more.
+-- ours.  In the round that the upgrade overtakes, it ticks no queue any more.
 create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
 language sql as $$ select 100, timestamptz '9000-01-01', interval '100 milliseconds' $$;
 
