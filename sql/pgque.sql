@@ -3175,7 +3175,7 @@ end
 $$;
 
 -- Which of these queues the loop has to look at now, by what it knows of them, and
--- which later, since their last tick is too young.  Not one that is settled: ticks
+-- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
 -- cover all there is, and nothing can come while the sequences of its events and
 -- of its forced ticks stand still.  Whoever puts something into the log takes an id
 -- before and has the sequence locked from then on, so an id of before is behind us
@@ -3188,7 +3188,7 @@ $$;
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
 -- four milliseconds each, and at most the tick period.
 create or replace function pgque._survey(
-  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out later int[], out later_at timestamptz
+  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -3196,10 +3196,10 @@ declare
   v_locked  regclass[];
 begin
   select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
-    array_agg(l.queue_id) filter (where l.early), min(l.due) filter (where l.early)
-  into looks, later, later_at
+    coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
+  into looks, early, early_until
   from (
-    select q.queue_id, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
+    select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
       row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look as look,
       d.due, coalesce(not (k.settled and f.same) and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
@@ -3209,9 +3209,9 @@ begin
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
     left join lateral (
-      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
-        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c)))
-    ) d (due) on k.tick_time > v_now - p_period and (k.settled and f.same) is not true
+      select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
+    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and (k.settled and f.same) is not true
     where q.queue_id = any (p_queues)
       and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
         and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
@@ -3232,15 +3232,15 @@ begin
 exception
   when others then
     looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
-    later := null;
-    later_at := null;
+    early := '{}';
+    early_until := null;
 end
 $$;
 
 -- Ticks one queue for a ticker that serves all of them, and tells what it knows
 -- then: never waits for another ticker, hardly for a locked table, and a queue
--- that is broken is reported and left alone.  A look in vain keeps no locks but
--- those of the two sequences.
+-- that is broken is reported and left alone: settled is null.  A look in vain keeps
+-- no locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -3270,7 +3270,8 @@ exception
     if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
       raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
     end if;   -- else it was dropped meanwhile
-    p_look.settled := false;
+    p_look.settled := null;
+    p_look.tick_time := pgque.clock();
     return p_look;
 end
 $$;
@@ -8784,12 +8785,13 @@ $$;
 -- A round in which no transaction of the server began or ended does nothing; a
 -- round without work writes nothing and uses no transaction id.
 --
--- It looks every five milliseconds whether anything happened, after some seconds
--- without a message four times a period.  A queue ticks as soon as its last tick is
--- old enough (_survey()).  All looks and ticks are paid for with pauses, so that they
--- take no more than a share of a core, waits for the disk aside; a second that was
--- quiet pays in advance.  A look at all queues is followed by a pause of ten times
--- as long, in which only those that had something then are looked at.
+-- The loop compares snapshots every five milliseconds, after some seconds without a
+-- message four times a period.  A queue ticks as soon as its last tick is old enough
+-- (_survey()).  Queues that had something at the last check are checked as soon as
+-- the first of them may tick again; a check of all queues waits until its cost is at
+-- most half of the loop's share of a core.  All checks and ticks are paid for with
+-- pauses, so that they take no more than the share, waits for the disk aside; a
+-- second that was quiet pays in advance.
 --
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
 -- names are qualified, operators get the very types they are for (else one in
@@ -8806,24 +8808,32 @@ declare
   v_due       pg_catalog.timestamptz := v_start;
   v_full      pg_catalog.timestamptz := v_start;
   v_paid      pg_catalog.timestamptz := v_start;
+  v_wait      pg_catalog.timestamptz := v_start;
+  v_ready     pg_catalog.timestamptz := v_start;
+  v_idle_end  pg_catalog.timestamptz;
   v_active    pg_catalog.timestamptz := v_start;
   v_next      pg_catalog.timestamptz := v_start;
   v_woke      pg_catalog.timestamptz := v_start;
   v_began     pg_catalog.timestamptz;
   v_mark      pg_catalog.timestamptz;
   v_work      pg_catalog.interval;
+  v_cost      pg_catalog.interval;
+  v_took      pg_catalog.interval;
+  v_share     pg_catalog.float8;
   v_state     pg_catalog.record;
   v_nap       pg_catalog.interval;
   v_seen      pg_catalog.text := '';
   v_snapshot  pg_catalog.text;
   v_all       pg_catalog.bool;
   v_queues    pg_catalog.int4[];
-  v_hot       pg_catalog.int4[] := '{}';
+  v_quiet     pg_catalog.int4;
+  v_hot       pgque.look[] := '{}';
+  v_old       pgque.look[];
   v_ids       pg_catalog.int4[] := '{}';
   v_known     pgque.look[] := '{}';
   v_survey    pg_catalog.record;
   v_found     pgque.look;
-  v_late      pg_catalog.bool;
+  v_idle      pg_catalog.bool;
   v_looked    pg_catalog.int4;
   v_at        pg_catalog.int4;
   v_passes    pg_catalog.int4 := 0;
@@ -8871,7 +8881,7 @@ begin
     end if;
 
     v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
-    if v_began >= v_paid and (v_snapshot <> v_seen or v_began >= v_due) then
+    if v_began >= v_ready and (v_snapshot <> v_seen or v_began >= v_due) then
       v_seen := v_snapshot;
       v_due := v_state.look_at;
       v_mark := v_began;
@@ -8881,55 +8891,76 @@ begin
         commit and chain;
       end if;
       v_all := v_began >= v_full;
-      if v_all then
-        v_queues := pgque._ticked_queues();
-        v_hot := '{}';
-      else
-        v_queues := v_hot;
-        v_due := least(v_due, v_full);
-      end if;
+      v_queues := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(v_hot) h) end;
+      v_old := case when v_all then v_known else v_hot end;
+      v_quiet := pg_catalog.cardinality(v_queues);
+      v_hot := '{}';
+      v_wait := 'infinity';
+      v_cost := '0';
+      v_idle_end := null;
       while pg_catalog.cardinality(v_queues) > 0 loop
-        select s.* into v_survey from pgque._survey(v_queues[:500], v_known, v_state.period) s;
+        select s.* into v_survey from pgque._survey(v_queues[:500], v_old, v_state.period) s;
         v_queues := v_queues[501:];
-        v_due := least(v_due, v_survey.later_at);
-        if v_all then
-          v_hot := pg_catalog.array_cat(v_hot, v_survey.later);
-        end if;
-        v_late := false;
-        v_looked := 0;
+        v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
+        v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);
+        v_wait := least(v_wait, v_survey.early_until);
+        v_due := least(v_due, v_survey.early_until);
+        v_cost := v_cost + (pg_catalog.clock_timestamp() - v_mark);
         -- Not with all these sequences locked: somebody may drop one.
         if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
         end if;
+        v_mark := pg_catalog.clock_timestamp();
+        v_looked := 0;
         foreach v_found in array v_survey.looks loop
-          -- An idle tick can wait for a moment, a message of another queue not.
-          exit when v_late and pg_catalog.clock_timestamp() > v_began + v_state.period;
-          v_late := v_found.settled;
+          v_idle := v_found.settled;
+          if v_idle then
+            -- An idle tick can wait for the next check of all queues, a message of another queue not.
+            v_idle_end := coalesce(v_idle_end, v_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
+            if v_mark > v_idle_end then
+              v_due := v_began;
+              exit;
+            end if;
+          end if;
           v_found := pgque._look_at(v_found);
           v_looked := v_looked + 1;
           v_at := coalesce(pg_catalog.array_position(v_ids, v_found.queue_id), pg_catalog.cardinality(v_ids) + 1);
           v_ids[v_at] := v_found.queue_id;
           v_known[v_at] := v_found;
-          if v_found.ticked and not v_late then
-            v_active := v_began;
-          end if;
-          if v_all and not v_late then
-            v_hot := pg_catalog.array_append(v_hot, v_found.queue_id);
+          v_took := pg_catalog.clock_timestamp() - v_mark;
+          v_mark := v_mark + v_took;
+          if v_idle then
+            v_cost := v_cost + v_took;
+          else
+            v_work := v_work + least(v_took, '20 milliseconds'::pg_catalog.interval);   -- more is a wait for a lock
+            if v_found.ticked or not v_found.settled then
+              v_hot := pg_catalog.array_append(v_hot, v_found);
+              v_quiet := v_quiet - 1;
+              v_wait := least(v_wait, case when v_found.ticked then least(v_found.tick_time, v_mark) + v_state.gap else v_began end);
+              v_active := case when v_found.ticked then v_began else v_active end;
+            end if;
           end if;
           -- Each queue leaves a dozen locks behind, and a server has not many.
           if v_found.ticked or v_looked % 50 = 0 then
-            v_work := v_work + (pg_catalog.clock_timestamp() - v_mark);
             commit and chain;
             v_mark := pg_catalog.clock_timestamp();
           end if;
         end loop;
       end loop;
-      v_work := v_work + (pg_catalog.clock_timestamp() - v_mark);
-      v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_state.share;
-      if v_all then
-        v_full := v_mark + greatest(10::pg_catalog.float8 * v_work, v_nap);
-        v_paid := case when pg_catalog.cardinality(v_hot) = 0 then greatest(v_paid, v_full) else v_paid end;
+      if v_all and v_quiet > 0 then
+        v_full := v_mark + 2::pg_catalog.float8 / v_state.share * v_cost;
+        v_share := v_state.share / 2::pg_catalog.float8;
+      else
+        -- Where no queue is quiet, none can have anything before the first may tick again.
+        v_full := case when v_all then least(v_wait, v_mark + v_state.period) else v_full end;
+        v_share := v_state.share;
+        v_work := v_work + v_cost;
       end if;
+      if not v_all then
+        v_due := least(v_due, v_full);
+      end if;
+      v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_share;
+      v_ready := greatest(v_paid, least(v_wait, v_full));
     end if;
 
     if (v_op = pg_catalog.cardinality(v_ops) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
@@ -8963,8 +8994,9 @@ begin
     loop
       v_began := pg_catalog.clock_timestamp();
       exit when v_began >= v_next or v_began < v_woke
-        or v_began >= v_paid and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen);
-      perform pg_catalog.pg_sleep(extract(epoch from least(v_next - v_began, greatest(v_paid - v_began, least(v_nap, v_due - v_began)))) - 0.0007);
+        or v_began >= v_ready and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen);
+      v_took := case when v_began < v_ready then v_ready - v_began else least(v_nap, v_due - v_began) end;
+      perform pg_catalog.pg_sleep(greatest(extract(epoch from least(v_took, v_next - v_began)) - 0.0007, 0.0001));
     end loop;
     commit and chain;
   end loop;

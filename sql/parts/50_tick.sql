@@ -235,7 +235,7 @@ end
 $$;
 
 -- Which of these queues the loop has to look at now, by what it knows of them, and
--- which later, since their last tick is too young.  Not one that is settled: ticks
+-- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
 -- cover all there is, and nothing can come while the sequences of its events and
 -- of its forced ticks stand still.  Whoever puts something into the log takes an id
 -- before and has the sequence locked from then on, so an id of before is behind us
@@ -248,7 +248,7 @@ $$;
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
 -- four milliseconds each, and at most the tick period.
 create or replace function pgque._survey(
-  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out later int[], out later_at timestamptz
+  p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -256,10 +256,10 @@ declare
   v_locked  regclass[];
 begin
   select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
-    array_agg(l.queue_id) filter (where l.early), min(l.due) filter (where l.early)
-  into looks, later, later_at
+    coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
+  into looks, early, early_until
   from (
-    select q.queue_id, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
+    select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
       row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look as look,
       d.due, coalesce(not (k.settled and f.same) and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
@@ -269,9 +269,9 @@ begin
     left join unnest(p_known) k on k.queue_id = q.queue_id
     cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
     left join lateral (
-      select k.tick_time + least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
-        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c)))
-    ) d (due) on k.tick_time > v_now - p_period and (k.settled and f.same) is not true
+      select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
+        select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
+    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and (k.settled and f.same) is not true
     where q.queue_id = any (p_queues)
       and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
         and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
@@ -292,15 +292,15 @@ begin
 exception
   when others then
     looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
-    later := null;
-    later_at := null;
+    early := '{}';
+    early_until := null;
 end
 $$;
 
 -- Ticks one queue for a ticker that serves all of them, and tells what it knows
 -- then: never waits for another ticker, hardly for a locked table, and a queue
--- that is broken is reported and left alone.  A look in vain keeps no locks but
--- those of the two sequences.
+-- that is broken is reported and left alone: settled is null.  A look in vain keeps
+-- no locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -330,7 +330,8 @@ exception
     if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
       raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
     end if;   -- else it was dropped meanwhile
-    p_look.settled := false;
+    p_look.settled := null;
+    p_look.tick_time := pgque.clock();
     return p_look;
 end
 $$;
