@@ -3182,18 +3182,19 @@ $$;
 -- once nobody else has that lock.  (With keys a message is replaced under its old
 -- id, so such a queue is always looked at.)  What is given back says so of this
 -- moment, before _look_at() takes its snapshot; first come the queues that may have
--- messages, then forced ticks, then idle ones.  Where one queue is locked or gone,
--- each is looked at.
+-- messages, then forced ticks, then idle ones.  A queue whose sequences are locked,
+-- since somebody drops it, is left out; where one is gone, each is looked at.
 --
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
 -- four milliseconds each, and at most the tick period.
 create or replace function pgque._survey(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' as $$
 declare
   v_now     timestamptz := pgque.clock();
   v_locked  regclass[];
+  v_free    int[];
 begin
   select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
     coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
@@ -3201,7 +3202,7 @@ begin
   from (
     select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
       row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look as look,
-      d.due, coalesce(not (k.settled and f.same) and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
+      d.due, coalesce((k.settled and f.same) is not true and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
@@ -3231,6 +3232,17 @@ begin
   end if;
 exception
   when others then
+    v_free := array(
+      select q.queue_id
+      from pgque.queue q
+      where q.queue_id = any (p_queues) and not exists (
+        select from pg_locks l
+        where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+          and l.database = (select d.oid from pg_database d where d.datname = current_database())));
+    if cardinality(v_free) < cardinality(p_queues) then
+      select s.* into looks, early, early_until from pgque._survey(v_free, p_known, p_period) s;
+      return;
+    end if;
     looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
     early := '{}';
     early_until := null;
@@ -8862,7 +8874,8 @@ begin
   end if;
   loop
     -- The lock goes with each transaction, so a loop that was cancelled leaves
-    -- nothing behind, and is held through the nap, so a second loop waits.
+    -- nothing behind, and is taken anew at once, through the nap too, so a second
+    -- loop waits.
     if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
       exit when pg_catalog.clock_timestamp() >= v_end;
       perform pg_catalog.pg_sleep(0.05);
@@ -8889,6 +8902,7 @@ begin
       if v_state.retries then
         perform pgque.maint_retry_events();
         commit and chain;
+        perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
       end if;
       v_all := v_began >= v_full;
       v_queues := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(v_hot) h) end;
@@ -8909,6 +8923,7 @@ begin
         -- Not with all these sequences locked: somebody may drop one.
         if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
+          perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
         end if;
         v_mark := pg_catalog.clock_timestamp();
         v_looked := 0;
@@ -8943,6 +8958,7 @@ begin
           -- Each queue leaves a dozen locks behind, and a server has not many.
           if v_found.ticked or v_looked % 50 = 0 then
             commit and chain;
+            perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
             v_mark := pg_catalog.clock_timestamp();
           end if;
         end loop;
@@ -8985,6 +9001,7 @@ begin
         v_retains := true;
       end if;
       commit and chain;
+      perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
     end loop;
 
     commit and chain;

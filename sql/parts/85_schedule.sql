@@ -158,7 +158,8 @@ begin
   end if;
   loop
     -- The lock goes with each transaction, so a loop that was cancelled leaves
-    -- nothing behind, and is held through the nap, so a second loop waits.
+    -- nothing behind, and is taken anew at once, through the nap too, so a second
+    -- loop waits.
     if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
       exit when pg_catalog.clock_timestamp() >= v_end;
       perform pg_catalog.pg_sleep(0.05);
@@ -185,6 +186,7 @@ begin
       if v_state.retries then
         perform pgque.maint_retry_events();
         commit and chain;
+        perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
       end if;
       v_all := v_began >= v_full;
       v_queues := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(v_hot) h) end;
@@ -205,6 +207,7 @@ begin
         -- Not with all these sequences locked: somebody may drop one.
         if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
+          perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
         end if;
         v_mark := pg_catalog.clock_timestamp();
         v_looked := 0;
@@ -239,6 +242,7 @@ begin
           -- Each queue leaves a dozen locks behind, and a server has not many.
           if v_found.ticked or v_looked % 50 = 0 then
             commit and chain;
+            perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
             v_mark := pg_catalog.clock_timestamp();
           end if;
         end loop;
@@ -281,6 +285,7 @@ begin
         v_retains := true;
       end if;
       commit and chain;
+      perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
     end loop;
 
     commit and chain;

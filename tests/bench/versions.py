@@ -21,6 +21,7 @@ from bench.latency import Latency
 from bench.measure import Bench, Number, Row, one, queue, ticking
 
 QUEUE = "measured"
+NOISY = 3  # sessions; each sleeps a millisecond between two commits
 LOOP = "select a.pid from pg_stat_activity a where a.datname = current_database() and a.query like 'call pgque.ticker_loop%'"
 NOISE = """do $$
 declare v_until timestamptz := clock_timestamp() + interval '{seconds} seconds';
@@ -29,7 +30,7 @@ begin
   while clock_timestamp() < v_until loop
     insert into noise values (1);
     commit;
-    perform pg_sleep(0.00035);
+    perform pg_sleep(0.0005);
   end loop;
 end $$"""
 
@@ -194,11 +195,11 @@ def _loop_cpu(bench: Bench, seconds: float, *, rest: float) -> float:
 
 @contextmanager
 def _noise(bench: Bench, seconds: float) -> Iterator[None]:
-    """Commit, up to 2,000 times a second, what is none of pgque's business."""
+    """Commit, some 2,000 times a second, what is none of pgque's business."""
     with bench.connect() as admin:
         admin.execute("create table noise (n int)")
-        with Crew(bench, 1, _make_noise) as team:
-            team.begin([Task(None, 0, seconds)])
+        with Crew(bench, NOISY, _make_noise) as team:
+            team.begin([Task(None, 0, seconds)] * NOISY)
             yield
             team.finish()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,17 +42,17 @@ class Ticked:
     def looks_at(self, ms: int, period: str = "100 milliseconds") -> str:
         """Tell whether the loop checks the queue at that time, or when it will."""
         stop_clock(self.conn, ms)
-        ((now, later, at),) = rows(
+        ((now, early, at),) = rows(
             self.conn,
-            "select cardinality(s.looks), s.later, round(extract(epoch from s.later_at - timestamptz '2040-01-01') * 1000)"
+            "select cardinality(s.looks), cardinality(s.early), round(extract(epoch from s.early_until - timestamptz '2040-01-01') * 1000)"
             " from pgque._survey(pgque._ticked_queues(), %s::pgque.look[], %s) s",
             self.known,
             period,
         )
         if now:
-            assert later is None
+            assert early == 0
             return "now"
-        return "never" if later is None else f"at {at}"
+        return f"at {at}" if early else "never"
 
 
 @pytest.fixture
@@ -114,14 +117,14 @@ def test_a_gap_keeps_back_no_other_queue(ticked: Ticked) -> None:
     value(ticked.conn, "select pgque.create_queue('other')")
     send(ticked.conn, "other")
     stop_clock(ticked.conn, 1)
-    ((looks, later),) = rows(
+    ((looks, early),) = rows(
         ticked.conn,
         "select array(select q.queue_name from unnest(s.looks) l join pgque.queue q using (queue_id)),"
-        " array(select q.queue_name from pgque.queue q where q.queue_id = any (s.later))"
+        " array(select q.queue_name from unnest(s.early) l join pgque.queue q using (queue_id))"
         " from pgque._survey(pgque._ticked_queues(), %s::pgque.look[], '100 milliseconds') s",
         ticked.known,
     )
-    assert (looks, later) == (["other"], ["q"])
+    assert (looks, early) == (["other"], ["q"])
 
 
 @pytest.mark.parametrize("gap", ["0", "0.5 milliseconds", "60.001 seconds", "-1 second", "soon", ""])
@@ -244,4 +247,84 @@ def test_no_queue_starves_where_the_loop_may_use_hardly_anything(
         assert got == [sent]
     value(own, "select pgque.stop()")
     sender.result()
+    loop.result()
+
+
+def meanwhile(
+    conn: Connection,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    seconds: int,
+    query: str,
+) -> int:
+    """Run the loop for some seconds and a query again and again beside it; return how often that ran."""
+    loop = background(
+        lambda c: (
+            c.execute("set track_functions = 'all'")
+            and c.execute(f"call pgque.ticker_loop('{seconds} seconds')")
+        ),
+        connect(conn.info.dsn),
+    )
+    count = 0
+    while not loop.done:
+        conn.execute(query.encode())
+        count += 1
+    loop.result()
+    return count
+
+
+def test_a_smaller_share_of_a_core_makes_fewer_ticks(
+    own: Connection, connect: Callable[..., Connection], background: Callable[..., Any]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", tick_gap="1 millisecond")
+    last = "select max(t.tick_id) from pgque.tick t"
+    ticks = [value(own, last)]
+    for share in (1, 100):
+        value(own, "select pgque.set_tick_share(%s)", share)
+        meanwhile(own, connect, background, 2, "select pgque.send('q', 'x'::text)")
+        ticks.append(value(own, last))
+    few, many = ticks[1] - ticks[0], ticks[2] - ticks[1]
+    assert 0 < 3 * few < many
+
+
+def test_other_commits_make_the_loop_compare_snapshots_and_nothing_else(
+    own: Connection,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:
+    """Here no queue may tick again for a minute, and what commits has nothing to do with them."""
+    own.execute("create table other (n int)")
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", tick_gap="1 minute")
+    value(own, "select pgque.set_tick_period_ms(60000)")
+    send(own, "q")
+    commits = meanwhile(own, connect, background, 2, "insert into other values (1)")
+    calls = "select f.calls from pg_stat_user_functions f where f.funcname = '_survey' and f.calls > 0"
+    wait_until(lambda: rows(own, calls), "the statistics of the loop")
+    assert value(own, calls) <= 5 < 20 < commits
+
+
+def test_checks_become_rarer_some_seconds_after_the_last_message(
+    own: Connection, connect: Callable[..., Connection], background: Callable[..., Any]
+) -> None:
+    """Each check is a sleep of the loop's session, which gives up its core for it."""
+    value(own, "select pgque.create_queue('q')")
+    loop = background(lambda c: c.execute("call pgque.ticker_loop('7 seconds')"), connect(own.info.dsn))
+    status = Path(f"/proc/{loop.pid}/status")
+    if not status.exists():
+        pytest.skip("the server's processes are not on this machine")
+
+    def sleeps(seconds: float) -> int:
+        counts = []
+        for pause in (seconds, 0):
+            counts.append(int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status.read_text(), re.M)[0]))
+            time.sleep(pause)
+        return counts[1] - counts[0]
+
+    send(own, "q")
+    soon = sleeps(2)
+    time.sleep(2.5)
+    assert 2 * sleeps(2) < soon
     loop.result()

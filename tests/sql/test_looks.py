@@ -15,6 +15,8 @@ from sql.helpers import (
     ack,
     configure,
     drain,
+    leaf,
+    move_clock,
     nack,
     need_prepared_transactions,
     post,
@@ -279,6 +281,21 @@ def test_a_queue_that_is_locked_holds_up_no_other(
     other.rollback()
     loop.settle()
     assert drain(quiet, "locked") == [waits]
+
+
+def test_a_queue_whose_tables_are_locked_is_looked_at_once_a_second(
+    quiet: Connection, loop: Loop, transaction: Callable[..., Connection]
+) -> None:
+    """Each look waits for the lock for a while, and all other queues wait with it."""
+    other = transaction("read committed", quiet.info.dsn)
+    other.execute(f"lock table {leaf(quiet, 'q', kind='tick')} in access exclusive mode".encode())
+    waits = send(quiet, "q")
+    assert [loop.look() for _ in range(3)] == [1, 0, 0]
+    other.rollback()
+    assert loop.look() == 0
+    move_clock(quiet, "1 second")
+    loop.settle()
+    assert drain(quiet, "q") == [waits]
 
 
 def test_a_body_that_replaces_another_is_ticked_for_those_who_read_windows(
