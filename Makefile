@@ -33,7 +33,7 @@ $(error make install needs PostgreSQL's build files (Debian: postgresql-server-d
 endif
 EXTENSION  := sql/pgque
 EXTVERSION := $(shell sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
-EARLIER    := 0.1.0 0.2.0 0.3.0 0.4.0 0.4.1 0.4.2 0.4.3 0.4.4 0.5.0
+EARLIER    := 0.4.3 0.4.4 0.5.0
 # The file installs over any version, so it is the way from each of them too.
 DATA_built := build/pgque--$(EXTVERSION).sql $(EARLIER:%=build/pgque--%--$(EXTVERSION).sql)
 include $(PGXS)

@@ -53,6 +53,13 @@ begin
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
     perform pg_catalog.set_config('pgque.version_before', pgque.version(), v_local);
+    if string_to_array(substring(pgque.version() from '^[0-9.]+'), '.')::int[] < '{0,4,3}' then
+      raise exception using
+        errcode = 'feature_not_supported',
+        message = format('cannot upgrade from pgque %s', pgque.version()),
+        detail = 'Upgrades start from 0.4.3 or later. Nothing was changed.',
+        hint = 'Install 0.4.3 first (sql/pgque.sql of that release), then this version.';
+    end if;
   end if;
   if to_regrole('pgque_reader') is null then
     create role pgque_reader;
@@ -80,7 +87,7 @@ $$;
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.5.1'::text $$;
+language sql immutable as $$ select '0.6.0'::text $$;
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz

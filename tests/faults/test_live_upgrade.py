@@ -26,8 +26,6 @@ from sql.test_install import EARLIER, SOURCE, install_earlier
 
 pytestmark = pytest.mark.timeout(60)
 
-# Before 0.2.0 there were no workers.
-WITH_WORKERS = [version for version in EARLIER if version != "0.1.0"]
 
 
 def upgrade(conn: Connection) -> None:
@@ -35,7 +33,7 @@ def upgrade(conn: Connection) -> None:
         conn.execute(SOURCE)
 
 
-@pytest.fixture(params=WITH_WORKERS)
+@pytest.fixture(params=EARLIER)
 def old(request: pytest.FixtureRequest, fresh_dsn: str, connect: Callable[..., Connection]) -> Connection:
     """A database with an earlier version and a queue q with a pool c."""
     install_earlier(fresh_dsn, request.param)
