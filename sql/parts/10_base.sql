@@ -84,14 +84,20 @@ begin
   revoke usage on type pgque.caller from public;
 end
 $$;
+comment on domain pgque.caller is
+  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.6.0'::text $$;
+comment on function pgque.version() is
+  'The version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
+comment on function pgque.clock() is
+  'The time as pgque sees it. Tests replace it to move time.';
 
 -- The mark of the writing transaction, for generated columns: a hash of its id and
 -- of the time it began.  The id alone is not enough, since the transaction that

@@ -78,6 +78,11 @@ create table if not exists pgque.config (
   tick_share      int not null default 15
     constraint config_tick_share check (tick_share between 1 and 100)
 );
+comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
+comment on column pgque.config.config_id is 'Always 1.';
+comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
+comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
 
 -- One row a queue.  queue_xid is the mark of the transaction that wrote the row,
 -- and every statement that updates a row sets it.  When the row is loaded from a
@@ -158,6 +163,30 @@ create table if not exists pgque.queue (
   queue_tick_storage       bigint not null default 67108864
     constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)
 ) with (fillfactor = 50);
+comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
+comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
+comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
+comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
+comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
+comment on column pgque.queue.queue_rotation_period is 'Least time between two rotations.';
+comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
+comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
+comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
+comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
+comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
+comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
+comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
+comment on column pgque.queue.queue_max_retries is 'How often a failed message is delivered again before it becomes a dead letter.';
+comment on column pgque.queue.queue_retention_period is 'A consumer that lags for longer is moved forward.';
+comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
+comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
+comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
+comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
+comment on column pgque.queue.queue_created_at is 'When it was created.';
+comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
+comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
+comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
 
 -- Events and ticks are partitioned by slot = queue_id * 3 + table number, so
 -- that one static INSERT reaches every queue.  Each leaf has its own index, by
@@ -182,6 +211,7 @@ create table if not exists pgque.event (
   ev_expires  timestamptz,
   ev_error    text
 ) partition by list (slot);
+comment on table pgque.event is 'The events of all queues: append only, a partition for each of a queue''s three tables. Internal: read it through receive() or peek().';
 
 create table if not exists pgque.tick (
   slot            int not null,
@@ -191,6 +221,13 @@ create table if not exists pgque.tick (
   tick_snapshot   pg_snapshot not null,
   tick_event_seq  bigint not null
 ) partition by list (slot);
+comment on table pgque.tick is 'The ticks of all queues: snapshots between which batches lie.';
+comment on column pgque.tick.slot is 'Partition: queue_id * 3 + table number.';
+comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
+comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
+comment on column pgque.tick.tick_time is 'When it was made.';
+comment on column pgque.tick.tick_snapshot is 'Which transactions had finished by then.';
+comment on column pgque.tick.tick_event_seq is 'Value of the event sequence by then.';
 
 -- Who may do what with one queue; see "rights".
 create table if not exists pgque.queue_right (
@@ -201,11 +238,16 @@ create table if not exists pgque.queue_right (
     constraint queue_right_known check (right_name in ('produce', 'consume', 'admin')),
   constraint queue_right_pkey primary key (right_queue, right_role, right_name)
 );
+comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
+comment on column pgque.queue_right.right_queue is 'The queue.';
+comment on column pgque.queue_right.right_role is 'The role.';
+comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
 
 -- Leaves of dropped queues, waiting until they can go without stopping anyone.
 create table if not exists pgque.dropped_queue (
   queue_id  int not null constraint dropped_queue_pkey primary key
 );
+comment on table pgque.dropped_queue is 'Dropped queues whose tables still have to go. Internal.';
 
 -- A name belongs to one queue, so that a transaction that subscribes a new name
 -- blocks the name on no other queue.  co_queue is 0 for the names of 0.4.4 and
@@ -218,6 +260,9 @@ create table if not exists pgque.consumer (
   co_queue  int not null default 0,
   constraint consumer_name_key unique (co_queue, co_name)
 );
+comment on table pgque.consumer is 'Names of consumers.';
+comment on column pgque.consumer.co_id is 'Number of the consumer.';
+comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and never updated on that path.
@@ -238,6 +283,7 @@ create table if not exists pgque.subscriber (
   sub_keyed     boolean not null default false,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
+comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
 
 -- The journal of positions, in two leaves of which pgque.journal names the one
 -- that is written.  The row with the highest pos_seq of a subscriber is true.
@@ -272,6 +318,7 @@ create table if not exists pgque.journal (
     constraint journal_idem_cur_range check (journal_idem_cur in (0, 1)),
   journal_emptied_at  timestamptz not null default '-infinity'
 );
+comment on table pgque.journal is 'Which leaf of the positions is written. Internal.';
 
 create table if not exists pgque.position_0 (
   pos_sub        int not null,
@@ -303,10 +350,12 @@ create table if not exists pgque.position_0 (
   pos_paid       timestamptz,
   constraint position_0_pkey primary key (pos_sub, pos_seq)
 );
+comment on table pgque.position_0 is 'Journal of positions, first leaf; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 create table if not exists pgque.position_1 (
   like pgque.position_0 including defaults,
   constraint position_1_pkey primary key (pos_sub, pos_seq)
 );
+comment on table pgque.position_1 is 'Journal of positions, second leaf. Internal.';
 
 -- Messages of an open batch that have their outcome already.  Moves from leaf
 -- to leaf together with the positions.  Of a worker's batch, in place of an id:
@@ -321,10 +370,12 @@ create table if not exists pgque.settled_0 (
   set_until  timestamptz,
   constraint settled_0_pkey primary key (set_batch, set_ev_id)
 );
+comment on table pgque.settled_0 is 'Messages of open batches that were failed already, first leaf. Internal.';
 create table if not exists pgque.settled_1 (
   like pgque.settled_0,
   constraint settled_1_pkey primary key (set_batch, set_ev_id)
 );
+comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
 
 -- Where the rows of a big window lie: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (
@@ -340,6 +391,7 @@ create table if not exists pgque.window_map (
   map_xid        xid8 not null,
   map_valid      boolean generated always as (map_xid = pgque._xid()) stored
 );
+comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
 
 -- Messages that wait: for another attempt of a consumer, or with a delay and no
 -- owner (0) yet.
@@ -370,6 +422,25 @@ create table if not exists pgque.retry_queue (
   ev_lane         text,
   constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue)
 );
+comment on table pgque.retry_queue is 'Messages that wait: failed ones for their consumer, also while a worker holds them, and delayed ones for everybody.';
+comment on column pgque.retry_queue.ev_retry_after is 'When it is due.';
+comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
+comment on column pgque.retry_queue.ev_id is 'Id of the message.';
+comment on column pgque.retry_queue.ev_time is 'When it was sent.';
+comment on column pgque.retry_queue.ev_txid is 'Transaction that stored it in the queue.';
+comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id, or 0 for everybody (a delayed message).';
+comment on column pgque.retry_queue.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.retry_queue.ev_type is 'Type of the message.';
+comment on column pgque.retry_queue.ev_data is 'Its payload.';
+comment on column pgque.retry_queue.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.retry_queue.ev_extra2 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_extra3 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_extra4 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_headers is 'Metadata of the sender.';
+comment on column pgque.retry_queue.ev_key is 'Key of a keyed message.';
+comment on column pgque.retry_queue.ev_bytes is 'Its payload, if it was sent as bytes.';
+comment on column pgque.retry_queue.ev_expires is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.retry_queue.ev_error is 'The reason given when it failed last.';
 
 create table if not exists pgque.dead_letter (
   dl_id           bigint generated by default as identity
@@ -399,6 +470,27 @@ create table if not exists pgque.dead_letter (
   dl_held         boolean not null default false,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
+comment on table pgque.dead_letter is 'Messages whose retries are used up, once for each consumer; see dlq_inspect().';
+comment on column pgque.dead_letter.dl_id is 'Number of the dead letter; what dlq_requeue() and dlq_replay() take.';
+comment on column pgque.dead_letter.dl_queue_id is 'The queue: queue.queue_id.';
+comment on column pgque.dead_letter.dl_consumer_id is 'The consumer that failed it: consumer.co_id.';
+comment on column pgque.dead_letter.dl_time is 'When it became a dead letter.';
+comment on column pgque.dead_letter.dl_reason is 'Why: the reason of the last nack().';
+comment on column pgque.dead_letter.ev_id is 'Id of the message.';
+comment on column pgque.dead_letter.ev_time is 'When it was sent.';
+comment on column pgque.dead_letter.ev_txid is 'Transaction that stored it in the queue.';
+comment on column pgque.dead_letter.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.dead_letter.ev_type is 'Type of the message.';
+comment on column pgque.dead_letter.ev_data is 'Its payload.';
+comment on column pgque.dead_letter.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.dead_letter.ev_extra2 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_extra3 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_extra4 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_headers is 'Metadata of the sender.';
+comment on column pgque.dead_letter.ev_key is 'Key of a keyed message.';
+comment on column pgque.dead_letter.ev_bytes is 'Its payload, if it was sent as bytes.';
+comment on column pgque.dead_letter.ev_expires is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.dead_letter.ev_error is 'The reason given when it failed last.';
 
 -- What send_idem() sent, in two leaves; of a key the row with the highest
 -- idem_n is true.
@@ -410,10 +502,12 @@ create table if not exists pgque.idempotency_0 (
   idem_expires  timestamptz not null,
   constraint idempotency_0_pkey primary key (idem_queue, idem_key, idem_n)
 );
+comment on table pgque.idempotency_0 is 'Keys of send_idem() until their ttl ends, first leaf. Internal.';
 create table if not exists pgque.idempotency_1 (
   like pgque.idempotency_0,
   constraint idempotency_1_pkey primary key (idem_queue, idem_key, idem_n)
 );
+comment on table pgque.idempotency_1 is 'Keys of send_idem() until their ttl ends, second leaf. Internal.';
 
 -- What sinks staged and have not committed, in two leaves; which of them takes
 -- new rows a sequence says, which turns without a dead row.  Not unlogged, as no
@@ -427,10 +521,12 @@ create table if not exists pgque.sink_attempt_0 (
   epoch       bigint,
   started_at  timestamptz not null
 );
+comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
 create table if not exists pgque.sink_attempt_1 (
   like pgque.sink_attempt_0,
   constraint sink_attempt_1_pkey primary key (attempt)
 );
+comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
 create table if not exists pgque.sink_stage_0 (
   attempt        uuid not null,
   n              int not null,
@@ -444,10 +540,12 @@ create table if not exists pgque.sink_stage_0 (
   constraint sink_stage_0_pkey primary key (attempt, n),
   constraint sink_stage_one_payload check (payload is null or payload_bytes is null)
 );
+comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
 create table if not exists pgque.sink_stage_1 (
   like pgque.sink_stage_0 including constraints,
   constraint sink_stage_1_pkey primary key (attempt, n)
 );
+comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
 
 -- What sinks committed: whole epochs (part -1), and parts of epochs that were
 -- written row by row, by which transaction of which session.  Only a sink's
@@ -464,10 +562,12 @@ create table if not exists pgque.sink_epoch_0 (
   committed_at  timestamptz not null default pgque.clock(),
   constraint sink_epoch_0_pkey primary key (sink_id, epoch, part)
 );
+comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
 create table if not exists pgque.sink_epoch_1 (
   like pgque.sink_epoch_0 including defaults,
   constraint sink_epoch_1_pkey primary key (sink_id, epoch, part)
 );
+comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';
 
 -- What happened to messages that nobody will see again, and how often, in two
 -- leaves; metrics() adds them up.
@@ -477,9 +577,11 @@ create table if not exists pgque.tally_0 (
   tal_what   text not null,
   tal_count  bigint not null
 );
+comment on table pgque.tally_0 is 'Counts of messages that were dropped, expired or archived, first leaf. Internal: see metrics().';
 create table if not exists pgque.tally_1 (
   like pgque.tally_0
 );
+comment on table pgque.tally_1 is 'Counts of messages that were dropped, expired or archived, second leaf. Internal.';
 
 -- For workers, the messages of a window that is longer than a batch, in order
 -- and with their addresses, a hundred a row (behind those of ros_last is none): a cache, in two leaves.
@@ -497,9 +599,11 @@ create table if not exists pgque.roster_0 (
   ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored,
   ros_last       boolean not null default false
 );
+comment on table pgque.roster_0 is 'For workers, where the messages of big windows lie, first leaf: a cache. Internal.';
 create table if not exists pgque.roster_1 (
   like pgque.roster_0 including generated including defaults
 );
+comment on table pgque.roster_1 is 'For workers, where the messages of big windows lie, second leaf: a cache. Internal.';
 
 -- Messages that were done with and shall be kept.  A leaf holds one day of one
 -- queue; bucket = queue_id * 100000 + days since 2000-01-01.
@@ -528,6 +632,7 @@ create table if not exists pgque.archive (
   ev_expires     timestamptz,
   ev_error       text
 ) partition by list (bucket);
+comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
 
 -- When the reapers ran last, in seconds since 1970: a register that leaves no
 -- dead rows.
@@ -698,3 +803,27 @@ begin
   end if;
 end
 $$;
+comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
+comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
+comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
+comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
+comment on column pgque.delivery.type is 'What the sender called it; default if nothing.';
+comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
+comment on column pgque.delivery.retry_count is 'How often it was failed before: 0 at first.';
+comment on column pgque.delivery.created_at is 'When it was sent.';
+comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.delivery.extra2 is 'Free text of the sender.';
+comment on column pgque.delivery.extra3 is 'Free text of the sender.';
+comment on column pgque.delivery.extra4 is 'Free text of the sender.';
+comment on column pgque.delivery.headers is 'Metadata of the sender.';
+comment on column pgque.delivery.key is 'Key of a keyed message.';
+comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
+comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
+comment on column pgque.delivery.last_error is 'The reason given when it was failed last.';
+comment on column pgque.delivery.expires_at is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.delivery.queue is 'Name of its queue.';
+comment on type pgque.outcome is 'What became of one message of a call that settles several.';
+comment on column pgque.outcome.msg_id is 'Id of the message.';
+comment on column pgque.outcome.ok is 'Whether this call settled it.';
+comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';

@@ -240,6 +240,9 @@ begin
   return pgque._create_queue($1, $2);
 end
 $$;
+comment on function pgque.create_queue(text, jsonb) is
+  'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
+  'parameters of set_queue_config, or null for none. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -356,6 +359,9 @@ exception
     perform pgque._bad_setting(alter_queue.queue_name, alter_queue.config, sqlerrm);
 end
 $$;
+comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
+  'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
+  'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
 
 -- Notes for good that messages of a queue may expire.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
@@ -367,6 +373,14 @@ $$;
 -- Sets one parameter; NULL restores the default.
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
+comment on function pgque.set_queue_config(text, text, text) is
+  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
+  'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
+  'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
+  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), tick_gap (20 milliseconds), tick_storage (67108864 bytes), ticker_max_count (500 events), '
+  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
+  'health_depth_warn (80 percent). Periods are intervals. '
+  'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 
 -- The values in force, one row a parameter.  A queue that takes dead letters is
 -- named to those who have a right to it.
@@ -386,6 +400,8 @@ begin
     order by 1;
 end
 $$;
+comment on function pgque.queue_config(text, pgque.caller) is
+  'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
 
 -- Sets what holds for every queue that has no value of its own, at once and for
 -- queues to come; null goes back to the built-in default.
@@ -435,6 +451,8 @@ exception
       hint = 'The old one stays. ' || pgque._settings_hint();
 end
 $$;
+comment on function pgque.set_default_config(text, text) is
+  'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 
 -- Gives a queue another name; its id, queue_uid, stays.  Names are those of all
 -- queues, so a right to one is not enough.
@@ -454,6 +472,7 @@ exception
       hint = 'Choose another name.';
 end
 $$;
+comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
 
 -- Closes a queue for senders (PQ013) until resume(); consumers drain what is
 -- there.
@@ -465,6 +484,8 @@ begin
   update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
+comment on function pgque.pause(text, pgque.caller) is
+  'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -474,6 +495,8 @@ begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
+comment on function pgque.resume(text, pgque.caller) is
+  'Opens a paused queue again. PQ001 no such queue.';
 
 -- Refuses to drop a queue that somebody still needs.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
@@ -570,6 +593,10 @@ exception
       hint = 'Retry the transaction.';
 end
 $$;
+comment on function pgque.drop_queue(text, boolean, pgque.caller) is
+  'Drops a queue with its events, retries and dead letters, and returns 1. It needs force while it has consumers, delayed messages, retries or dead letters, '
+  'or takes those of another queue; messages in the log that no consumer is to get do not count. '
+  'Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it is needed.';
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)

@@ -90,6 +90,10 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.grant_queue(text, text, text) is
+  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
+  'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 
 -- Takes back what grant_queue() gave, by default all of it; returns the number of
 -- rights.
@@ -105,6 +109,10 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.revoke_queue(text, text, text) is
+  'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
+  'The role stays a member of pgque_user, which is no right to any queue. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 
 -- The queue of a right that is named as it should be.  One such change at a
 -- time; rights of roles that are gone go too.

@@ -471,21 +471,35 @@ create or replace function pgque.insert_event(
   ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
+comment on function pgque.insert_event(text, text, text, text, text, text, text) is
+  'PgQ''s name for send, with the four extra texts of an event. Returns the event''s id. '
+  'PQ001 no such queue, PQ013 the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
+comment on function pgque.insert_event(text, text, text) is
+  'Same as insert_event with seven arguments; the extra texts are NULL.';
 
 create or replace function pgque.send(queue_name text, payload text) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
+comment on function pgque.send(text, text) is
+  'Appends one message of type default and returns its id. The payload is kept byte for byte. It is delivered to every consumer '
+  'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
+comment on function pgque.send(text, jsonb) is
+  'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
+comment on function pgque.send(text, text, text, text) is
+  'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
+comment on function pgque.send(text, text, jsonb, text) is
+  'The same for JSON. PQ005 the key begins with { and may be meant as headers: name it headers or partition_key.';
 
 -- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
 -- place was taken for headers: those are not to become a partition key in silence.
@@ -515,6 +529,11 @@ language sql as $$
     else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
+  'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
+  '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
+  'ttl: not delivered after, both at most 100 years; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
+  'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -526,12 +545,16 @@ language sql as $$
     else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for jsonb, stored in its canonical form.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
   deliver_at timestamptz default null, ttl interval default null, partition_key text default null
 ) returns bigint
 language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
+comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for bytes: received in payload_bytes, payload is null.';
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
@@ -588,9 +611,13 @@ $$;
 
 create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2) $$;
+comment on function pgque.send_batch(text, text[]) is
+  'Same as send_batch(queue_name, type_name, payloads) with type default.';
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
+comment on function pgque.send_batch(text, jsonb[]) is
+  'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
 
 -- With options, an array each.
 create or replace function pgque.send_batch(
@@ -604,6 +631,8 @@ language sql as $$
     else pgque._send_all($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many messages with options, all or none; ids in input order. Each option is an array as long as payloads, or null; see send(). PQ005 for another length.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -616,6 +645,8 @@ language sql as $$
     else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for jsonb.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -624,6 +655,8 @@ create or replace function pgque.send_batch(
 language sql as $$
   select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
 $$;
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for bytes.';
 
 -- Sends unless the same key was sent within ttl; then the first id comes back.
 -- Keys are noted in two leaves, of which pgque.journal names the one that is
@@ -679,6 +712,10 @@ exception
       hint = 'Retry the transaction.';
 end
 $$;
+comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
+  'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
+  'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
+  'PQ001 no such queue, PQ005 no key, or a ttl that is not positive or above 100 years, PQ013 the queue is paused.';
 
 -- Which leaf of the idempotency keys is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int
@@ -698,6 +735,8 @@ create or replace function pgque.send_idem(
   out event_id bigint, out deduped boolean
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
+comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
+  'Same as send_idem with a text payload, for JSON.';
 
 -- The table that events of the queue go to now.  For COPY by the owner; its
 -- columns have the defaults that make a plain INSERT of ev_type and ev_data an
@@ -706,3 +745,6 @@ create or replace function pgque.current_event_table(queue_name text) returns te
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
+comment on function pgque.current_event_table(text) is
+  'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
+  'ev_data a complete event; an ev_id of an earlier transaction may be ticked a minute late. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';

@@ -210,6 +210,10 @@ begin
   return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
 end
 $$;
+comment on function pgque.ticker(text, pgque.caller) is
+  'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
+  'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
+  'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Ticks every queue that has a reason; returns the number of ticks.  Each queue
 -- keeps two locks until the transaction ends, with a tick eight: of more than the
@@ -233,6 +237,9 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.ticker() is
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Which of these queues the loop has to look at now, by what it knows of them, and
 -- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
@@ -381,6 +388,9 @@ begin
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
+comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
+  'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
+  'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Makes the next ticker() tick the queue whether or not anything happened.
 -- The wish is kept in a sequence, so it leaves no row behind.  Returns the id
@@ -395,6 +405,10 @@ begin
   return v_last;
 end
 $$;
+comment on function pgque.force_next_tick(text, pgque.caller) is
+  'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
+comment on function pgque.force_tick(text) is
+  'Same as force_next_tick.';

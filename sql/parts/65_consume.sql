@@ -191,6 +191,10 @@ begin
   return v_new;
 end
 $$;
+comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
+  'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
+  'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
+  'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -245,6 +249,8 @@ $$;
 
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
+comment on function pgque.register_consumer(text, text) is
+  'PgQ''s name for subscribe(queue_name, consumer_name).';
 
 -- Subscribes at a tick, or moves a known consumer there: its open batch is
 -- dropped.  1 when new, 0 when moved.
@@ -273,6 +279,9 @@ begin
   return 0;
 end
 $$;
+comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
+  'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
+  'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
 
 -- Removes a consumer from a queue, with its workers and its waiting retries.
 -- Its dead letters stay.  Returns the number of subscribers removed.
@@ -301,9 +310,14 @@ begin
   return v_count + v_rows;
 end
 $$;
+comment on function pgque.unsubscribe(text, text, pgque.caller) is
+  'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
+  'went, 0 if it was none. PQ001 no such queue.';
 
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
+comment on function pgque.unregister_consumer(text, text) is
+  'PgQ''s name for unsubscribe.';
 
 -- Opens the window that follows a position: up to the furthest of the next 100
 -- ticks before which no more than p_max events were numbered, so that a
@@ -640,6 +654,13 @@ begin
   end if;
 end
 $$;
+comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
+  'Hands out the consumer''s next messages, at most max_return, as one batch, in the order of their ids (to a worker first those that come again, then new ones); no rows if there are none. Until '
+  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
+  '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
+  'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
+  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
+  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer has received a batch on its own and a worker is named, PQ011 no such consumer.';
 
 -- The messages of a batch of a queue with keys or expiry: those that are to be
 -- delivered, and those of the slice that are not.  p_max null: all of p_rows;
@@ -790,9 +811,14 @@ $$;
 
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
+comment on function pgque.ack(bigint) is
+  'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
+  'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
+comment on function pgque.finish_batch(bigint) is
+  'PgQ''s name for ack.';
 
 -- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
 -- what receive() left of one.  An open batch comes again.  Null if there is no
@@ -893,6 +919,9 @@ create or replace function pgque.next_batch_custom(
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
+comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+  'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
+  'is no condition.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -901,9 +930,14 @@ create or replace function pgque.next_batch_info(
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
+comment on function pgque.next_batch_info(text, text) is
+  'Same as next_batch, with the ids, times and event sequences of the two ticks.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
+comment on function pgque.next_batch(text, text) is
+  'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
+  'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.
@@ -1026,6 +1060,8 @@ begin
   return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(v_open.sub, v_open.pos));
 end
 $$;
+comment on function pgque.get_batch_events(bigint, pgque.caller) is
+  'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
 
 -- The query of an open batch: where messages may be left out as it is opened,
 -- without those that have an outcome.
@@ -1076,6 +1112,9 @@ begin
   return query execute format('fetch forward %s from %I', $3, $2);
 end
 $$;
+comment on function pgque.get_batch_cursor(bigint, text, int, text) is
+  'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
+  'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int,
@@ -1084,6 +1123,8 @@ create or replace function pgque.get_batch_cursor(
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
+comment on function pgque.get_batch_cursor(bigint, text, int) is
+  'Same as get_batch_cursor without extra_where.';
 
 -- What an open batch spans.
 create or replace function pgque.get_batch_info(
@@ -1111,6 +1152,8 @@ begin
   seq_end := v_cur.tick_event_seq;
 end
 $$;
+comment on function pgque.get_batch_info(bigint, pgque.caller) is
+  'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
 
 -- A consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text

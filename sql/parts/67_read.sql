@@ -32,6 +32,8 @@ begin
   return (pgque._find_tick(v_queue, $2)).tick_id;
 end
 $$;
+comment on function pgque.tick_for(text, text, pgque.caller) is
+  'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
 
 -- The end of the next piece of work behind a tick: as many ticks as hold
 -- max_events and as max_ticks allow, at least one, and none beyond upto.  Null
@@ -70,6 +72,9 @@ begin
   return v_next;
 end
 $$;
+comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
+  'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
+  'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
 
 -- Cuts a window into at most `parts` pieces of about as many events: runs of
 -- whole ticks, and a run with one heavy tick into residues of the event ids.
@@ -115,6 +120,9 @@ begin
   using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
 end
 $$;
+comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
+  'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
+  'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
@@ -172,6 +180,10 @@ begin
   return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, caller);
 end
 $$;
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
+  'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
+  'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
+  'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
 
 -- The same as a cursor to fetch from: nothing is stored on the way.
 create or replace function pgque.read_window_cursor(
@@ -191,6 +203,8 @@ begin
   open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, caller);
 end
 $$;
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
+  'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
 
 -- Moves a consumer forward to a tick, or with force back too; its open batch is
 -- dropped.  Returns the tick where it stands then: a tick that it has passed
@@ -218,6 +232,9 @@ begin
   return v_position.pos_tick;
 end
 $$;
+comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
+  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
+  'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
 
 -- Begins to read as a consumer whose offsets are kept elsewhere: subscribes it
 -- at start_at if it is new, keeps every other session from doing the same until
@@ -249,6 +266,9 @@ begin
   return (pgque._position(v_sub.sub_id)).pos_tick;
 end
 $$;
+comment on function pgque.open_stream(text, text, text, pgque.caller) is
+  'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
+  'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
 
 -- Puts messages that lie behind a consumer's position among its dead letters,
 -- once each, with a reason each.  For readers that have no batch.
@@ -283,3 +303,6 @@ begin
     order by i.n;
 end
 $$;
+comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
+  'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
+  'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';

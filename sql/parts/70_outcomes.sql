@@ -306,6 +306,8 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
+  'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -314,6 +316,11 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
+  'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
+  'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
+  'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
+  'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
 
 -- The same for many messages, set-based; one row each with its outcome.
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
@@ -323,6 +330,9 @@ begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
 $$;
+comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
+  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
+  'PQ005 retry_after is negative or above 100 years.';
 
 -- Finishes some messages of a batch; the others stay with it.
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
@@ -337,6 +347,10 @@ begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
 end
 $$;
+comment on function pgque.ack(bigint, bigint[], pgque.caller) is
+  'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
+  'lost to another worker, batch not open. After an answer "lost to another worker" an ack of the whole batch returns 0: it would finish that message too, if the '
+  'other one let go of it. With archive_on_ack they are kept in the archive.';
 
 -- Gives messages up at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -348,6 +362,8 @@ $$;
 
 create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
 language sql as $$ select * from pgque._dead($1, $2, $3) $$;
+comment on function pgque.dead(bigint, bigint[], text) is
+  'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
 
 -- Finishes messages, all of the batch by default, and keeps them in the archive.
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -356,6 +372,8 @@ begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
 $$;
+comment on function pgque.archive(bigint, bigint[], pgque.caller) is
+  'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
 
 -- Leases are of workers only.
 create or replace function pgque._need_pool(p_batch bigint) returns void
@@ -380,6 +398,8 @@ begin
   return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
 end
 $$;
+comment on function pgque.release(bigint, bigint[], pgque.caller) is
+  'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
 
 -- Sets when a lease ends, counted from now; 0 is release().  Returns the number
 -- of messages still held: 0 when the batch is lost.
@@ -416,6 +436,8 @@ begin
   return v_held;
 end
 $$;
+comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
+  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when null, negative or above 100 years.';
 
 -- Adds to a lease; never shortens it.  Returns the number of messages still
 -- held: 0 when the batch is lost.
@@ -458,6 +480,8 @@ begin
   return v_count + v_held;
 end
 $$;
+comment on function pgque.extend(bigint, interval, pgque.caller) is
+  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 
 -- PgQ's way to fail an event: no limit on the number of retries.  1, or 0 if
 -- that was done already.
@@ -474,9 +498,14 @@ begin
       null, true) f);
 end
 $$;
+comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
+  'Delivers one event of an open batch to this consumer again at retry_time (NULL: as nack() does), however often it failed before. Returns 1, or 0 if it was failed already. '
+  'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
+comment on function pgque.event_retry(bigint, bigint, int) is
+  'Same as event_retry with a time, in so many seconds from now.';
 
 -- Whether a batch is open in any way.
 create or replace function pgque._is_open(p_batch bigint) returns boolean
@@ -503,6 +532,9 @@ begin
   return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
 end
 $$;
+comment on function pgque.batch_retry(bigint, int, pgque.caller) is
+  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now (NULL: as nack() does), and returns their number. Finish the batch '
+  'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
 
 -- The consumers on their own, whose retries come back through the log, and 0:
 -- delayed messages are for everybody.  Workers take theirs where they wait.
@@ -539,6 +571,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_retry_events() is
+  'Puts messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; a ticker delivers them.';
 
 -- Claims messages with keys that wait for their consumer's first delivery, in rows
 -- that the caller has locked.  Gives back those that may leave: they have their
@@ -638,6 +672,8 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
+comment on function pgque.dlq_inspect(text, int, pgque.caller) is
+  'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.
@@ -671,6 +707,9 @@ begin
     v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
 end
 $$;
+comment on function pgque.dlq_replay(bigint, pgque.caller) is
+  'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
+  'PQ008 no such dead letter, PQ013 the queue is paused.';
 
 -- Sends all dead letters of a queue again; one that can not be sent stays.
 create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
@@ -693,6 +732,8 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.dlq_replay_all(text, pgque.caller) is
+  'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
 
 -- Gives a dead letter back to the consumer that failed it, with its id and
 -- with a clean count of retries; returns the id.
@@ -729,6 +770,10 @@ begin
   return v_dead.ev_id;
 end
 $$;
+comment on function pgque.dlq_requeue(bigint, pgque.caller) is
+  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Its age stays: beyond retention_period it is delivered, '
+  'but a dead letter again with its first failure. Returns the message''s id. '
+  'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
 
 -- Requeues the oldest dead letters of a queue whose consumers are still there.
 create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
@@ -751,6 +796,8 @@ begin
     ) x);
 end
 $$;
+comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
 
 -- Deletes dead letters of a queue that are older than an interval.  A null would
 -- delete none without a word.
@@ -772,6 +819,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.dlq_purge(text, interval, pgque.caller) is
+  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
 
 -- Moves the dead letters that list_poison() shows to the archive; returns their
 -- number.
@@ -800,6 +849,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
 
 -- Makes what waits for a consumer's next attempt due now, after whatever delay;
 -- returns its number.  What is leased stays where it is.
@@ -816,6 +866,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.retry_now(text, text, pgque.caller) is
+  'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
 
 -- Hands back the batches of workers that got them longer ago than older_than,
 -- or, the clock having been set back, later than now; returns their number.
@@ -852,6 +904,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.reclaim(text, text, interval, pgque.caller) is
+  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
 
 -- Removes every message of a queue that is committed: pending, leased, delayed,
 -- waiting to be tried again.  Batches that are open report false from then on.
@@ -902,6 +956,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.purge(text, pgque.caller) is
+  'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
 
 -- Removes the pending message of a key, that is one which nobody was given yet;
 -- returns 1, or 0 if there is none.
@@ -934,3 +990,4 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';

@@ -70,6 +70,7 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
+comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
 
 -- Sends an archived message again, as a new one, for every consumer; returns the
 -- new id.  It stays in the archive.
@@ -100,6 +101,7 @@ begin
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
 end
 $$;
+comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
 
 -- Drops the days of a queue's archive that ended before a time; returns their
 -- number.
@@ -117,6 +119,7 @@ begin
   return pgque._drop_archive(v_queue.queue_id, $2);
 end
 $$;
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
 
 -- The leaves of the archive, each with its queue and its day as in _bucket().
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)

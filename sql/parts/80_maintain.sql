@@ -113,6 +113,9 @@ begin
   end;
 end
 $$;
+comment on function pgque.maint_rotate_tables_step1(text) is
+  'Empties the queue''s oldest table and makes it the current one, if rotation_period has passed and every consumer is done with it. Returns 1, or 0 if there was nothing to do, '
+  'a consumer is behind, or the table is locked. PQ001 no such queue, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Gives messages with keys that wait and were delivered to nobody the body that
 -- was sent last, and takes out what was purged: those whose newest row lies in one
@@ -166,6 +169,8 @@ $$;
 -- PgQ's second half of a rotation.  Here the first half is enough.
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
+comment on function pgque.maint_rotate_tables_step2() is
+  'PgQ''s second half of a rotation: nothing to do here. Returns 0.';
 
 -- The bytes of one leaf of the journal, and of what turns with it.
 create or replace function pgque._journal_size(p_leaf int) returns bigint
@@ -603,6 +608,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
 
 -- Deletes dead letters whose message has expired meanwhile; returns their
 -- number.
@@ -617,6 +623,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
 
 -- Runs the reapers whose schedule says that it is time.
 create or replace function pgque.maint_expire() returns int
@@ -641,6 +648,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
 
 -- Sets how often a reaper runs: an interval, an empty string for never, or null
 -- for the default.  Returns what holds now.
@@ -666,6 +674,9 @@ exception
       hint = 'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.';
 end
 $$;
+comment on function pgque.set_schedule(text, text) is
+  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
+  'every is an interval; an empty string turns the reaper off, null restores its default. PQ005 for an invalid one, and the old one stays.';
 
 -- Judges, for pools that nobody receives from, what lapsed for the last time:
 -- messages whose attempts are used up, 10,000 of a pool in one call.  Never one
@@ -702,6 +713,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  What each
@@ -936,12 +948,16 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
+comment on function pgque.maint_operations() is
+  'What maint() does, one call a row, for a scheduler that commits after each.';
 
 -- Retention of one queue; see _retain.
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
+comment on function pgque.maint_retain(text) is
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never saw, and returns how many; get_consumer_info counts what they skipped. PQ001 no such queue.';
 
 -- Maintenance of the tables all queues share.
 create or replace function pgque.maint_tables() returns int
@@ -969,6 +985,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_tables() is
+  'Maintains the tables that all queues share. Returns how much there was to do.';
 
 -- Does one of maint_operations(); what fails is reported and left for the next
 -- time.
@@ -1022,3 +1040,6 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint() is
+  'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';

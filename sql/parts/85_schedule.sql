@@ -17,6 +17,8 @@ exception
       hint = 'Use 1 to 60000 milliseconds.';
 end
 $$;
+comment on function pgque.set_tick_period_ms(int) is
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
 
 -- Sets how much of one core the loop may use for looks and ticks, in percent (1 to 100).
 create or replace function pgque.set_tick_share(percent int) returns int
@@ -33,6 +35,8 @@ exception
       hint = 'Use 1 to 100 percent of a core; 15 is the default.';
 end
 $$;
+comment on function pgque.set_tick_share(int) is
+  'Sets how much of one core the loop may use for looks and ticks, 1 to 100 percent (15); above it, gaps between ticks grow. The running loop follows at once. Returns it. PQ005 out of range.';
 
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
@@ -306,6 +310,9 @@ begin
   end if;
 end
 $$;
+comment on procedure pgque.ticker_loop(interval) is
+  'The ticker: ticks, moves due retries and maintains, for 55 seconds or run_for, and commits after each step. A queue ticks as soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction; pg_cron (start()) and the '
+  'command pgque ticker do. A second loop waits for the first.';
 
 -- Whether there is pg_cron for the owner of pgque: null if it is not in this
 -- database, false if its schema is closed.
@@ -390,6 +397,8 @@ begin
   return v_job;
 end
 $$;
+comment on function pgque.start() is
+  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 
 -- Ends the running loop, whoever runs it, and removes the pg_cron jobs.
 create or replace function pgque.stop() returns void
@@ -400,6 +409,8 @@ begin
   perform pgque._unschedule();
 end
 $$;
+comment on function pgque.stop() is
+  'Ends the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
 
 -- Removes our jobs of this database, and of those that are gone: one that was
 -- renamed leaves them behind.
@@ -591,6 +602,8 @@ begin
   return next;
 end
 $$;
+comment on function pgque.status() is
+  'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
 -- Tables and columns outside the schema that would go with its types and tables.
 create or replace function pgque._foreign_data() returns setof text
@@ -637,3 +650,6 @@ begin
     || 'drop schema if exists pgque cascade');
 end
 $$;
+comment on function pgque.uninstall() is
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501. '
+  '2BP01 while tables outside the schema have columns of its types, which would go too.';

@@ -15,6 +15,17 @@ select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
 cross join lateral pgque._read_position(s.sub_id) p;
+comment on view pgque.subscription is 'Who reads what, and how far: consumers of queues, and their workers.';
+comment on column pgque.subscription.sub_id is 'Number of the subscription.';
+comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
+comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
+comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
+comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
+comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
+comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
+comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
+comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
+comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
 
 -- Whether a queue's six tables are there; the loop goes on without it if not.
 create or replace function pgque._missing_leaf(p_queue_id int) returns text
@@ -119,6 +130,8 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.get_queue_info(text, pgque.caller) is
+  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
 
 -- The subscribers of a queue, or those of a name, each with its newest position.
 -- Both leaves in one statement: a position may move from one to the other.
@@ -307,6 +320,10 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.get_consumer_info(text, text, pgque.caller) is
+  'All consumers and workers, or those of a queue, or one: lag (how long the oldest pending message has been pending; 0 if none is), last_seen, ticks, open batch, '
+  'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
+  'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 
 -- The next n messages nobody has finished, without touching anything: what the
 -- slowest consumer, or the one named, has before it, ticked or not, and what is due
@@ -372,6 +389,9 @@ begin
     limit $2;
 end
 $$;
+comment on function pgque.peek(text, int, text, pgque.caller) is
+  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
+  'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 
 -- Everything a queue knows about its messages, or about one: a row for each
 -- consumer that has to do with it.  At most p_limit of each kind.
@@ -510,6 +530,9 @@ begin
     limit $3;
 end
 $$;
+comment on function pgque.list_messages(text, text, int, pgque.caller) is
+  'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
+  'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
 
 -- Where one message stands with each consumer that still knows it; PQ010 if
 -- none does.
@@ -535,6 +558,8 @@ begin
   end if;
 end
 $$;
+comment on function pgque.message_status(text, bigint, pgque.caller) is
+  'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
 
 -- The workers of a queue, or of all, that hold messages.
 create or replace function pgque.list_workers(
@@ -569,6 +594,8 @@ begin
     order by q.queue_name, c.co_name, h.worker;
 end
 $$;
+comment on function pgque.list_workers(text, text, pgque.caller) is
+  'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 
 -- Messages that were delivered more than once without an outcome, or died of
 -- that: what may kill its workers.
@@ -589,6 +616,8 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
+comment on function pgque.list_poison(text, int, pgque.caller) is
+  'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
 
 -- How many consumers of a queue metrics() and health() look at one by one: those
 -- that are furthest back.  A queue with more has the rest in its sums only.
@@ -710,6 +739,8 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.metrics() is
+  'One figure a row for a monitoring system: name, queue, consumer, value. Of a queue with more than 100 consumers (pgque_queue_consumers) it names the 100 that are furthest back, and sums the others. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
 
 -- The checks of one queue.
 create or replace function pgque._queue_health(
@@ -973,3 +1004,5 @@ begin
   return next;
 end
 $$;
+comment on function pgque.health() is
+  'One check a row: ok, warn or fail, what was found, and what to do about it. The settings health_* of a queue say when it warns and fails. Of a queue whose tables somebody keeps locked it says who.';

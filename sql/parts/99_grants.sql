@@ -2,176 +2,38 @@
 -- grants
 -- ---------------------------------------------------------------------------
 
--- Which role may call what: one row a function name, all its signatures.  A
+-- Which role may call what: names of functions, with all their signatures.  A
 -- function that is not named here can be called by nobody but the owner.  What
 -- asks whose call it is (its last argument) may be called by pgque_user too.
 create or replace function pgque._grants() returns table (func_name text, role_name text)
 language sql immutable as $$
-  values
-    ('version', 'pgque_reader'),
-    ('version', 'pgque_writer'),
-    ('clock', 'pgque_reader'),
-    ('clock', 'pgque_writer'),
-    -- what has no rights of its own
-    ('version', 'pgque_user'),
-    ('clock', 'pgque_user'),
-    ('send', 'pgque_user'),
-    ('send_batch', 'pgque_user'),
-    ('send_idem', 'pgque_user'),
-    ('insert_event', 'pgque_user'),
-    ('jsontriga', 'pgque_user'),
-    ('logutriga', 'pgque_user'),
-    ('sqltriga', 'pgque_user'),
-    ('_row_event', 'pgque_user'),
-    ('_url_encode', 'pgque_user'),
-    ('_headers', 'pgque_user'),
-    ('_bad_headers', 'pgque_user'),
-    ('_no_payloads', 'pgque_user'),
-    ('_no_headers', 'pgque_user'),
-    ('register_consumer', 'pgque_user'),
-    ('unregister_consumer', 'pgque_user'),
-    ('ack', 'pgque_user'),
-    ('finish_batch', 'pgque_user'),
-    ('next_batch', 'pgque_user'),
-    ('next_batch_info', 'pgque_user'),
-    ('next_batch_custom', 'pgque_user'),
-    ('subscribe_subconsumer', 'pgque_user'),
-    ('unsubscribe_subconsumer', 'pgque_user'),
-    ('dead', 'pgque_user'),
-    ('event_retry', 'pgque_user'),
-    ('set_queue_config', 'pgque_user'),
-    ('force_tick', 'pgque_user'),
-    -- produce
-    ('send', 'pgque_writer'),
-    ('send_batch', 'pgque_writer'),
-    ('send_idem', 'pgque_writer'),
-    ('insert_event', 'pgque_writer'),
-    ('current_event_table', 'pgque_writer'),
-    ('jsontriga', 'pgque_writer'),
-    ('logutriga', 'pgque_writer'),
-    ('sqltriga', 'pgque_writer'),
-    ('sink_begin', 'pgque_writer'),
-    ('sink_commit', 'pgque_writer'),
-    ('_send', 'pgque_writer'),
-    ('_headers', 'pgque_writer'),
-    ('_bad_headers', 'pgque_writer'),
-    ('_no_headers', 'pgque_writer'),
-    ('_open_slot', 'pgque_writer'),
-    ('_sink_room', 'pgque_writer'),
-    ('_takes_nothing', 'pgque_writer'),
-    ('_row_event', 'pgque_writer'),
-    ('_url_encode', 'pgque_writer'),
-    ('_send_as', 'pgque_writer'),
-    ('_send_all', 'pgque_writer'),
-    ('_send_many', 'pgque_writer'),
-    ('_no_payloads', 'pgque_writer'),
-    -- consume
-    ('subscribe', 'pgque_reader'),
-    ('register_consumer', 'pgque_reader'),
-    ('register_consumer_at', 'pgque_reader'),
-    ('unsubscribe', 'pgque_reader'),
-    ('unregister_consumer', 'pgque_reader'),
-    ('receive', 'pgque_reader'),
-    ('ack', 'pgque_reader'),
-    ('_ack', 'pgque_reader'),
-    ('_dead', 'pgque_reader'),
-    ('finish_batch', 'pgque_reader'),
-    ('nack', 'pgque_reader'),
-    ('archive', 'pgque_reader'),
-    ('release', 'pgque_reader'),
-    ('extend', 'pgque_reader'),
-    ('set_visibility', 'pgque_reader'),
-    ('list_workers', 'pgque_reader'),
-    ('message_status', 'pgque_reader'),
-    ('next_batch', 'pgque_reader'),
-    ('next_batch_info', 'pgque_reader'),
-    ('next_batch_custom', 'pgque_reader'),
-    ('_next_batch', 'pgque_reader'),
-    ('get_batch_events', 'pgque_reader'),
-    ('get_batch_info', 'pgque_reader'),
-    ('event_retry', 'pgque_reader'),
-    ('batch_retry', 'pgque_reader'),
-    ('register_subconsumer', 'pgque_reader'),
-    ('subscribe_subconsumer', 'pgque_reader'),
-    ('unregister_subconsumer', 'pgque_reader'),
-    ('unsubscribe_subconsumer', 'pgque_reader'),
-    ('touch_subconsumer', 'pgque_reader'),
-    ('receive_coop', 'pgque_reader'),
-    ('peek', 'pgque_reader'),
-    ('tick_for', 'pgque_reader'),
-    ('next_tick', 'pgque_reader'),
-    ('split_window', 'pgque_reader'),
-    ('read_window', 'pgque_reader'),
-    ('read_window_cursor', 'pgque_reader'),
-    ('seek', 'pgque_reader'),
-    ('open_stream', 'pgque_reader'),
-    ('dead', 'pgque_reader'),
-    ('get_queue_info', 'pgque_reader'),
-    ('get_consumer_info', 'pgque_reader'),
-    ('queue_config', 'pgque_reader'),
-    ('metrics', 'pgque_reader'),
-    ('health', 'pgque_reader'),
-    ('status', 'pgque_reader'),
-    -- operate
-    ('create_queue', 'pgque_admin'),
-    ('grant_queue', 'pgque_admin'),
-    ('revoke_queue', 'pgque_admin'),
-    ('alter_queue', 'pgque_admin'),
-    ('set_queue_config', 'pgque_admin'),
-    ('pause', 'pgque_admin'),
-    ('resume', 'pgque_admin'),
-    ('drop_queue', 'pgque_admin'),
-    ('rename_queue', 'pgque_admin'),
-    ('set_default_config', 'pgque_admin'),
-    ('set_schedule', 'pgque_admin'),
-    ('purge', 'pgque_admin'),
-    ('purge_key', 'pgque_admin'),
-    ('expire_messages', 'pgque_admin'),
-    ('delete_expired', 'pgque_admin'),
-    ('reclaim', 'pgque_admin'),
-    ('retry_now', 'pgque_admin'),
-    ('list_messages', 'pgque_admin'),
-    ('list_poison', 'pgque_admin'),
-    ('archive_poison', 'pgque_admin'),
-    ('archive_list', 'pgque_admin'),
-    ('archive_replay', 'pgque_admin'),
-    ('archive_purge', 'pgque_admin'),
-    ('ticker', 'pgque_admin'),
-    ('force_next_tick', 'pgque_admin'),
-    ('force_tick', 'pgque_admin'),
-    ('ticker_loop', 'pgque_admin'),
-    ('set_tick_period_ms', 'pgque_admin'),
-    ('set_tick_share', 'pgque_admin'),
-    ('start', 'pgque_admin'),
-    ('stop', 'pgque_admin'),
-    ('maint', 'pgque_admin'),
-    ('maint_operations', 'pgque_admin'),
-    ('maint_retry_events', 'pgque_admin'),
-    ('maint_rotate_tables_step1', 'pgque_admin'),
-    ('maint_rotate_tables_step2', 'pgque_admin'),
-    ('maint_retain', 'pgque_admin'),
-    ('maint_lapsed', 'pgque_admin'),
-    ('maint_expire', 'pgque_admin'),
-    ('maint_tables', 'pgque_admin'),
-    ('get_batch_cursor', 'pgque_admin'),
-    ('dlq_inspect', 'pgque_admin'),
-    ('dlq_replay', 'pgque_admin'),
-    ('dlq_replay_all', 'pgque_admin'),
-    ('dlq_requeue', 'pgque_admin'),
-    ('dlq_requeue_all', 'pgque_admin'),
-    ('dlq_purge', 'pgque_admin'),
-    ('_ticked_queues', 'pgque_admin'),
-    ('_loop_state', 'pgque_admin'),
-    ('_loop_settings', 'pgque_admin'),
-    ('_look_again_at', 'pgque_admin'),
-    ('_looks', 'pgque_admin'),
-    ('_remember', 'pgque_admin'),
-    ('_survey', 'pgque_admin'),
-    ('_look_at', 'pgque_admin'),
-    ('_read_position', 'pgque_admin'),
-    ('_cursor_sql', 'pgque_admin'),
-    ('_event_columns', 'pgque_admin'),
-    ('_maint_operation', 'pgque_admin')
+  select f.name, r.name
+  from (values
+    ('pgque_user', 'version clock send send_batch send_idem insert_event jsontriga logutriga sqltriga register_consumer
+      unregister_consumer ack finish_batch next_batch next_batch_info next_batch_custom subscribe_subconsumer
+      unsubscribe_subconsumer dead event_retry set_queue_config force_tick
+      _row_event _url_encode _headers _bad_headers _no_payloads _no_headers'),
+    ('pgque_writer', 'version clock send send_batch send_idem insert_event current_event_table jsontriga logutriga sqltriga sink_begin
+      sink_commit
+      _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _url_encode _send_as
+      _send_all _send_many _no_payloads'),
+    ('pgque_reader', 'version clock subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack
+      finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
+      next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
+      subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
+      tick_for next_tick split_window read_window read_window_cursor seek open_stream dead get_queue_info
+      get_consumer_info queue_config metrics health status
+      _ack _dead _next_batch'),
+    ('pgque_admin', 'create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
+      set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages
+      list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
+      ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events
+      maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
+      get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge
+      _ticked_queues _loop_state _loop_settings _look_again_at _looks _remember _survey _look_at _read_position
+      _cursor_sql _event_columns _maint_operation')
+  ) r (name, functions)
+  cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
 $$;
 
 -- An upgrade leaves functions behind whose arguments changed, and a call could
