@@ -125,14 +125,32 @@ begin
   revoke usage on type pgque.caller from public;
 end
 $$;
+comment on domain pgque.caller is
+  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
 
 -- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.6.0'::text $$;
+comment on function pgque.version() is
+  'The version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
+comment on function pgque.clock() is
+  'The time as pgque sees it. Tests replace it to move time.';
+
+-- Raises an error.  Every error has a code of its own kind, a message that names
+-- the object, and a hint that says what to do.
+create or replace function pgque._fail(p_code text, p_message text, p_hint text, p_detail text default null) returns void
+language plpgsql as $$
+begin
+  if p_detail is null then
+    raise exception using errcode = p_code, message = p_message, hint = p_hint;
+  end if;
+  raise exception using errcode = p_code, message = p_message, hint = p_hint, detail = p_detail;
+end
+$$;
 
 -- The mark of the writing transaction, for generated columns: a hash of its id and
 -- of the time it began.  The id alone is not enough, since the transaction that
@@ -353,6 +371,11 @@ create table if not exists pgque.config (
   tick_share      int not null default 15
     constraint config_tick_share check (tick_share between 1 and 100)
 );
+comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
+comment on column pgque.config.config_id is 'Always 1.';
+comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
+comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
 
 -- One row a queue.  queue_xid is the mark of the transaction that wrote the row,
 -- and every statement that updates a row sets it.  When the row is loaded from a
@@ -433,6 +456,30 @@ create table if not exists pgque.queue (
   queue_tick_storage       bigint not null default 67108864
     constraint queue_tick_storage_range check (queue_tick_storage >= 1048576)
 ) with (fillfactor = 50);
+comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
+comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
+comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
+comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
+comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
+comment on column pgque.queue.queue_rotation_period is 'Least time between two rotations.';
+comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
+comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
+comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
+comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
+comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
+comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
+comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
+comment on column pgque.queue.queue_max_retries is 'How often a failed message is delivered again before it becomes a dead letter.';
+comment on column pgque.queue.queue_retention_period is 'A consumer that lags for longer is moved forward.';
+comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
+comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
+comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
+comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
+comment on column pgque.queue.queue_created_at is 'When it was created.';
+comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
+comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
+comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
 
 -- Events and ticks are partitioned by slot = queue_id * 3 + table number, so
 -- that one static INSERT reaches every queue.  Each leaf has its own index, by
@@ -457,6 +504,7 @@ create table if not exists pgque.event (
   ev_expires  timestamptz,
   ev_error    text
 ) partition by list (slot);
+comment on table pgque.event is 'The events of all queues: append only, a partition for each of a queue''s three tables. Internal: read it through receive() or peek().';
 
 create table if not exists pgque.tick (
   slot            int not null,
@@ -466,6 +514,13 @@ create table if not exists pgque.tick (
   tick_snapshot   pg_snapshot not null,
   tick_event_seq  bigint not null
 ) partition by list (slot);
+comment on table pgque.tick is 'The ticks of all queues: snapshots between which batches lie.';
+comment on column pgque.tick.slot is 'Partition: queue_id * 3 + table number.';
+comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
+comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
+comment on column pgque.tick.tick_time is 'When it was made.';
+comment on column pgque.tick.tick_snapshot is 'Which transactions had finished by then.';
+comment on column pgque.tick.tick_event_seq is 'Value of the event sequence by then.';
 
 -- Who may do what with one queue; see "rights".
 create table if not exists pgque.queue_right (
@@ -476,11 +531,16 @@ create table if not exists pgque.queue_right (
     constraint queue_right_known check (right_name in ('produce', 'consume', 'admin')),
   constraint queue_right_pkey primary key (right_queue, right_role, right_name)
 );
+comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
+comment on column pgque.queue_right.right_queue is 'The queue.';
+comment on column pgque.queue_right.right_role is 'The role.';
+comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
 
 -- Leaves of dropped queues, waiting until they can go without stopping anyone.
 create table if not exists pgque.dropped_queue (
   queue_id  int not null constraint dropped_queue_pkey primary key
 );
+comment on table pgque.dropped_queue is 'Dropped queues whose tables still have to go. Internal.';
 
 -- A name belongs to one queue, so that a transaction that subscribes a new name
 -- blocks the name on no other queue.  co_queue is 0 for the names of 0.4.4 and
@@ -493,6 +553,9 @@ create table if not exists pgque.consumer (
   co_queue  int not null default 0,
   constraint consumer_name_key unique (co_queue, co_name)
 );
+comment on table pgque.consumer is 'Names of consumers.';
+comment on column pgque.consumer.co_id is 'Number of the consumer.';
+comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and never updated on that path.
@@ -513,6 +576,7 @@ create table if not exists pgque.subscriber (
   sub_keyed     boolean not null default false,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
+comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
 
 -- The journal of positions, in two leaves of which pgque.journal names the one
 -- that is written.  The row with the highest pos_seq of a subscriber is true.
@@ -547,6 +611,7 @@ create table if not exists pgque.journal (
     constraint journal_idem_cur_range check (journal_idem_cur in (0, 1)),
   journal_emptied_at  timestamptz not null default '-infinity'
 );
+comment on table pgque.journal is 'Which leaf of the positions is written. Internal.';
 
 create table if not exists pgque.position_0 (
   pos_sub        int not null,
@@ -578,10 +643,12 @@ create table if not exists pgque.position_0 (
   pos_paid       timestamptz,
   constraint position_0_pkey primary key (pos_sub, pos_seq)
 );
+comment on table pgque.position_0 is 'Journal of positions, first leaf; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 create table if not exists pgque.position_1 (
   like pgque.position_0 including defaults,
   constraint position_1_pkey primary key (pos_sub, pos_seq)
 );
+comment on table pgque.position_1 is 'Journal of positions, second leaf. Internal.';
 
 -- Messages of an open batch that have their outcome already.  Moves from leaf
 -- to leaf together with the positions.  Of a worker's batch, in place of an id:
@@ -596,10 +663,12 @@ create table if not exists pgque.settled_0 (
   set_until  timestamptz,
   constraint settled_0_pkey primary key (set_batch, set_ev_id)
 );
+comment on table pgque.settled_0 is 'Messages of open batches that were failed already, first leaf. Internal.';
 create table if not exists pgque.settled_1 (
   like pgque.settled_0,
   constraint settled_1_pkey primary key (set_batch, set_ev_id)
 );
+comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
 
 -- Where the rows of a big window lie: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (
@@ -615,6 +684,7 @@ create table if not exists pgque.window_map (
   map_xid        xid8 not null,
   map_valid      boolean generated always as (map_xid = pgque._xid()) stored
 );
+comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
 
 -- Messages that wait: for another attempt of a consumer, or with a delay and no
 -- owner (0) yet.
@@ -645,6 +715,25 @@ create table if not exists pgque.retry_queue (
   ev_lane         text,
   constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue)
 );
+comment on table pgque.retry_queue is 'Messages that wait: failed ones for their consumer, also while a worker holds them, and delayed ones for everybody.';
+comment on column pgque.retry_queue.ev_retry_after is 'When it is due.';
+comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
+comment on column pgque.retry_queue.ev_id is 'Id of the message.';
+comment on column pgque.retry_queue.ev_time is 'When it was sent.';
+comment on column pgque.retry_queue.ev_txid is 'Transaction that stored it in the queue.';
+comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id, or 0 for everybody (a delayed message).';
+comment on column pgque.retry_queue.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.retry_queue.ev_type is 'Type of the message.';
+comment on column pgque.retry_queue.ev_data is 'Its payload.';
+comment on column pgque.retry_queue.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.retry_queue.ev_extra2 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_extra3 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_extra4 is 'Free text of the sender.';
+comment on column pgque.retry_queue.ev_headers is 'Metadata of the sender.';
+comment on column pgque.retry_queue.ev_key is 'Key of a keyed message.';
+comment on column pgque.retry_queue.ev_bytes is 'Its payload, if it was sent as bytes.';
+comment on column pgque.retry_queue.ev_expires is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.retry_queue.ev_error is 'The reason given when it failed last.';
 
 create table if not exists pgque.dead_letter (
   dl_id           bigint generated by default as identity
@@ -674,6 +763,27 @@ create table if not exists pgque.dead_letter (
   dl_held         boolean not null default false,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
+comment on table pgque.dead_letter is 'Messages whose retries are used up, once for each consumer; see dlq_inspect().';
+comment on column pgque.dead_letter.dl_id is 'Number of the dead letter; what dlq_requeue() and dlq_replay() take.';
+comment on column pgque.dead_letter.dl_queue_id is 'The queue: queue.queue_id.';
+comment on column pgque.dead_letter.dl_consumer_id is 'The consumer that failed it: consumer.co_id.';
+comment on column pgque.dead_letter.dl_time is 'When it became a dead letter.';
+comment on column pgque.dead_letter.dl_reason is 'Why: the reason of the last nack().';
+comment on column pgque.dead_letter.ev_id is 'Id of the message.';
+comment on column pgque.dead_letter.ev_time is 'When it was sent.';
+comment on column pgque.dead_letter.ev_txid is 'Transaction that stored it in the queue.';
+comment on column pgque.dead_letter.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.dead_letter.ev_type is 'Type of the message.';
+comment on column pgque.dead_letter.ev_data is 'Its payload.';
+comment on column pgque.dead_letter.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.dead_letter.ev_extra2 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_extra3 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_extra4 is 'Free text of the sender.';
+comment on column pgque.dead_letter.ev_headers is 'Metadata of the sender.';
+comment on column pgque.dead_letter.ev_key is 'Key of a keyed message.';
+comment on column pgque.dead_letter.ev_bytes is 'Its payload, if it was sent as bytes.';
+comment on column pgque.dead_letter.ev_expires is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.dead_letter.ev_error is 'The reason given when it failed last.';
 
 -- What send_idem() sent, in two leaves; of a key the row with the highest
 -- idem_n is true.
@@ -685,10 +795,12 @@ create table if not exists pgque.idempotency_0 (
   idem_expires  timestamptz not null,
   constraint idempotency_0_pkey primary key (idem_queue, idem_key, idem_n)
 );
+comment on table pgque.idempotency_0 is 'Keys of send_idem() until their ttl ends, first leaf. Internal.';
 create table if not exists pgque.idempotency_1 (
   like pgque.idempotency_0,
   constraint idempotency_1_pkey primary key (idem_queue, idem_key, idem_n)
 );
+comment on table pgque.idempotency_1 is 'Keys of send_idem() until their ttl ends, second leaf. Internal.';
 
 -- What sinks staged and have not committed, in two leaves; which of them takes
 -- new rows a sequence says, which turns without a dead row.  Not unlogged, as no
@@ -702,10 +814,12 @@ create table if not exists pgque.sink_attempt_0 (
   epoch       bigint,
   started_at  timestamptz not null
 );
+comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
 create table if not exists pgque.sink_attempt_1 (
   like pgque.sink_attempt_0,
   constraint sink_attempt_1_pkey primary key (attempt)
 );
+comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
 create table if not exists pgque.sink_stage_0 (
   attempt        uuid not null,
   n              int not null,
@@ -719,10 +833,12 @@ create table if not exists pgque.sink_stage_0 (
   constraint sink_stage_0_pkey primary key (attempt, n),
   constraint sink_stage_one_payload check (payload is null or payload_bytes is null)
 );
+comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
 create table if not exists pgque.sink_stage_1 (
   like pgque.sink_stage_0 including constraints,
   constraint sink_stage_1_pkey primary key (attempt, n)
 );
+comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
 
 -- What sinks committed: whole epochs (part -1), and parts of epochs that were
 -- written row by row, by which transaction of which session.  Only a sink's
@@ -739,10 +855,12 @@ create table if not exists pgque.sink_epoch_0 (
   committed_at  timestamptz not null default pgque.clock(),
   constraint sink_epoch_0_pkey primary key (sink_id, epoch, part)
 );
+comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
 create table if not exists pgque.sink_epoch_1 (
   like pgque.sink_epoch_0 including defaults,
   constraint sink_epoch_1_pkey primary key (sink_id, epoch, part)
 );
+comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';
 
 -- What happened to messages that nobody will see again, and how often, in two
 -- leaves; metrics() adds them up.
@@ -752,9 +870,11 @@ create table if not exists pgque.tally_0 (
   tal_what   text not null,
   tal_count  bigint not null
 );
+comment on table pgque.tally_0 is 'Counts of messages that were dropped, expired or archived, first leaf. Internal: see metrics().';
 create table if not exists pgque.tally_1 (
   like pgque.tally_0
 );
+comment on table pgque.tally_1 is 'Counts of messages that were dropped, expired or archived, second leaf. Internal.';
 
 -- For workers, the messages of a window that is longer than a batch, in order
 -- and with their addresses, a hundred a row (behind those of ros_last is none): a cache, in two leaves.
@@ -772,9 +892,11 @@ create table if not exists pgque.roster_0 (
   ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored,
   ros_last       boolean not null default false
 );
+comment on table pgque.roster_0 is 'For workers, where the messages of big windows lie, first leaf: a cache. Internal.';
 create table if not exists pgque.roster_1 (
   like pgque.roster_0 including generated including defaults
 );
+comment on table pgque.roster_1 is 'For workers, where the messages of big windows lie, second leaf: a cache. Internal.';
 
 -- Messages that were done with and shall be kept.  A leaf holds one day of one
 -- queue; bucket = queue_id * 100000 + days since 2000-01-01.
@@ -803,6 +925,7 @@ create table if not exists pgque.archive (
   ev_expires     timestamptz,
   ev_error       text
 ) partition by list (bucket);
+comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
 
 -- When the reapers ran last, in seconds since 1970: a register that leaves no
 -- dead rows.
@@ -973,6 +1096,30 @@ begin
   end if;
 end
 $$;
+comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
+comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
+comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
+comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
+comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
+comment on column pgque.delivery.type is 'What the sender called it; default if nothing.';
+comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
+comment on column pgque.delivery.retry_count is 'How often it was failed before: 0 at first.';
+comment on column pgque.delivery.created_at is 'When it was sent.';
+comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
+comment on column pgque.delivery.extra2 is 'Free text of the sender.';
+comment on column pgque.delivery.extra3 is 'Free text of the sender.';
+comment on column pgque.delivery.extra4 is 'Free text of the sender.';
+comment on column pgque.delivery.headers is 'Metadata of the sender.';
+comment on column pgque.delivery.key is 'Key of a keyed message.';
+comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
+comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
+comment on column pgque.delivery.last_error is 'The reason given when it was failed last.';
+comment on column pgque.delivery.expires_at is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.delivery.queue is 'Name of its queue.';
+comment on type pgque.outcome is 'What became of one message of a call that settles several.';
+comment on column pgque.outcome.msg_id is 'Id of the message.';
+comment on column pgque.outcome.ok is 'Whether this call settled it.';
+comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';
 -- ---------------------------------------------------------------------------
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
@@ -1000,10 +1147,8 @@ $$;
 create or replace function pgque._no_queue(p_queue text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ001',
-    message = pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    hint = 'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.';
+  perform pgque._fail('PQ001', pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.');
 end
 $$;
 
@@ -1107,10 +1252,8 @@ declare
   v_param  text := pg_catalog.regexp_replace(p_name, '^queue_', '');
 begin
   if pgque._setting_type(v_param) is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('unknown parameter %L for %s', p_name, p_for),
-      hint = 'Parameters: ' || (select pg_catalog.string_agg(t.param, ', ') from pgque._setting_types() t) || '.';
+    perform pgque._fail('PQ005', pg_catalog.format('unknown parameter %L for %s', p_name, p_for),
+      'Parameters: ' || (select pg_catalog.string_agg(t.param, ', ') from pgque._setting_types() t) || '.');
   end if;
   return v_param;
 end
@@ -1160,10 +1303,8 @@ begin
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
-      hint = 'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().';
+    perform pgque._fail('PQ005', pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
+      'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().');
   end if;
   return v_target.queue_id;
 end
@@ -1179,18 +1320,14 @@ begin
   columns := '{}';
   vals := '{}';
   if pg_catalog.jsonb_typeof(p_config) is distinct from 'object' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
-      hint = 'For example {"max_retries": 3, "rotation_period": "1 hour"}.';
+    perform pgque._fail('PQ005', pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
+      'For example {"max_retries": 3, "rotation_period": "1 hour"}.');
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     if 'queue_' || v_param = any (columns) then
-      raise exception using
-        errcode = 'PQ005',
-        message = pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
-        hint = 'A setting goes by its name with or without queue_, not by both.';
+      perform pgque._fail('PQ005', pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
+        'A setting goes by its name with or without queue_, not by both.');
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
@@ -1215,25 +1352,22 @@ begin
   return pgque._create_queue($1, $2);
 end
 $$;
+comment on function pgque.create_queue(text, jsonb) is
+  'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
+  'parameters of set_queue_config, or null for none. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
 begin
   if coalesce(p_name, '') = '' or pg_catalog.octet_length(p_name) > 57 then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('invalid queue name: %s', coalesce(pg_catalog.quote_ident(pg_catalog.left(p_name, 100)), 'null')),
-      hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
+    perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %s', coalesce(pg_catalog.quote_ident(pg_catalog.left(p_name, 100)), 'null')),
+      'A queue name has 1 to 57 bytes; any character is allowed.');
   elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('invalid queue name: %I', p_name),
-      hint = 'It looks like a queue_uid, by which every function finds a queue too.';
+    perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %I', p_name),
+      'It looks like a queue_uid, by which every function finds a queue too.');
   elsif p_name like '%.dlq' then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('reserved queue name: %I', p_name),
-      hint = 'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.';
+    perform pgque._fail('PQ004', pg_catalog.format('reserved queue name: %I', p_name),
+      'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.');
   end if;
 end
 $$;
@@ -1292,11 +1426,9 @@ $$;
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
-    detail = p_error,
-    hint = pgque._settings_hint();
+  perform pgque._fail('PQ005', pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
+    pgque._settings_hint(),
+    p_error);
 end
 $$;
 
@@ -1331,6 +1463,9 @@ exception
     perform pgque._bad_setting(alter_queue.queue_name, alter_queue.config, sqlerrm);
 end
 $$;
+comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
+  'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
+  'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
 
 -- Notes for good that messages of a queue may expire.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
@@ -1342,6 +1477,14 @@ $$;
 -- Sets one parameter; NULL restores the default.
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
+comment on function pgque.set_queue_config(text, text, text) is
+  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
+  'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
+  'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
+  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), tick_gap (20 milliseconds), tick_storage (67108864 bytes), ticker_max_count (500 events), '
+  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
+  'health_depth_warn (80 percent). Periods are intervals. '
+  'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 
 -- The values in force, one row a parameter.  A queue that takes dead letters is
 -- named to those who have a right to it.
@@ -1361,6 +1504,8 @@ begin
     order by 1;
 end
 $$;
+comment on function pgque.queue_config(text, pgque.caller) is
+  'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
 
 -- Sets what holds for every queue that has no value of its own, at once and for
 -- queues to come; null goes back to the built-in default.
@@ -1376,10 +1521,8 @@ begin
   v_param := pgque._setting(coalesce($1, ''), 'all queues');
   v_column := 'queue_' || v_param;
   if v_param = 'dead_letter_queue' then
-    raise exception using
-      errcode = 'PQ005',
-      message = 'dead_letter_queue has no global default',
-      hint = 'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.';
+    perform pgque._fail('PQ005', 'dead_letter_queue has no global default',
+      'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.');
   end if;
   v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
@@ -1403,13 +1546,13 @@ begin
   return v_count;
 exception
   when data_exception or check_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('invalid default for %I: %s', v_param, quote_nullable($2)),
-      detail = sqlerrm,
-      hint = 'The old one stays. ' || pgque._settings_hint();
+    perform pgque._fail('PQ005', format('invalid default for %I: %s', v_param, quote_nullable($2)),
+      'The old one stays. ' || pgque._settings_hint(),
+      sqlerrm);
 end
 $$;
+comment on function pgque.set_default_config(text, text) is
+  'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 
 -- Gives a queue another name; its id, queue_uid, stays.  Names are those of all
 -- queues, so a right to one is not enough.
@@ -1423,12 +1566,10 @@ begin
   return 1;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'PQ002',
-      message = format('queue exists: %I', $2),
-      hint = 'Choose another name.';
+    perform pgque._fail('PQ002', format('queue exists: %I', $2), 'Choose another name.');
 end
 $$;
+comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
 
 -- Closes a queue for senders (PQ013) until resume(); consumers drain what is
 -- there.
@@ -1440,6 +1581,8 @@ begin
   update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
+comment on function pgque.pause(text, pgque.caller) is
+  'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1449,26 +1592,24 @@ begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
+comment on function pgque.resume(text, pgque.caller) is
+  'Opens a paused queue again. PQ001 no such queue.';
 
 -- Refuses to drop a queue that somebody still needs.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
 language plpgsql as $$
 begin
   if exists (select from pgque.subscriber s where s.sub_queue = p_queue.queue_id) then
-    raise exception using
-      errcode = 'PQ006',
-      message = pg_catalog.format('queue %I has consumers', p_queue.queue_name),
-      hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+    perform pgque._fail('PQ006', pg_catalog.format('queue %I has consumers', p_queue.queue_name),
+      'Unsubscribe them first, or call pgque.drop_queue(name, true).');
   elsif exists (
       select from pgque.retry_queue r
       where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
     or exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)
     or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
   then
-    raise exception using
-      errcode = 'PQ006',
-      message = pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
-      hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
+    perform pgque._fail('PQ006', pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
+      'Deal with them first, or call pgque.drop_queue(name, true).');
   end if;
 end
 $$;
@@ -1479,10 +1620,8 @@ $$;
 create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  raise exception using
-    errcode = 'PQ001',
-    message = format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
-    hint = 'Create it again with pgque.create_queue(name).';
+  perform pgque._fail('PQ001', format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
+    'Create it again with pgque.create_queue(name).');
 end
 $$;
 
@@ -1539,12 +1678,14 @@ begin
   return 1;
 exception
   when foreign_key_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = format('queue %I changed since this transaction began', v_queue.queue_name),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', format('queue %I changed since this transaction began', v_queue.queue_name),
+      'Retry the transaction.');
 end
 $$;
+comment on function pgque.drop_queue(text, boolean, pgque.caller) is
+  'Drops a queue with its events, retries and dead letters, and returns 1. It needs force while it has consumers, delayed messages, retries or dead letters, '
+  'or takes those of another queue; messages in the log that no consumer is to get do not count. '
+  'Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it is needed.';
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
@@ -1633,18 +1774,16 @@ $$;
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'insufficient_privilege',
-    message = pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    detail = case
-      when p_caller is null then 'The argument caller is null.'
-      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
-    end,
-    hint = case
+  perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    case
       when p_caller is null then 'Leave the argument caller out: its default is the role that calls.'
       else pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
-        case p_right when 'see' then 'consume' else p_right end)
-    end;
+      case p_right when 'see' then 'consume' else p_right end)
+      end,
+    case
+      when p_caller is null then 'The argument caller is null.'
+      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
+      end);
 end
 $$;
 
@@ -1653,10 +1792,7 @@ create or replace function pgque._need_all(p_caller name, p_message text) return
 language plpgsql as $$
 begin
   if not pgque._may(p_caller, 'admin', null) then
-    raise exception using
-      errcode = 'insufficient_privilege',
-      message = p_message,
-      hint = 'A member of pgque_admin may call it.';
+    perform pgque._fail('insufficient_privilege', p_message, 'A member of pgque_admin may call it.');
   end if;
 end
 $$;
@@ -1694,6 +1830,10 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.grant_queue(text, text, text) is
+  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
+  'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 
 -- Takes back what grant_queue() gave, by default all of it; returns the number of
 -- rights.
@@ -1709,6 +1849,10 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.revoke_queue(text, text, text) is
+  'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
+  'The role stays a member of pgque_user, which is no right to any queue. '
+  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 
 -- The queue of a right that is named as it should be.  One such change at a
 -- time; rights of roles that are gone go too.
@@ -1720,15 +1864,11 @@ begin
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.rights'));
   delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
   if p_right is null or p_right not in ('produce', 'consume', 'admin') then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
-      hint = 'The rights are produce, consume and admin.';
+    perform pgque._fail('PQ005', pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
+      'The rights are produce, consume and admin.');
   elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
-    raise exception using
-      errcode = 'undefined_object',
-      message = pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
-      hint = 'Pass the name of a role as in pg_roles, without quotes.';
+    perform pgque._fail('undefined_object', pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
+      'Pass the name of a role as in pg_roles, without quotes.');
   end if;
   return v_queue.queue_id;
 end
@@ -1762,11 +1902,9 @@ $$;
 create or replace function pgque._bad_headers(p_queue text, p_headers text) returns void
 language plpgsql immutable as $$
 begin
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
-    detail = pg_catalog.left(p_headers, 200),
-    hint = 'For example {"trace": "4bf92f35"}.';
+  perform pgque._fail('PQ005', pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
+    'For example {"trace": "4bf92f35"}.',
+    pg_catalog.left(p_headers, 200));
 end
 $$;
 
@@ -1792,10 +1930,8 @@ begin
     perform pgque._headers(p_queue, p_headers);
   end if;
   if p_bytes is not null and p_data is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
-      hint = 'Text goes into payload, bytes into payload_bytes; the other one is null.';
+    perform pgque._fail('PQ005', format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
+      'Text goes into payload, bytes into payload_bytes; the other one is null.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
@@ -1825,10 +1961,8 @@ declare
   v_queue  pgque.queue := pgque._queue(p_queue, p_caller, 'produce');
 begin
   if v_queue.queue_paused then
-    raise exception using
-      errcode = 'PQ013',
-      message = pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      hint = 'An administrator opens it again with pgque.resume(name).';
+    perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
+      'An administrator opens it again with pgque.resume(name).');
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
@@ -1864,11 +1998,9 @@ begin
     v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
   end if;
   if v_left < p_count then
-    raise exception using
-      errcode = 'PQ003',
-      message = format('queue full: %I', p_queue.queue_name),
-      detail = format('max_depth is %s.', p_queue.queue_max_depth),
-      hint = 'Try again when consumers have caught up, or raise max_depth. Nothing was sent.';
+    perform pgque._fail('PQ003', format('queue full: %I', p_queue.queue_name),
+      'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
+      format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
 end
@@ -1928,10 +2060,8 @@ begin
     ('deliver_ats', cardinality(p_deliver_ats)), ('ttls', cardinality(p_ttls)), ('partition_keys', cardinality(p_partition_keys))) a (name, n)
   where a.n <> v_count;
   if v_wrong is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
-      hint = 'Pass null for an element, or for the whole array, to leave it out.';
+    perform pgque._fail('PQ005', format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
+      'Pass null for an element, or for the whole array, to leave it out.');
   end if;
   select o.wrong into v_wrong
   from (
@@ -1948,10 +2078,8 @@ begin
   where o.wrong is not null
   limit 1;
   if v_wrong is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format(v_wrong, v_queue.queue_name),
-      hint = 'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.';
+    perform pgque._fail('PQ005', format(v_wrong, v_queue.queue_name),
+      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
   end if;
   perform pgque._headers(v_queue.queue_name, h) from unnest(p_headers) h where h is not null;
   if not v_queue.queue_open then
@@ -2066,13 +2194,11 @@ begin
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      raise exception using
-        errcode = 'lock_not_available',
-        message = pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+      perform pgque._fail('lock_not_available', pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
           select pg_catalog.string_agg(distinct l.pid::text, ', ')
           from pg_catalog.pg_locks l
           where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
-        hint = 'Try again when they have; set lock_timeout to wait longer.';
+        'Try again when they have; set lock_timeout to wait longer.');
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
@@ -2150,10 +2276,8 @@ begin
   return v_id;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = pg_catalog.format('key %L of queue %I changed since this transaction began', p_key, p_queue.queue_name),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', pg_catalog.format('key %L of queue %I changed since this transaction began', p_key, p_queue.queue_name),
+      'Retry the transaction.');
 end
 $$;
 
@@ -2207,21 +2331,35 @@ create or replace function pgque.insert_event(
   ev_extra1 text, ev_extra2 text, ev_extra3 text, ev_extra4 text
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
+comment on function pgque.insert_event(text, text, text, text, text, text, text) is
+  'PgQ''s name for send, with the four extra texts of an event. Returns the event''s id. '
+  'PQ001 no such queue, PQ013 the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
+comment on function pgque.insert_event(text, text, text) is
+  'Same as insert_event with seven arguments; the extra texts are NULL.';
 
 create or replace function pgque.send(queue_name text, payload text) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
+comment on function pgque.send(text, text) is
+  'Appends one message of type default and returns its id. The payload is kept byte for byte. It is delivered to every consumer '
+  'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
+comment on function pgque.send(text, jsonb) is
+  'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
+comment on function pgque.send(text, text, text, text) is
+  'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
+comment on function pgque.send(text, text, jsonb, text) is
+  'The same for JSON. PQ005 the key begins with { and may be meant as headers: name it headers or partition_key.';
 
 -- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
 -- place was taken for headers: those are not to become a partition key in silence.
@@ -2229,10 +2367,8 @@ create or replace function pgque._no_headers(p_queue text, p_key text) returns t
 language plpgsql immutable as $$
 begin
   if pg_catalog.ltrim(p_key) like '{%' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
-      hint = 'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.';
+    perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
+      'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
   end if;
   return p_key;
 end
@@ -2251,6 +2387,11 @@ language sql as $$
     else pgque._send_as($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
+  'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
+  '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
+  'ttl: not delivered after, both at most 100 years; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
+  'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -2262,12 +2403,16 @@ language sql as $$
     else pgque._send_as($1, $2, $3::pg_catalog.text, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for jsonb, stored in its canonical form.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
   deliver_at timestamptz default null, ttl interval default null, partition_key text default null
 ) returns bigint
 language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
+comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
+  'The same for bytes: received in payload_bytes, payload is null.';
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
@@ -2313,10 +2458,8 @@ create or replace function pgque._no_payloads(p_queue text, p_count int) returns
 language plpgsql as $$
 begin
   if p_count is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      hint = 'Pass an array; an empty one sends nothing.';
+    perform pgque._fail('PQ005', pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'Pass an array; an empty one sends nothing.');
   end if;
   return p_count = 0;
 end
@@ -2324,9 +2467,13 @@ $$;
 
 create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2) $$;
+comment on function pgque.send_batch(text, text[]) is
+  'Same as send_batch(queue_name, type_name, payloads) with type default.';
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
+comment on function pgque.send_batch(text, jsonb[]) is
+  'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
 
 -- With options, an array each.
 create or replace function pgque.send_batch(
@@ -2340,6 +2487,8 @@ language sql as $$
     else pgque._send_all($1, $2, $3, null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'Sends many messages with options, all or none; ids in input order. Each option is an array as long as payloads, or null; see send(). PQ005 for another length.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -2352,6 +2501,8 @@ language sql as $$
     else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
   end
 $$;
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for jsonb.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -2360,6 +2511,8 @@ create or replace function pgque.send_batch(
 language sql as $$
   select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
 $$;
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
+  'The same for bytes.';
 
 -- Sends unless the same key was sent within ttl; then the first id comes back.
 -- Keys are noted in two leaves, of which pgque.journal names the one that is
@@ -2378,10 +2531,8 @@ declare
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
   if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
-      hint = 'Without a key use pgque.send().';
+    perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
+      'Without a key use pgque.send().');
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
   v_leaf := pgque._idem_leaf();
@@ -2409,12 +2560,14 @@ begin
   end if;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
+      'Retry the transaction.');
 end
 $$;
+comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
+  'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
+  'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
+  'PQ001 no such queue, PQ005 no key, or a ttl that is not positive or above 100 years, PQ013 the queue is paused.';
 
 -- Which leaf of the idempotency keys is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int
@@ -2434,6 +2587,8 @@ create or replace function pgque.send_idem(
   out event_id bigint, out deduped boolean
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
+comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
+  'Same as send_idem with a text payload, for JSON.';
 
 -- The table that events of the queue go to now.  For COPY by the owner; its
 -- columns have the defaults that make a plain INSERT of ev_type and ev_data an
@@ -2442,6 +2597,9 @@ create or replace function pgque.current_event_table(queue_name text) returns te
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
+comment on function pgque.current_event_table(text) is
+  'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
+  'ev_data a complete event; an ev_id of an earlier transaction may be ticked a minute late. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
 -- sink: INSERT, COPY and Spark send
 -- ---------------------------------------------------------------------------
@@ -2497,6 +2655,13 @@ begin
   end loop;
 end
 $$;
+comment on view pgque.sink is
+  'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
+  'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
+  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ005 epoch, part or parts without sink_id, '
+  'PQ016 see sink_commit(), 23514 under session_replication_role = replica, where the view could do nothing.';
+comment on view pgque.sink_bulk is
+  'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
 
 -- The table that a message of this queue goes to, for a statement whose own
 -- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
@@ -2581,11 +2746,9 @@ begin
     end if;
   elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
     -- Without the name of its sink a replay would be sent twice.
-    raise exception using
-      errcode = 'PQ005',
-      message = format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'), coalesce(new.part::text, 'null'),
+    perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'), coalesce(new.part::text, 'null'),
         coalesce(quote_ident(new.queue), 'null')),
-      hint = 'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.';
+      'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
@@ -2611,10 +2774,8 @@ create or replace trigger sink_bulk_row instead of insert on pgque.sink_bulk
 create or replace function pgque._refuse_epoch(p_sink text, p_epoch bigint, p_why text, p_hint text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ016',
-    message = pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
-    hint = p_hint;
+  perform pgque._fail('PQ016', pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
+    p_hint);
 end
 $$;
 
@@ -2626,10 +2787,8 @@ declare
   v_newest  bigint;
 begin
   if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
-      hint = 'A sink_id has 1 to 200 printable characters; epochs count from 0.';
+    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
+      'A sink_id has 1 to 200 printable characters; epochs count from 0.');
   end if;
   v_newest := greatest(
     (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = p_sink),
@@ -2715,11 +2874,9 @@ begin
   elsif pg_catalog.starts_with(v_touched, v_line || '-') then
     return false;
   elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
+    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
         coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
-      hint = 'Epochs and parts count from 0; parts, if given, is how many there are.';
+      'Epochs and parts count from 0; parts, if given, is how many there are.');
   end if;
   v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
   -- One that came out of a dump may name the same transaction, but another session.
@@ -2758,6 +2915,10 @@ begin
   end if;
 end
 $$;
+comment on function pgque.sink_begin(text, bigint) is
+  'Begins an attempt to write a share of an epoch. COPY the messages into the table named by stage, with this attempt and n = 0, 1, 2, ... in the order '
+  'they are to have; nothing is sent before sink_commit(). epoch NULL: a write that is never replayed. '
+  'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
 
 -- The attempts of both leaves.
 create or replace function pgque._attempts() returns setof pgque.sink_attempt_0
@@ -2830,6 +2991,11 @@ begin
   return 'applied';
 end
 $$;
+comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
+  'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
+  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
+  'also through a crash of the server. PQ001 no such queue, PQ003 a queue is full, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
+  '25000 not READ COMMITTED.';
 
 -- The attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt_0
@@ -3129,16 +3295,18 @@ begin
     perform pgque._rebase(v_queue.queue_id);
     return null;
   elsif v_queue.queue_external_ticker then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('queue %I has an external ticker', v_queue.queue_name),
-      hint = 'Call pgque.ticker(queue, tick_id, time, event_seq).';
+    perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
+      'Call pgque.ticker(queue, tick_id, time, event_seq).');
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
   return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
 end
 $$;
+comment on function pgque.ticker(text, pgque.caller) is
+  'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
+  'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
+  'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Ticks every queue that has a reason; returns the number of ticks.  Each queue
 -- keeps two locks until the transaction ends, with a tick eight: of more than the
@@ -3162,6 +3330,9 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.ticker() is
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Which of these queues the loop has to look at now, by what it knows of them, and
 -- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
@@ -3286,30 +3457,27 @@ declare
 begin
   perform pgque._need_read_committed('a tick');
   if not v_queue.queue_external_ticker then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('queue %I has no external ticker', v_queue.queue_name),
-      hint = format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name);
+    perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
+      format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      detail = format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time),
-      hint = 'Tick ids rise, event sequences and times do not fall.';
+    perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
+      'Tick ids rise, event sequences and times do not fall.',
+      format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
-      hint = 'Ids and event sequences go up to 2^62, and a time is finite.';
+    perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
+      'Ids and event sequences go up to 2^62, and a time is finite.');
   end if;
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
+comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
+  'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
+  'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Makes the next ticker() tick the queue whether or not anything happened.
 -- The wish is kept in a sequence, so it leaves no row behind.  Returns the id
@@ -3324,9 +3492,13 @@ begin
   return v_last;
 end
 $$;
+comment on function pgque.force_next_tick(text, pgque.caller) is
+  'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
+comment on function pgque.force_tick(text) is
+  'Same as force_next_tick.';
 -- ---------------------------------------------------------------------------
 -- window: which rows lie between two snapshots
 -- ---------------------------------------------------------------------------
@@ -3498,10 +3670,8 @@ begin
     v_leaf := pgque._journal_leaf();
   end loop;
   -- A snapshot that is older than a compaction sees neither leaf's row.
-  raise exception using
-    errcode = 'serialization_failure',
-    message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
-    hint = 'Retry the transaction.';
+  perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
+    'Retry the transaction.');
 end
 $$;
 
@@ -3548,10 +3718,8 @@ begin
     v_appended := found;
   end if;
   if not v_appended then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
+      'Retry the transaction.');
   end if;
 end
 $$;
@@ -3654,10 +3822,8 @@ $$;
 create or replace function pgque._no_batch(p_batch bigint) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ012',
-    message = pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    hint = 'It was finished already, its worker lost it to another one, or it never was.';
+  perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
+    'It was finished already, its worker lost it to another one, or it never was.');
 end
 $$;
 -- ---------------------------------------------------------------------------
@@ -3681,10 +3847,8 @@ begin
     if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue collate pg_catalog."default" then
       return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
     end if;
-    raise exception using
-      errcode = 'PQ011',
-      message = pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
-      hint = 'select pgque.subscribe(queue, consumer) makes it one.';
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
+      'select pgque.subscribe(queue, consumer) makes it one.');
   end if;
   return v_sub;
 end
@@ -3699,10 +3863,7 @@ declare
 begin
   select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
   if not found then
-    raise exception using
-      errcode = 'PQ011',
-      message = 'not subscriber to queue any more',
-      hint = 'It was unsubscribed while this call waited.';
+    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'It was unsubscribed while this call waited.');
   end if;
   return v_role;
 end
@@ -3740,16 +3901,12 @@ begin
   if v_tick.tick_id is not null then
     return v_tick;
   end if;
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
-    hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+  perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+    'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
 exception
   when data_exception then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
-      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+    perform pgque._fail('PQ005', pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
+      'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
 end
 $$;
 
@@ -3784,10 +3941,8 @@ begin
     end if;
   end loop;
   if v_position.pos_sub is null then
-    raise exception using
-      errcode = 'program_limit_exceeded',
-      message = 'all 1048576 numbers of subscribers are taken',
-      hint = 'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;';
+    perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
+      'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
   end if;
   v_position.pos_main := p_main;
   v_position.pos_seq := 0;
@@ -3819,12 +3974,10 @@ begin
   select pg_catalog.count(*) into v_count
   from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
   if v_count >= v_queue.queue_max_consumers then
-    raise exception using
-      errcode = 'PQ003',
-      message = pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
-      detail = pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers),
-      hint = pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
-        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint);
+    perform pgque._fail('PQ003', pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
+      pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
+      pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
   end if;
 end
 $$;
@@ -3842,10 +3995,8 @@ begin
   if $4 is true then
     v_sub := pgque._subscriber($1, $2, caller);
     if v_new = 0 and not v_sub.sub_keyed then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
-        hint = 'Unsubscribe it first, or subscribe another consumer.';
+      perform pgque._fail('PQ006', format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
+        'Unsubscribe it first, or subscribe another consumer.');
     elsif v_new = 1 then
       update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
     end if;
@@ -3853,6 +4004,10 @@ begin
   return v_new;
 end
 $$;
+comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
+  'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
+  'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
+  'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -3887,10 +4042,7 @@ declare
   v_id  int;
 begin
   if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
-    raise exception using
-      errcode = 'PQ004',
-      message = 'invalid consumer name',
-      hint = 'A consumer name has 1 to 1000 bytes; any character is allowed.';
+    perform pgque._fail('PQ004', 'invalid consumer name', 'A consumer name has 1 to 1000 bytes; any character is allowed.');
   end if;
   for v_try in 1..2 loop
     select c.co_id into v_id
@@ -3907,6 +4059,8 @@ $$;
 
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
+comment on function pgque.register_consumer(text, text) is
+  'PgQ''s name for subscribe(queue_name, consumer_name).';
 
 -- Subscribes at a tick, or moves a known consumer there: its open batch is
 -- dropped.  1 when new, 0 when moved.
@@ -3935,6 +4089,9 @@ begin
   return 0;
 end
 $$;
+comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
+  'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
+  'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
 
 -- Removes a consumer from a queue, with its workers and its waiting retries.
 -- Its dead letters stay.  Returns the number of subscribers removed.
@@ -3963,9 +4120,14 @@ begin
   return v_count + v_rows;
 end
 $$;
+comment on function pgque.unsubscribe(text, text, pgque.caller) is
+  'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
+  'went, 0 if it was none. PQ001 no such queue.';
 
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
+comment on function pgque.unregister_consumer(text, text) is
+  'PgQ''s name for unsubscribe.';
 
 -- Opens the window that follows a position: up to the furthest of the next 100
 -- ticks before which no more than p_max events were numbered, so that a
@@ -4007,10 +4169,7 @@ exception
   when undefined_table then
     -- The queue was dropped meanwhile, or a table of it is gone.
     if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
-      raise exception using
-        errcode = 'serialization_failure',
-        message = 'the queue was dropped since this transaction began',
-        hint = 'Retry the transaction.';
+      perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
       perform pgque._takes_nothing(p_queue_id);
     end if;
@@ -4128,10 +4287,8 @@ declare
   v_leaf     int;
 begin
   if receive.max_return is null or receive.max_return < 1 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
-      hint = 'It is the greatest number of messages to hand out.';
+    perform pgque._fail('PQ005', format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
+      'It is the greatest number of messages to hand out.');
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
   if v_sub.sub_role <> 'coop_main' and receive.worker is not null then
@@ -4151,10 +4308,8 @@ begin
     end if;
   end if;
   if receive.visibility_timeout is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('visibility_timeout is for workers, not for consumer %I of queue %I', receive.consumer_name, receive.queue_name),
-      hint = 'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.';
+    perform pgque._fail('PQ005', format('visibility_timeout is for workers, not for consumer %I of queue %I', receive.consumer_name, receive.queue_name),
+      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
   elsif receive.worker is not null then
     v_member := pgque._worker(v_sub, receive.worker);
   elsif v_sub.sub_role <> 'normal' then
@@ -4302,6 +4457,13 @@ begin
   end if;
 end
 $$;
+comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
+  'Hands out the consumer''s next messages, at most max_return, as one batch, in the order of their ids (to a worker first those that come again, then new ones); no rows if there are none. Until '
+  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
+  '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
+  'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
+  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
+  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer has received a batch on its own and a worker is named, PQ011 no such consumer.';
 
 -- The messages of a batch of a queue with keys or expiry: those that are to be
 -- delivered, and those of the slice that are not.  p_max null: all of p_rows;
@@ -4452,9 +4614,14 @@ $$;
 
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
+comment on function pgque.ack(bigint) is
+  'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
+  'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
+comment on function pgque.finish_batch(bigint) is
+  'PgQ''s name for ack.';
 
 -- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
 -- what receive() left of one.  An open batch comes again.  Null if there is no
@@ -4555,6 +4722,9 @@ create or replace function pgque.next_batch_custom(
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
+comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+  'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
+  'is no condition.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -4563,9 +4733,14 @@ create or replace function pgque.next_batch_info(
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
+comment on function pgque.next_batch_info(text, text) is
+  'Same as next_batch, with the ids, times and event sequences of the two ticks.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
+comment on function pgque.next_batch(text, text) is
+  'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
+  'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.
@@ -4688,6 +4863,8 @@ begin
   return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(v_open.sub, v_open.pos));
 end
 $$;
+comment on function pgque.get_batch_events(bigint, pgque.caller) is
+  'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
 
 -- The query of an open batch: where messages may be left out as it is opened,
 -- without those that have an outcome.
@@ -4728,16 +4905,17 @@ declare
   v_cursor  refcursor := $2;
 begin
   if coalesce($2, '') = '' or ($3 >= 0) is not true then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
-      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+    perform pgque._fail('PQ005', format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
   open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
     pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
   return query execute format('fetch forward %s from %I', $3, $2);
 end
 $$;
+comment on function pgque.get_batch_cursor(bigint, text, int, text) is
+  'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
+  'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int,
@@ -4746,6 +4924,8 @@ create or replace function pgque.get_batch_cursor(
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
+comment on function pgque.get_batch_cursor(bigint, text, int) is
+  'Same as get_batch_cursor without extra_where.';
 
 -- What an open batch spans.
 create or replace function pgque.get_batch_info(
@@ -4773,6 +4953,8 @@ begin
   seq_end := v_cur.tick_event_seq;
 end
 $$;
+comment on function pgque.get_batch_info(bigint, pgque.caller) is
+  'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
 
 -- A consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
@@ -4790,11 +4972,9 @@ declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
 begin
   if v_tick.tick_id is null then
-    raise exception using
-      errcode = 'PQ015',
-      message = pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
+    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
         (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
-      hint = 'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.';
+      'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.');
   end if;
   return v_tick;
 end
@@ -4813,6 +4993,8 @@ begin
   return (pgque._find_tick(v_queue, $2)).tick_id;
 end
 $$;
+comment on function pgque.tick_for(text, text, pgque.caller) is
+  'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
 
 -- The end of the next piece of work behind a tick: as many ticks as hold
 -- max_events and as max_ticks allow, at least one, and none beyond upto.  Null
@@ -4829,10 +5011,8 @@ declare
   v_next   bigint;
 begin
   if least($3, $4) < 1 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
-      hint = 'Leave them out, or null, for no limit.';
+    perform pgque._fail('PQ005', format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
+      'Leave them out, or null, for no limit.');
   end if;
   v_after := pgque._need_tick(v_queue, $2);
   v_last := (pgque._last_tick(v_queue)).tick_id;
@@ -4851,6 +5031,9 @@ begin
   return v_next;
 end
 $$;
+comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
+  'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
+  'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
 
 -- Cuts a window into at most `parts` pieces of about as many events: runs of
 -- whole ticks, and a run with one heavy tick into residues of the event ids.
@@ -4896,15 +5079,16 @@ begin
   using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
 end
 $$;
+comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
+  'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
+  'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
-    hint = 'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.';
+  perform pgque._fail('PQ005', pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
+    'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.');
 end
 $$;
 
@@ -4953,6 +5137,10 @@ begin
   return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, caller);
 end
 $$;
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
+  'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
+  'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
+  'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
 
 -- The same as a cursor to fetch from: nothing is stored on the way.
 create or replace function pgque.read_window_cursor(
@@ -4964,14 +5152,14 @@ declare
   v_cursor  refcursor := $1;
 begin
   if coalesce($1, '') = '' then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
-      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+    perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
   open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, caller);
 end
 $$;
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
+  'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
 
 -- Moves a consumer forward to a tick, or with force back too; its open batch is
 -- dropped.  Returns the tick where it stands then: a tick that it has passed
@@ -4999,6 +5187,9 @@ begin
   return v_position.pos_tick;
 end
 $$;
+comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
+  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
+  'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
 
 -- Begins to read as a consumer whose offsets are kept elsewhere: subscribes it
 -- at start_at if it is new, keeps every other session from doing the same until
@@ -5022,14 +5213,15 @@ begin
     where l.locktype = 'advisory' and l.granted and l.objsubid = 2
       and l.database = (select d.oid from pg_database d where d.datname = current_database())
       and l.classid::bigint = (v_class::bigint & 4294967295) and l.objid::bigint = (v_key::bigint & 4294967295);
-    raise exception using
-      errcode = 'PQ006',
-      message = format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
-      hint = 'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.';
+    perform pgque._fail('PQ006', format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
+      'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.');
   end if;
   return (pgque._position(v_sub.sub_id)).pos_tick;
 end
 $$;
+comment on function pgque.open_stream(text, text, text, pgque.caller) is
+  'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
+  'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
 
 -- Puts messages that lie behind a consumer's position among its dead letters,
 -- once each, with a reason each.  For readers that have no batch.
@@ -5043,10 +5235,8 @@ declare
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
-      hint = 'Pass two arrays: the ids, and a reason for each.';
+    perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
+      'Pass two arrays: the ids, and a reason for each.');
   end if;
   execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
     pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
@@ -5064,6 +5254,9 @@ begin
     order by i.n;
 end
 $$;
+comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
+  'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
+  'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
 -- ---------------------------------------------------------------------------
 -- workers: competing processes, leases, redelivery
 -- ---------------------------------------------------------------------------
@@ -5462,15 +5655,11 @@ language plpgsql as $$
 begin
   perform pgque._need_read_committed('receive() for a worker');
   if p_timeout <= '0' or p_timeout > '100 years' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-      hint = 'It is how long the worker has before others get its messages.';
+    perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
+      'It is how long the worker has before others get its messages.');
   end if;
-  raise exception using
-    errcode = 'PQ004',
-    message = pg_catalog.format('invalid worker name for queue %I', p_queue),
-    hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+  perform pgque._fail('PQ004', pg_catalog.format('invalid worker name for queue %I', p_queue),
+    'A worker name has 1 to 1000 bytes; any character is allowed.');
 end
 $$;
 
@@ -5481,12 +5670,10 @@ create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text
 language plpgsql as $$
 begin
   if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
-    raise exception using
-      errcode = 'PQ006',
-      message = pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-      hint = pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
+    perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+      pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
         'which loses its pending retries: select i.last_tick, pgque.unsubscribe(%1$L, %2$L) from pgque.get_consumer_info(%1$L, %2$L) i; '
-        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub));
+        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub)));
   end if;
   update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
 end
@@ -5645,10 +5832,7 @@ $$;
 create or replace function pgque._rewritten() returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'serialization_failure',
-    message = 'a table of the queue was rewritten while it was read',
-    hint = 'Retry the transaction.';
+  perform pgque._fail('serialization_failure', 'a table of the queue was rewritten while it was read', 'Retry the transaction.');
 end
 $$;
 
@@ -6209,10 +6393,7 @@ begin
   where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = 'the key of a message changed since this transaction began',
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', 'the key of a message changed since this transaction began', 'Retry the transaction.');
 end
 $$;
 
@@ -6302,13 +6483,11 @@ create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue tex
 language plpgsql as $$
 begin
   if p_sub.sub_role in ('coop_main', 'pool') then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-      hint = case p_sub.sub_role
+    perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
+      case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
-          'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
-        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end;
+        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
+        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
   end if;
 end
 $$;
@@ -6327,10 +6506,8 @@ declare
   v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
 begin
   if v_sub is null then
-    raise exception using
-      errcode = 'PQ011',
-      message = pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().';
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
+      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
   end if;
   return v_sub;
 end
@@ -6349,10 +6526,8 @@ declare
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
-    raise exception using
-      errcode = 'PQ004',
-      message = format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
-      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+    perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
+      'A worker name has 1 to 1000 bytes; any character is allowed.');
   end if;
   perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);
   v_main := pgque._subscriber($1, $2, caller);
@@ -6362,16 +6537,12 @@ begin
   v_position := pgque._lock_position(v_main.sub_id);
   v_main := pgque._subscriber($1, $2, caller);
   if v_main.sub_role = 'pool' then
-    raise exception using
-      errcode = 'PQ006',
-      message = format('consumer %I of queue %I has workers with leases', $2, $1),
-      hint = 'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.';
+    perform pgque._fail('PQ006', format('consumer %I of queue %I has workers with leases', $2, $1),
+      'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.');
   elsif v_main.sub_role = 'normal' then
     if $4 is not true then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('consumer %I of queue %I reads on its own', $2, $1),
-        hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
+      perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
+        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
   end if;
@@ -6385,11 +6556,17 @@ exception
     return 0;
 end
 $$;
+comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
+  'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
+  'convert_normal is true; the worker then gets its open batch, under a new id, less what was settled. '
+  'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
 
 create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
 ) returns int
 language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
+comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
+  'Same as register_subconsumer.';
 
 -- Removes a worker.  If it holds a batch: with batch_handling 0 that is an
 -- error (PQ006), with 1 its messages go through retry and dead letters.
@@ -6410,10 +6587,8 @@ begin
   v_position := pgque._lock_position(v_sub);
   if v_position.pos_batch is not null then
     if $4 is distinct from 1 then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
+      perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
+        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
     end if;
     perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered', false);
   end if;
@@ -6421,11 +6596,16 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
+  'Removes a worker and returns 1; 0 if there is none. If it holds a batch: with batch_handling 0 that is an error, with 1 its messages go through retry and dead letters. '
+  'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
 
 create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
 ) returns int
 language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
+comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
+  'Same as unregister_subconsumer.';
 
 -- Says that a worker is alive, so that dead_interval counts from now.
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
@@ -6438,6 +6618,8 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
+  'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
 
 -- Gives the open batch of one subscriber to a worker that has none, under a new
 -- batch id and with its outcomes.  The caller holds the locks of both.
@@ -6532,6 +6714,10 @@ begin
   return query select * from pgque.receive($1, $2, $4, $3);
 end
 $$;
+comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
+  'receive() for one of several workers (subconsumers) that share a consumer; each gets messages of its own. Registers the worker on first use. With dead_interval, the batch of a worker '
+  'that was silent for longer is taken over first, under a new batch id. '
+  'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
 
 -- next_batch_custom() for one of several workers, in the same way.
 create or replace function pgque.next_batch_custom(
@@ -6544,11 +6730,17 @@ begin
   return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
 end
 $$;
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
+  'Same as next_batch with a subconsumer, for a bigger window: see next_batch_custom without one. Returns the id of the batch only.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
 language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
+comment on function pgque.next_batch(text, text, text, interval) is
+  'next_batch() for one of several workers (subconsumers) that share a consumer: each gets windows of its own. Registers the worker on first use. With '
+  'dead_interval, the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. '
+  'PQ001 no such queue, PQ004 invalid name, PQ006 the consumer reads on its own.';
 -- ---------------------------------------------------------------------------
 -- outcomes: what becomes of a message, retry, dead letters, archive
 -- ---------------------------------------------------------------------------
@@ -6816,15 +7008,11 @@ create or replace function pgque._not_negative(p_span interval, p_name text, p_b
 language plpgsql immutable as $$
 begin
   if p_span < '0' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      hint = 'It is a time from now on, such as ''30 seconds''.';
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
+      'It is a time from now on, such as ''30 seconds''.');
   elsif p_span > '100 years' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      hint = 'Not every client can read the time when that ends.';
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
+      'Not every client can read the time when that ends.');
   end if;
   return p_span;
 end
@@ -6835,10 +7023,8 @@ create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint
 language plpgsql as $$
 begin
   if p_outcome.reason = 'not in this batch' then
-    raise exception using
-      errcode = 'PQ007',
-      message = pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
-      hint = 'Pass a message of this batch, as receive() returned it.';
+    perform pgque._fail('PQ007', pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
+      'Pass a message of this batch, as receive() returned it.');
   elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
     perform pgque._no_batch(p_batch);
   end if;
@@ -6857,6 +7043,8 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
+  'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -6865,6 +7053,11 @@ begin
   return 1;
 end
 $$;
+comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
+  'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
+  'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
+  'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
+  'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
 
 -- The same for many messages, set-based; one row each with its outcome.
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
@@ -6874,6 +7067,9 @@ begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
 $$;
+comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
+  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
+  'PQ005 retry_after is negative or above 100 years.';
 
 -- Finishes some messages of a batch; the others stay with it.
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
@@ -6888,6 +7084,10 @@ begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
 end
 $$;
+comment on function pgque.ack(bigint, bigint[], pgque.caller) is
+  'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
+  'lost to another worker, batch not open. After an answer "lost to another worker" an ack of the whole batch returns 0: it would finish that message too, if the '
+  'other one let go of it. With archive_on_ack they are kept in the archive.';
 
 -- Gives messages up at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -6899,6 +7099,8 @@ $$;
 
 create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
 language sql as $$ select * from pgque._dead($1, $2, $3) $$;
+comment on function pgque.dead(bigint, bigint[], text) is
+  'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
 
 -- Finishes messages, all of the batch by default, and keeps them in the archive.
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -6907,16 +7109,16 @@ begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
 $$;
+comment on function pgque.archive(bigint, bigint[], pgque.caller) is
+  'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
 
 -- Leases are of workers only.
 create or replace function pgque._need_pool(p_batch bigint) returns void
 language plpgsql as $$
 begin
   if (pgque._batch_owner(p_batch)).sub_role <> 'pool' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('batch %s is not leased', p_batch),
-      hint = 'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.';
+    perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
+      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
   end if;
 end
 $$;
@@ -6931,6 +7133,8 @@ begin
   return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
 end
 $$;
+comment on function pgque.release(bigint, bigint[], pgque.caller) is
+  'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
 
 -- Sets when a lease ends, counted from now; 0 is release().  Returns the number
 -- of messages still held: 0 when the batch is lost.
@@ -6967,6 +7171,8 @@ begin
   return v_held;
 end
 $$;
+comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
+  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when null, negative or above 100 years.';
 
 -- Adds to a lease; never shortens it.  Returns the number of messages still
 -- held: 0 when the batch is lost.
@@ -7009,6 +7215,8 @@ begin
   return v_count + v_held;
 end
 $$;
+comment on function pgque.extend(bigint, interval, pgque.caller) is
+  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 
 -- PgQ's way to fail an event: no limit on the number of retries.  1, or 0 if
 -- that was done already.
@@ -7025,9 +7233,14 @@ begin
       null, true) f);
 end
 $$;
+comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
+  'Delivers one event of an open batch to this consumer again at retry_time (NULL: as nack() does), however often it failed before. Returns 1, or 0 if it was failed already. '
+  'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
+comment on function pgque.event_retry(bigint, bigint, int) is
+  'Same as event_retry with a time, in so many seconds from now.';
 
 -- Whether a batch is open in any way.
 create or replace function pgque._is_open(p_batch bigint) returns boolean
@@ -7054,6 +7267,9 @@ begin
   return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
 end
 $$;
+comment on function pgque.batch_retry(bigint, int, pgque.caller) is
+  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now (NULL: as nack() does), and returns their number. Finish the batch '
+  'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
 
 -- The consumers on their own, whose retries come back through the log, and 0:
 -- delayed messages are for everybody.  Workers take theirs where they wait.
@@ -7090,6 +7306,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_retry_events() is
+  'Puts messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; a ticker delivers them.';
 
 -- Claims messages with keys that wait for their consumer's first delivery, in rows
 -- that the caller has locked.  Gives back those that may leave: they have their
@@ -7189,6 +7407,8 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
+comment on function pgque.dlq_inspect(text, int, pgque.caller) is
+  'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.
@@ -7201,10 +7421,8 @@ begin
   where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
   returning d.* into v_dead;
   if not found then
-    raise exception using
-      errcode = 'PQ008',
-      message = pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      hint = 'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.';
+    perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
+      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
   end if;
   return v_dead;
 end
@@ -7222,6 +7440,9 @@ begin
     v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
 end
 $$;
+comment on function pgque.dlq_replay(bigint, pgque.caller) is
+  'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
+  'PQ008 no such dead letter, PQ013 the queue is paused.';
 
 -- Sends all dead letters of a queue again; one that can not be sent stays.
 create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
@@ -7244,6 +7465,8 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.dlq_replay_all(text, pgque.caller) is
+  'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
 
 -- Gives a dead letter back to the consumer that failed it, with its id and
 -- with a clean count of retries; returns the id.
@@ -7258,10 +7481,8 @@ begin
   where s.sub_queue = v_dead.dl_queue_id and s.sub_consumer = v_dead.dl_consumer_id and s.sub_main is null
   for key share;
   if not found then
-    raise exception using
-      errcode = 'PQ011',
-      message = format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
-      hint = 'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).';
+    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
+      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
   end if;
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
     ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
@@ -7280,6 +7501,10 @@ begin
   return v_dead.ev_id;
 end
 $$;
+comment on function pgque.dlq_requeue(bigint, pgque.caller) is
+  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Its age stays: beyond retention_period it is delivered, '
+  'but a dead letter again with its first failure. Returns the message''s id. '
+  'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
 
 -- Requeues the oldest dead letters of a queue whose consumers are still there.
 create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
@@ -7302,6 +7527,8 @@ begin
     ) x);
 end
 $$;
+comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
 
 -- Deletes dead letters of a queue that are older than an interval.  A null would
 -- delete none without a word.
@@ -7312,10 +7539,8 @@ declare
   v_count  bigint;
 begin
   if $2 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      hint = 'Leave older_than out for 30 days; ''0'' deletes all of them.';
+    perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
+      'Leave older_than out for 30 days; ''0'' deletes all of them.');
   end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
@@ -7323,6 +7548,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.dlq_purge(text, interval, pgque.caller) is
+  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
 
 -- Moves the dead letters that list_poison() shows to the archive; returns their
 -- number.
@@ -7351,6 +7578,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
 
 -- Makes what waits for a consumer's next attempt due now, after whatever delay;
 -- returns its number.  What is leased stays where it is.
@@ -7367,6 +7595,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.retry_now(text, text, pgque.caller) is
+  'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
 
 -- Hands back the batches of workers that got them longer ago than older_than,
 -- or, the clock having been set back, later than now; returns their number.
@@ -7378,10 +7608,8 @@ declare
   v_count  int := 0;
 begin
   if $3 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('older_than must not be null, for consumer %I of queue %I', $2, $1),
-      hint = 'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.';
+    perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
   end if;
   for v_token in
     select o.token
@@ -7403,6 +7631,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.reclaim(text, text, interval, pgque.caller) is
+  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
 
 -- Removes every message of a queue that is committed: pending, leased, delayed,
 -- waiting to be tried again.  Batches that are open report false from then on.
@@ -7453,6 +7683,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.purge(text, pgque.caller) is
+  'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
 
 -- Removes the pending message of a key, that is one which nobody was given yet;
 -- returns 1, or 0 if there is none.
@@ -7465,10 +7697,8 @@ declare
 begin
   perform pgque._need_read_committed('purge_key()');
   if $2 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('purge_key of queue %I needs a key', v_queue.queue_name),
-      hint = 'To remove everything use pgque.purge(queue).';
+    perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
+      'To remove everything use pgque.purge(queue).');
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
@@ -7485,6 +7715,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
 -- ---------------------------------------------------------------------------
 -- archive: messages that are done with and kept
 -- ---------------------------------------------------------------------------
@@ -7557,6 +7788,7 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
+comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
 
 -- Sends an archived message again, as a new one, for every consumer; returns the
 -- new id.  It stays in the archive.
@@ -7578,15 +7810,14 @@ begin
     exit when v_row.archive_id is not null;
   end loop;
   if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
-    raise exception using
-      errcode = 'PQ010',
-      message = format('not in the archive: %s', coalesce($1::text, 'null')),
-      hint = 'select * from pgque.archive_list(queue) lists what is there.';
+    perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
+      'select * from pgque.archive_list(queue) lists what is there.');
   end if;
   return pgque._send((select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue), v_row.ev_type, v_row.ev_data,
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
 end
 $$;
+comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
 
 -- Drops the days of a queue's archive that ended before a time; returns their
 -- number.
@@ -7596,14 +7827,13 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('archive_purge of queue %I needs a time', v_queue.queue_name),
-      hint = 'select pgque.archive_purge(queue, now() - interval ''30 days'');';
+    perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
+      'select pgque.archive_purge(queue, now() - interval ''30 days'');');
   end if;
   return pgque._drop_archive(v_queue.queue_id, $2);
 end
 $$;
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
 
 -- The leaves of the archive, each with its queue and its day as in _bucket().
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
@@ -7794,6 +8024,9 @@ begin
   end;
 end
 $$;
+comment on function pgque.maint_rotate_tables_step1(text) is
+  'Empties the queue''s oldest table and makes it the current one, if rotation_period has passed and every consumer is done with it. Returns 1, or 0 if there was nothing to do, '
+  'a consumer is behind, or the table is locked. PQ001 no such queue, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Gives messages with keys that wait and were delivered to nobody the body that
 -- was sent last, and takes out what was purged: those whose newest row lies in one
@@ -7847,6 +8080,8 @@ $$;
 -- PgQ's second half of a rotation.  Here the first half is enough.
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
+comment on function pgque.maint_rotate_tables_step2() is
+  'PgQ''s second half of a rotation: nothing to do here. Returns 0.';
 
 -- The bytes of one leaf of the journal, and of what turns with it.
 create or replace function pgque._journal_size(p_leaf int) returns bigint
@@ -8284,6 +8519,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
 
 -- Deletes dead letters whose message has expired meanwhile; returns their
 -- number.
@@ -8298,6 +8534,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
 
 -- Runs the reapers whose schedule says that it is time.
 create or replace function pgque.maint_expire() returns int
@@ -8322,6 +8559,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
 
 -- Sets how often a reaper runs: an interval, an empty string for never, or null
 -- for the default.  Returns what holds now.
@@ -8340,13 +8578,14 @@ begin
   return $2;
 exception
   when data_exception or check_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
-      detail = sqlerrm,
-      hint = 'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.';
+    perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
+      'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.',
+      sqlerrm);
 end
 $$;
+comment on function pgque.set_schedule(text, text) is
+  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
+  'every is an interval; an empty string turns the reaper off, null restores its default. PQ005 for an invalid one, and the old one stays.';
 
 -- Judges, for pools that nobody receives from, what lapsed for the last time:
 -- messages whose attempts are used up, 10,000 of a pool in one call.  Never one
@@ -8383,6 +8622,7 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  What each
@@ -8426,10 +8666,8 @@ begin
         continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
         if not pg_try_advisory_xact_lock(v_token) then
           -- To wait for it would be a deadlock if it asks for more then.
-          raise exception using
-            errcode = 'serialization_failure',
-            message = format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
-            hint = 'Retry the transaction.';
+          perform pgque._fail('serialization_failure', format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
+            'Retry the transaction.');
         end if;
         continue when (pgque._lease_state(v_token)).closed;   -- it has just been
         perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
@@ -8617,12 +8855,16 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
+comment on function pgque.maint_operations() is
+  'What maint() does, one call a row, for a scheduler that commits after each.';
 
 -- Retention of one queue; see _retain.
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
+comment on function pgque.maint_retain(text) is
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never saw, and returns how many; get_consumer_info counts what they skipped. PQ001 no such queue.';
 
 -- Maintenance of the tables all queues share.
 create or replace function pgque.maint_tables() returns int
@@ -8650,6 +8892,8 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint_tables() is
+  'Maintains the tables that all queues share. Returns how much there was to do.';
 
 -- Does one of maint_operations(); what fails is reported and left for the next
 -- time.
@@ -8659,10 +8903,7 @@ declare
   v_done  int;
 begin
   if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('not a maintenance operation: %L', p_func),
-      hint = 'select * from pgque.maint_operations() lists them.';
+    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'select * from pgque.maint_operations() lists them.');
   end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;
@@ -8703,6 +8944,9 @@ begin
   return v_count;
 end
 $$;
+comment on function pgque.maint() is
+  'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 -- ---------------------------------------------------------------------------
 -- schedule: the loop and pg_cron
 -- ---------------------------------------------------------------------------
@@ -8716,12 +8960,11 @@ begin
   return $1;
 exception
   when check_violation or not_null_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('tick period out of range: %s ms', coalesce($1::text, 'null')),
-      hint = 'Use 1 to 60000 milliseconds.';
+    perform pgque._fail('PQ005', format('tick period out of range: %s ms', coalesce($1::text, 'null')), 'Use 1 to 60000 milliseconds.');
 end
 $$;
+comment on function pgque.set_tick_period_ms(int) is
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
 
 -- Sets how much of one core the loop may use for looks and ticks, in percent (1 to 100).
 create or replace function pgque.set_tick_share(percent int) returns int
@@ -8732,12 +8975,12 @@ begin
   return $1;
 exception
   when check_violation or not_null_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('share out of range: %s', coalesce($1 || ' %', 'null')),
-      hint = 'Use 1 to 100 percent of a core; 15 is the default.';
+    perform pgque._fail('PQ005', format('share out of range: %s', coalesce($1 || ' %', 'null')),
+      'Use 1 to 100 percent of a core; 15 is the default.');
 end
 $$;
+comment on function pgque.set_tick_share(int) is
+  'Sets how much of one core the loop may use for looks and ticks, 1 to 100 percent (15); above it, gaps between ticks grow. The running loop follows at once. Returns it. PQ005 out of range.';
 
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
@@ -8844,10 +9087,7 @@ declare
   v_op        pg_catalog.int4 := 0;
 begin
   if pg_catalog.pg_is_in_recovery() then
-    raise exception using
-      errcode = 'read_only_sql_transaction',
-      message = 'ticker_loop() cannot run on a standby',
-      hint = 'Run it on the primary.';
+    perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
   end if;
   -- Whatever the session's defaults are; these go from one transaction to the
   -- next.
@@ -9011,6 +9251,9 @@ begin
   end if;
 end
 $$;
+comment on procedure pgque.ticker_loop(interval) is
+  'The ticker: ticks, moves due retries and maintains, for 55 seconds or run_for, and commits after each step. A queue ticks as soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction; pg_cron (start()) and the '
+  'command pgque ticker do. A second loop waits for the first.';
 
 -- Whether there is pg_cron for the owner of pgque: null if it is not in this
 -- database, false if its schema is closed.
@@ -9025,10 +9268,8 @@ $$;
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ014',
-    message = pg_catalog.format('role %I may not schedule jobs', current_user),
-    hint = pg_catalog.format('grant usage on schema cron to %I;', current_user);
+  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs', current_user),
+    pg_catalog.format('grant usage on schema cron to %I;', current_user));
 end
 $$;
 
@@ -9046,11 +9287,9 @@ declare
   v_until   text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '%s seconds' - clock_timestamp())$q$;
 begin
   if pgque._has_cron() is null then
-    raise exception using
-      errcode = 'PQ014',
-      message = format('pg_cron is not in database %I', current_database()),
-      hint = 'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
-        'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.';
+    perform pgque._fail('PQ014', format('pg_cron is not in database %I', current_database()),
+      'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
+        'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.');
   elsif not pgque._has_cron() then
     perform pgque._no_cron_rights();
   end if;
@@ -9060,10 +9299,8 @@ begin
     ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
-    raise exception using
-      errcode = 'PQ014',
-      message = format('pg_cron has jobs of these names for database %I', v_other),
-      hint = format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint);
+    perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
+      format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint));
   end if;
   update pgque.config c set stopped_at = null;
   begin
@@ -9078,10 +9315,8 @@ begin
   end;
   execute 'select j.database from cron.job j where j.jobid = $1 and j.database <> pg_catalog.current_database()' into v_other using v_job;
   if v_other is not null then
-    raise exception using
-      errcode = 'PQ014',
-      message = format('pg_cron works for database %I, not for %I', v_other, current_database()),
-      hint = format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database());
+    perform pgque._fail('PQ014', format('pg_cron works for database %I, not for %I', v_other, current_database()),
+      format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database()));
   end if;
   select g.failure, g.remedy into v_gaps, v_hint from pgque._cron_gaps() g;
   if v_gaps is not null then
@@ -9095,6 +9330,8 @@ begin
   return v_job;
 end
 $$;
+comment on function pgque.start() is
+  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 
 -- Ends the running loop, whoever runs it, and removes the pg_cron jobs.
 create or replace function pgque.stop() returns void
@@ -9105,6 +9342,8 @@ begin
   perform pgque._unschedule();
 end
 $$;
+comment on function pgque.stop() is
+  'Ends the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
 
 -- Removes our jobs of this database, and of those that are gone: one that was
 -- renamed leaves them behind.
@@ -9296,6 +9535,8 @@ begin
   return next;
 end
 $$;
+comment on function pgque.status() is
+  'What is installed, scheduled and running: version, scheduler, ticker, queues.';
 
 -- Tables and columns outside the schema that would go with its types and tables.
 create or replace function pgque._foreign_data() returns setof text
@@ -9325,16 +9566,12 @@ declare
   v_foreign  text := (select string_agg(f.what, ', ') from pgque._foreign_data() f (what));
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
-    raise exception using
-      errcode = 'insufficient_privilege',
-      message = 'only the owner of schema pgque may uninstall it',
-      hint = 'Log in as the role that installed it.';
+    perform pgque._fail('insufficient_privilege', 'only the owner of schema pgque may uninstall it',
+      'Log in as the role that installed it.');
   elsif v_foreign is not null then
-    raise exception using
-      errcode = 'dependent_objects_still_exist',
-      message = 'tables outside schema pgque use its types or tables, and would lose data',
-      detail = v_foreign,
-      hint = 'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.';
+    perform pgque._fail('dependent_objects_still_exist', 'tables outside schema pgque use its types or tables, and would lose data',
+      'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.',
+      v_foreign);
   end if;
   perform pgque.stop();
   perform pgque._insist(
@@ -9342,6 +9579,9 @@ begin
     || 'drop schema if exists pgque cascade');
 end
 $$;
+comment on function pgque.uninstall() is
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501. '
+  '2BP01 while tables outside the schema have columns of its types, which would go too.';
 -- ---------------------------------------------------------------------------
 -- observe: information, metrics, health
 -- ---------------------------------------------------------------------------
@@ -9359,6 +9599,17 @@ select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
 cross join lateral pgque._read_position(s.sub_id) p;
+comment on view pgque.subscription is 'Who reads what, and how far: consumers of queues, and their workers.';
+comment on column pgque.subscription.sub_id is 'Number of the subscription.';
+comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
+comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
+comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
+comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
+comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
+comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
+comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
+comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
+comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
 
 -- Whether a queue's six tables are there; the loop goes on without it if not.
 create or replace function pgque._missing_leaf(p_queue_id int) returns text
@@ -9463,6 +9714,8 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.get_queue_info(text, pgque.caller) is
+  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
 
 -- The subscribers of a queue, or those of a name, each with its newest position.
 -- Both leaves in one statement: a position may move from one to the other.
@@ -9651,6 +9904,10 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.get_consumer_info(text, text, pgque.caller) is
+  'All consumers and workers, or those of a queue, or one: lag (how long the oldest pending message has been pending; 0 if none is), last_seen, ticks, open batch, '
+  'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
+  'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 
 -- The next n messages nobody has finished, without touching anything: what the
 -- slowest consumer, or the one named, has before it, ticked or not, and what is due
@@ -9667,10 +9924,8 @@ declare
   v_lapsed pgque.position_0;
 begin
   if $2 is null or $2 < 1 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('peek at queue %I needs a positive number of messages', $1),
-      hint = 'select * from pgque.peek(queue, 10);';
+    perform pgque._fail('PQ005', format('peek at queue %I needs a positive number of messages', $1),
+      'select * from pgque.peek(queue, 10);');
   end if;
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
@@ -9716,6 +9971,9 @@ begin
     limit $2;
 end
 $$;
+comment on function pgque.peek(text, int, text, pgque.caller) is
+  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
+  'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
 
 -- Everything a queue knows about its messages, or about one: a row for each
 -- consumer that has to do with it.  At most p_limit of each kind.
@@ -9835,15 +10093,11 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('unknown status %L, for queue %I', $2, v_queue.queue_name),
-      hint = 'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.';
+    perform pgque._fail('PQ005', format('unknown status %L, for queue %I', $2, v_queue.queue_name),
+      'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.');
   elsif $3 is null or $3 < 0 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('limit_count must not be negative, for queue %I', v_queue.queue_name),
-      hint = 'It is the greatest number of messages to list.';
+    perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
+      'It is the greatest number of messages to list.');
   end if;
   return query
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
@@ -9854,6 +10108,9 @@ begin
     limit $3;
 end
 $$;
+comment on function pgque.list_messages(text, text, int, pgque.caller) is
+  'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
+  'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
 
 -- Where one message stands with each consumer that still knows it; PQ010 if
 -- none does.
@@ -9872,13 +10129,13 @@ begin
     where $2 is not null
     order by m.consumer_name;
   if not found then
-    raise exception using
-      errcode = 'PQ010',
-      message = format('message not found: %s of queue %I', coalesce($2::text, 'null'), v_queue.queue_name),
-      hint = 'Every consumer is done with it, or it was never committed.';
+    perform pgque._fail('PQ010', format('message not found: %s of queue %I', coalesce($2::text, 'null'), v_queue.queue_name),
+      'Every consumer is done with it, or it was never committed.');
   end if;
 end
 $$;
+comment on function pgque.message_status(text, bigint, pgque.caller) is
+  'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
 
 -- The workers of a queue, or of all, that hold messages.
 create or replace function pgque.list_workers(
@@ -9913,6 +10170,8 @@ begin
     order by q.queue_name, c.co_name, h.worker;
 end
 $$;
+comment on function pgque.list_workers(text, text, pgque.caller) is
+  'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 
 -- Messages that were delivered more than once without an outcome, or died of
 -- that: what may kill its workers.
@@ -9933,6 +10192,8 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
+comment on function pgque.list_poison(text, int, pgque.caller) is
+  'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
 
 -- How many consumers of a queue metrics() and health() look at one by one: those
 -- that are furthest back.  A queue with more has the rest in its sums only.
@@ -10054,6 +10315,8 @@ begin
   end loop;
 end
 $$;
+comment on function pgque.metrics() is
+  'One figure a row for a monitoring system: name, queue, consumer, value. Of a queue with more than 100 consumers (pgque_queue_consumers) it names the 100 that are furthest back, and sums the others. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
 
 -- The checks of one queue.
 create or replace function pgque._queue_health(
@@ -10317,6 +10580,8 @@ begin
   return next;
 end
 $$;
+comment on function pgque.health() is
+  'One check a row: ok, warn or fail, what was found, and what to do about it. The settings health_* of a queue say when it warns and fails. Of a queue whose tables somebody keeps locked it says who.';
 -- ---------------------------------------------------------------------------
 -- triggers: table changes as events
 -- ---------------------------------------------------------------------------
@@ -10348,10 +10613,8 @@ declare
   v_where   text;
 begin
   if v_queue is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('the trigger on table %s names no queue', p_table),
-      hint = 'create trigger ... execute function pgque.jsontriga(''queue'', options...)';
+    perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
+      'create trigger ... execute function pgque.jsontriga(''queue'', options...)');
   end if;
   foreach v_opt in array v_opts loop
     if v_opt like 'ignore=%' then
@@ -10359,15 +10622,11 @@ begin
     elsif v_opt like 'pkey=%' then
       v_pkey := string_to_array(substr(v_opt, 6), ',');
     elsif v_opt = 'deny' then
-      raise exception using
-        errcode = 'PQ013',
-        message = format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
-        hint = 'The trigger on the table has the option deny.';
+      perform pgque._fail('PQ013', format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
+        'The trigger on the table has the option deny.');
     elsif lower(v_opt) not in ('backup', 'skip') then
-      raise exception using
-        errcode = 'PQ005',
-        message = format('unknown option %L of the trigger on table %s', v_opt, p_table),
-        hint = 'Options: backup, ignore=columns, pkey=columns, deny, skip.';
+      perform pgque._fail('PQ005', format('unknown option %L of the trigger on table %s', v_opt, p_table),
+        'Options: backup, ignore=columns, pkey=columns, deny, skip.');
     end if;
   end loop;
   if p_op = 'TRUNCATE' then
@@ -10381,11 +10640,9 @@ begin
     join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
     where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
   if not v_row ?& v_pkey then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
+    perform pgque._fail('PQ005', format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
         (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
-      hint = 'The option is pkey=columns, with commas and no blanks between their names.';
+      'The option is pkey=columns, with commas and no blanks between their names.');
   end if;
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
@@ -10439,6 +10696,11 @@ begin
   return coalesce(new, old);
 end
 $$;
+comment on function pgque.jsontriga() is
+  'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
+  'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '
+  'I:, U: or D: and the key columns, or R for TRUNCATE; ev_extra1 is the table. '
+  'PQ001 no such queue, PQ005 no queue, an unknown option or a key that is no column, PQ013 the queue is paused or the change is denied.';
 
 create or replace function pgque.logutriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10451,6 +10713,8 @@ begin
   return coalesce(new, old);
 end
 $$;
+comment on function pgque.logutriga() is
+  'Same as jsontriga(), with the row as URL-encoded pairs.';
 
 create or replace function pgque.sqltriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10463,6 +10727,8 @@ begin
   return coalesce(new, old);
 end
 $$;
+comment on function pgque.sqltriga() is
+  'Same as jsontriga(), with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, D or R.';
 -- ---------------------------------------------------------------------------
 -- earlier: what calls of an earlier version ask that an upgrade overtakes
 -- ---------------------------------------------------------------------------
@@ -10494,675 +10760,41 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
--- comments: what each public name is for
--- ---------------------------------------------------------------------------
-
--- sql/REFERENCE.md is generated from these; it adds arguments, result and role.
-
--- produce
-comment on function pgque.send(text, text) is
-  'Appends one message of type default and returns its id. The payload is kept byte for byte. It is delivered to every consumer '
-  'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
-comment on function pgque.send(text, jsonb) is
-  'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
-comment on function pgque.send(text, text, text, text) is
-  'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
-comment on function pgque.send(text, text, jsonb, text) is
-  'The same for JSON. PQ005 the key begins with { and may be meant as headers: name it headers or partition_key.';
-comment on function pgque.send_batch(text, text[]) is
-  'Same as send_batch(queue_name, type_name, payloads) with type default.';
-comment on function pgque.send_batch(text, jsonb[]) is
-  'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
-comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
-  'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
-  'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
-  'PQ001 no such queue, PQ005 no key, or a ttl that is not positive or above 100 years, PQ013 the queue is paused.';
-comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
-  'Same as send_idem with a text payload, for JSON.';
-comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'PgQ''s name for send, with the four extra texts of an event. Returns the event''s id. '
-  'PQ001 no such queue, PQ013 the queue is paused.';
-comment on function pgque.insert_event(text, text, text) is
-  'Same as insert_event with seven arguments; the extra texts are NULL.';
-comment on function pgque.current_event_table(text) is
-  'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
-  'ev_data a complete event; an ev_id of an earlier transaction may be ticked a minute late. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
-comment on function pgque.jsontriga() is
-  'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
-  'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '
-  'I:, U: or D: and the key columns, or R for TRUNCATE; ev_extra1 is the table. '
-  'PQ001 no such queue, PQ005 no queue, an unknown option or a key that is no column, PQ013 the queue is paused or the change is denied.';
-comment on function pgque.logutriga() is
-  'Same as jsontriga(), with the row as URL-encoded pairs.';
-comment on function pgque.sqltriga() is
-  'Same as jsontriga(), with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, D or R.';
-
-comment on view pgque.sink is
-  'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
-  'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
-  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ005 epoch, part or parts without sink_id, '
-  'PQ016 see sink_commit(), 23514 under session_replication_role = replica, where the view could do nothing.';
-comment on view pgque.sink_bulk is
-  'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
-comment on function pgque.sink_begin(text, bigint) is
-  'Begins an attempt to write a share of an epoch. COPY the messages into the table named by stage, with this attempt and n = 0, 1, 2, ... in the order '
-  'they are to have; nothing is sent before sink_commit(). epoch NULL: a write that is never replayed. '
-  'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
-comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
-  'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
-  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
-  'also through a crash of the server. PQ001 no such queue, PQ003 a queue is full, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
-  '25000 not READ COMMITTED.';
-
--- consume
-comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
-  'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
-  'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
-  'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
-comment on function pgque.register_consumer(text, text) is
-  'PgQ''s name for subscribe(queue_name, consumer_name).';
-comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
-  'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
-  'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
-comment on function pgque.unsubscribe(text, text, pgque.caller) is
-  'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
-  'went, 0 if it was none. PQ001 no such queue.';
-comment on function pgque.unregister_consumer(text, text) is
-  'PgQ''s name for unsubscribe.';
-comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
-  'Hands out the consumer''s next messages, at most max_return, as one batch, in the order of their ids (to a worker first those that come again, then new ones); no rows if there are none. Until '
-  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
-  '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
-  'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
-  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
-  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer has received a batch on its own and a worker is named, PQ011 no such consumer.';
-comment on function pgque.ack(bigint) is
-  'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
-  'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
-comment on function pgque.finish_batch(bigint) is
-  'PgQ''s name for ack.';
-comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
-  'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
-  'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
-  'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
-  'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
-comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
-comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
-  'PQ005 retry_after is negative or above 100 years.';
-comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
-  'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
-comment on function pgque.next_batch_info(text, text) is
-  'Same as next_batch, with the ids, times and event sequences of the two ticks.';
-comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
-  'is no condition.';
-comment on function pgque.get_batch_events(bigint, pgque.caller) is
-  'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
-comment on function pgque.get_batch_info(bigint, pgque.caller) is
-  'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
-comment on function pgque.get_batch_cursor(bigint, text, int, text) is
-  'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
-  'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
-comment on function pgque.get_batch_cursor(bigint, text, int) is
-  'Same as get_batch_cursor without extra_where.';
-comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Delivers one event of an open batch to this consumer again at retry_time (NULL: as nack() does), however often it failed before. Returns 1, or 0 if it was failed already. '
-  'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
-comment on function pgque.event_retry(bigint, bigint, int) is
-  'Same as event_retry with a time, in so many seconds from now.';
-comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now (NULL: as nack() does), and returns their number. Finish the batch '
-  'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
-
--- workers
-comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'receive() for one of several workers (subconsumers) that share a consumer; each gets messages of its own. Registers the worker on first use. With dead_interval, the batch of a worker '
-  'that was silent for longer is taken over first, under a new batch id. '
-  'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
-comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
-  'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
-  'convert_normal is true; the worker then gets its open batch, under a new id, less what was settled. '
-  'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
-comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
-  'Same as register_subconsumer.';
-comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker and returns 1; 0 if there is none. If it holds a batch: with batch_handling 0 that is an error, with 1 its messages go through retry and dead letters. '
-  'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
-comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
-  'Same as unregister_subconsumer.';
-comment on function pgque.next_batch(text, text, text, interval) is
-  'next_batch() for one of several workers (subconsumers) that share a consumer: each gets windows of its own. Registers the worker on first use. With '
-  'dead_interval, the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. '
-  'PQ001 no such queue, PQ004 invalid name, PQ006 the consumer reads on its own.';
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Same as next_batch with a subconsumer, for a bigger window: see next_batch_custom without one. Returns the id of the batch only.';
-comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
-  'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
-
--- dead letters
-comment on function pgque.dlq_inspect(text, int, pgque.caller) is
-  'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
-comment on function pgque.dlq_replay(bigint, pgque.caller) is
-  'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
-  'PQ008 no such dead letter, PQ013 the queue is paused.';
-comment on function pgque.dlq_replay_all(text, pgque.caller) is
-  'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
-comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Its age stays: beyond retention_period it is delivered, '
-  'but a dead letter again with its first failure. Returns the message''s id. '
-  'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
-comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
-comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
-
--- queues
-comment on function pgque.create_queue(text, jsonb) is
-  'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
-  'parameters of set_queue_config, or null for none. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
-comment on function pgque.grant_queue(text, text, text) is
-  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
-  'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
-  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
-comment on function pgque.revoke_queue(text, text, text) is
-  'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
-  'The role stays a member of pgque_user, which is no right to any queue. '
-  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
-comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
-  'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
-  'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
-comment on function pgque.set_queue_config(text, text, text) is
-  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
-  'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
-  'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
-  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), tick_gap (20 milliseconds), tick_storage (67108864 bytes), ticker_max_count (500 events), '
-  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
-  'health_depth_warn (80 percent). Periods are intervals. '
-  'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
-comment on function pgque.queue_config(text, pgque.caller) is
-  'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
-comment on function pgque.pause(text, pgque.caller) is
-  'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
-comment on function pgque.resume(text, pgque.caller) is
-  'Opens a paused queue again. PQ001 no such queue.';
-comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its events, retries and dead letters, and returns 1. It needs force while it has consumers, delayed messages, retries or dead letters, '
-  'or takes those of another queue; messages in the log that no consumer is to get do not count. '
-  'Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it is needed.';
-
--- run
-comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
-  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
-  'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
-  'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
-  'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
-comment on function pgque.force_tick(text) is
-  'Same as force_next_tick.';
-comment on procedure pgque.ticker_loop(interval) is
-  'The ticker: ticks, moves due retries and maintains, for 55 seconds or run_for, and commits after each step. A queue ticks as soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction; pg_cron (start()) and the '
-  'command pgque ticker do. A second loop waits for the first.';
-comment on function pgque.set_tick_period_ms(int) is
-  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
-comment on function pgque.set_tick_share(int) is
-  'Sets how much of one core the loop may use for looks and ticks, 1 to 100 percent (15); above it, gaps between ticks grow. The running loop follows at once. Returns it. PQ005 out of range.';
-comment on function pgque.start() is
-  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
-comment on function pgque.stop() is
-  'Ends the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
-comment on function pgque.maint() is
-  'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
-  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.maint_operations() is
-  'What maint() does, one call a row, for a scheduler that commits after each.';
-comment on function pgque.maint_retry_events() is
-  'Puts messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; a ticker delivers them.';
-comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never saw, and returns how many; get_consumer_info counts what they skipped. PQ001 no such queue.';
-comment on function pgque.maint_rotate_tables_step1(text) is
-  'Empties the queue''s oldest table and makes it the current one, if rotation_period has passed and every consumer is done with it. Returns 1, or 0 if there was nothing to do, '
-  'a consumer is behind, or the table is locked. PQ001 no such queue, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
-comment on function pgque.maint_rotate_tables_step2() is
-  'PgQ''s second half of a rotation: nothing to do here. Returns 0.';
-comment on function pgque.maint_tables() is
-  'Maintains the tables that all queues share. Returns how much there was to do.';
-comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501. '
-  '2BP01 while tables outside the schema have columns of its types, which would go too.';
-
--- observe
-comment on function pgque.version() is
-  'The version of pgque in this database.';
-comment on function pgque.clock() is
-  'The time as pgque sees it. Tests replace it to move time.';
-comment on function pgque.get_queue_info(text, pgque.caller) is
-  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
-comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (how long the oldest pending message has been pending; 0 if none is), last_seen, ticks, open batch, '
-  'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
-  'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
-comment on function pgque.tick_for(text, text, pgque.caller) is
-  'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
-comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
-  'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
-  'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
-comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
-  'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
-  'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
-comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
-  'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
-  'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
-comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
-  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
-  'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
-comment on function pgque.open_stream(text, text, text, pgque.caller) is
-  'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
-  'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
-comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
-  'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
-  'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
-comment on function pgque.peek(text, int, text, pgque.caller) is
-  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
-  'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
-comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value. Of a queue with more than 100 consumers (pgque_queue_consumers) it names the 100 that are furthest back, and sums the others. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
-comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it. The settings health_* of a queue say when it warns and fails. Of a queue whose tables somebody keeps locked it says who.';
-comment on function pgque.status() is
-  'What is installed, scheduled and running: version, scheduler, ticker, queues.';
-
--- types
-comment on domain pgque.caller is
-  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
-comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
-comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
-comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
-comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
-comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
-comment on column pgque.delivery.type is 'What the sender called it; default if nothing.';
-comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
-comment on column pgque.delivery.retry_count is 'How often it was failed before: 0 at first.';
-comment on column pgque.delivery.created_at is 'When it was sent.';
-comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
-comment on column pgque.delivery.extra2 is 'Free text of the sender.';
-comment on column pgque.delivery.extra3 is 'Free text of the sender.';
-comment on column pgque.delivery.extra4 is 'Free text of the sender.';
-comment on column pgque.delivery.headers is 'Metadata of the sender.';
-comment on column pgque.delivery.key is 'Key of a keyed message.';
-comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
-comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
-comment on column pgque.delivery.last_error is 'The reason given when it was failed last.';
-comment on column pgque.delivery.expires_at is 'When it is worth nothing any more; NULL: never.';
-comment on column pgque.delivery.queue is 'Name of its queue.';
-comment on type pgque.outcome is 'What became of one message of a call that settles several.';
-comment on column pgque.outcome.msg_id is 'Id of the message.';
-comment on column pgque.outcome.ok is 'Whether this call settled it.';
-comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';
-
--- tables that people query; change them through functions only
-comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
-comment on column pgque.config.config_id is 'Always 1.';
-comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
-comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
-comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
-comment on table pgque.queue is 'The queues with their settings; see set_queue_config().';
-comment on column pgque.queue.queue_id is 'Number of the queue, as in the names of its tables.';
-comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
-comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
-comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
-comment on column pgque.queue.queue_rotation_period is 'Least time between two rotations.';
-comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
-comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
-comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
-comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
-comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
-comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
-comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
-comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
-comment on column pgque.queue.queue_max_retries is 'How often a failed message is delivered again before it becomes a dead letter.';
-comment on column pgque.queue.queue_retention_period is 'A consumer that lags for longer is moved forward.';
-comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
-comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
-comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
-comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
-comment on column pgque.queue.queue_created_at is 'When it was created.';
-comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
-comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
-comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
-comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
-comment on column pgque.queue_right.right_queue is 'The queue.';
-comment on column pgque.queue_right.right_role is 'The role.';
-comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
-comment on table pgque.consumer is 'Names of consumers.';
-comment on column pgque.consumer.co_id is 'Number of the consumer.';
-comment on column pgque.consumer.co_name is 'Name of the consumer.';
-comment on view pgque.subscription is 'Who reads what, and how far: consumers of queues, and their workers.';
-comment on column pgque.subscription.sub_id is 'Number of the subscription.';
-comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
-comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
-comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
-comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
-comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
-comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
-comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
-comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
-comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
-comment on table pgque.tick is 'The ticks of all queues: snapshots between which batches lie.';
-comment on column pgque.tick.slot is 'Partition: queue_id * 3 + table number.';
-comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
-comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
-comment on column pgque.tick.tick_time is 'When it was made.';
-comment on column pgque.tick.tick_snapshot is 'Which transactions had finished by then.';
-comment on column pgque.tick.tick_event_seq is 'Value of the event sequence by then.';
-comment on table pgque.retry_queue is 'Messages that wait: failed ones for their consumer, also while a worker holds them, and delayed ones for everybody.';
-comment on column pgque.retry_queue.ev_retry_after is 'When it is due.';
-comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
-comment on column pgque.retry_queue.ev_id is 'Id of the message.';
-comment on column pgque.retry_queue.ev_time is 'When it was sent.';
-comment on column pgque.retry_queue.ev_txid is 'Transaction that stored it in the queue.';
-comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id, or 0 for everybody (a delayed message).';
-comment on column pgque.retry_queue.ev_retry is 'How often it failed; NULL: never.';
-comment on column pgque.retry_queue.ev_type is 'Type of the message.';
-comment on column pgque.retry_queue.ev_data is 'Its payload.';
-comment on column pgque.retry_queue.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
-comment on column pgque.retry_queue.ev_extra2 is 'Free text of the sender.';
-comment on column pgque.retry_queue.ev_extra3 is 'Free text of the sender.';
-comment on column pgque.retry_queue.ev_extra4 is 'Free text of the sender.';
-comment on column pgque.retry_queue.ev_headers is 'Metadata of the sender.';
-comment on column pgque.retry_queue.ev_key is 'Key of a keyed message.';
-comment on column pgque.retry_queue.ev_bytes is 'Its payload, if it was sent as bytes.';
-comment on column pgque.retry_queue.ev_expires is 'When it is worth nothing any more; NULL: never.';
-comment on column pgque.retry_queue.ev_error is 'The reason given when it failed last.';
-comment on table pgque.dead_letter is 'Messages whose retries are used up, once for each consumer; see dlq_inspect().';
-comment on column pgque.dead_letter.dl_id is 'Number of the dead letter; what dlq_requeue() and dlq_replay() take.';
-comment on column pgque.dead_letter.dl_queue_id is 'The queue: queue.queue_id.';
-comment on column pgque.dead_letter.dl_consumer_id is 'The consumer that failed it: consumer.co_id.';
-comment on column pgque.dead_letter.dl_time is 'When it became a dead letter.';
-comment on column pgque.dead_letter.dl_reason is 'Why: the reason of the last nack().';
-comment on column pgque.dead_letter.ev_id is 'Id of the message.';
-comment on column pgque.dead_letter.ev_time is 'When it was sent.';
-comment on column pgque.dead_letter.ev_txid is 'Transaction that stored it in the queue.';
-comment on column pgque.dead_letter.ev_retry is 'How often it failed; NULL: never.';
-comment on column pgque.dead_letter.ev_type is 'Type of the message.';
-comment on column pgque.dead_letter.ev_data is 'Its payload.';
-comment on column pgque.dead_letter.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
-comment on column pgque.dead_letter.ev_extra2 is 'Free text of the sender.';
-comment on column pgque.dead_letter.ev_extra3 is 'Free text of the sender.';
-comment on column pgque.dead_letter.ev_extra4 is 'Free text of the sender.';
-comment on column pgque.dead_letter.ev_headers is 'Metadata of the sender.';
-comment on column pgque.dead_letter.ev_key is 'Key of a keyed message.';
-comment on column pgque.dead_letter.ev_bytes is 'Its payload, if it was sent as bytes.';
-comment on column pgque.dead_letter.ev_expires is 'When it is worth nothing any more; NULL: never.';
-comment on column pgque.dead_letter.ev_error is 'The reason given when it failed last.';
-
--- internal tables
-comment on table pgque.event is 'The events of all queues: append only, a partition for each of a queue''s three tables. Internal: read it through receive() or peek().';
-comment on table pgque.dropped_queue is 'Dropped queues whose tables still have to go. Internal.';
-comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
-comment on table pgque.journal is 'Which leaf of the positions is written. Internal.';
-comment on table pgque.position_0 is 'Journal of positions, first leaf; the newest row of a subscriber counts. Internal: see get_consumer_info().';
-comment on table pgque.position_1 is 'Journal of positions, second leaf. Internal.';
-comment on table pgque.settled_0 is 'Messages of open batches that were failed already, first leaf. Internal.';
-comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
-comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
-comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
-comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
-comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
-comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
-comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
-comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';
-comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
-  '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
-  'ttl: not delivered after, both at most 100 years; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
-  'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
-comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for jsonb, stored in its canonical form.';
-comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for bytes: received in payload_bytes, payload is null.';
-comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many messages with options, all or none; ids in input order. Each option is an array as long as payloads, or null; see send(). PQ005 for another length.';
-comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'The same for jsonb.';
-comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'The same for bytes.';
-comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
-  'lost to another worker, batch not open. After an answer "lost to another worker" an ack of the whole batch returns 0: it would finish that message too, if the '
-  'other one let go of it. With archive_on_ack they are kept in the archive.';
-comment on function pgque.dead(bigint, bigint[], text) is
-  'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
-comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
-comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
-comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when null, negative or above 100 years.';
-comment on function pgque.extend(bigint, interval, pgque.caller) is
-  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
-comment on function pgque.list_workers(text, text, pgque.caller) is
-  'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
-comment on function pgque.reclaim(text, text, interval, pgque.caller) is
-  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
-comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
-comment on function pgque.list_poison(text, int, pgque.caller) is
-  'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
-comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
-comment on function pgque.list_messages(text, text, int, pgque.caller) is
-  'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
-  'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
-comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
-comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
-comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
-comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
-comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
-comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
-comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
-comment on function pgque.set_default_config(text, text) is
-  'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
-comment on function pgque.set_schedule(text, text) is
-  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
-  'every is an interval; an empty string turns the reaper off, null restores its default. PQ005 for an invalid one, and the old one stays.';
-comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
-comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
-comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
-comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
-comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
-comment on table pgque.idempotency_0 is 'Keys of send_idem() until their ttl ends, first leaf. Internal.';
-comment on table pgque.idempotency_1 is 'Keys of send_idem() until their ttl ends, second leaf. Internal.';
-comment on table pgque.tally_0 is 'Counts of messages that were dropped, expired or archived, first leaf. Internal: see metrics().';
-comment on table pgque.tally_1 is 'Counts of messages that were dropped, expired or archived, second leaf. Internal.';
-comment on table pgque.roster_0 is 'For workers, where the messages of big windows lie, first leaf: a cache. Internal.';
-comment on table pgque.roster_1 is 'For workers, where the messages of big windows lie, second leaf: a cache. Internal.';
--- ---------------------------------------------------------------------------
 -- grants
 -- ---------------------------------------------------------------------------
 
--- Which role may call what: one row a function name, all its signatures.  A
+-- Which role may call what: names of functions, with all their signatures.  A
 -- function that is not named here can be called by nobody but the owner.  What
 -- asks whose call it is (its last argument) may be called by pgque_user too.
 create or replace function pgque._grants() returns table (func_name text, role_name text)
 language sql immutable as $$
-  values
-    ('version', 'pgque_reader'),
-    ('version', 'pgque_writer'),
-    ('clock', 'pgque_reader'),
-    ('clock', 'pgque_writer'),
-    -- what has no rights of its own
-    ('version', 'pgque_user'),
-    ('clock', 'pgque_user'),
-    ('send', 'pgque_user'),
-    ('send_batch', 'pgque_user'),
-    ('send_idem', 'pgque_user'),
-    ('insert_event', 'pgque_user'),
-    ('jsontriga', 'pgque_user'),
-    ('logutriga', 'pgque_user'),
-    ('sqltriga', 'pgque_user'),
-    ('_row_event', 'pgque_user'),
-    ('_url_encode', 'pgque_user'),
-    ('_headers', 'pgque_user'),
-    ('_bad_headers', 'pgque_user'),
-    ('_no_payloads', 'pgque_user'),
-    ('_no_headers', 'pgque_user'),
-    ('register_consumer', 'pgque_user'),
-    ('unregister_consumer', 'pgque_user'),
-    ('ack', 'pgque_user'),
-    ('finish_batch', 'pgque_user'),
-    ('next_batch', 'pgque_user'),
-    ('next_batch_info', 'pgque_user'),
-    ('next_batch_custom', 'pgque_user'),
-    ('subscribe_subconsumer', 'pgque_user'),
-    ('unsubscribe_subconsumer', 'pgque_user'),
-    ('dead', 'pgque_user'),
-    ('event_retry', 'pgque_user'),
-    ('set_queue_config', 'pgque_user'),
-    ('force_tick', 'pgque_user'),
-    -- produce
-    ('send', 'pgque_writer'),
-    ('send_batch', 'pgque_writer'),
-    ('send_idem', 'pgque_writer'),
-    ('insert_event', 'pgque_writer'),
-    ('current_event_table', 'pgque_writer'),
-    ('jsontriga', 'pgque_writer'),
-    ('logutriga', 'pgque_writer'),
-    ('sqltriga', 'pgque_writer'),
-    ('sink_begin', 'pgque_writer'),
-    ('sink_commit', 'pgque_writer'),
-    ('_send', 'pgque_writer'),
-    ('_headers', 'pgque_writer'),
-    ('_bad_headers', 'pgque_writer'),
-    ('_no_headers', 'pgque_writer'),
-    ('_open_slot', 'pgque_writer'),
-    ('_sink_room', 'pgque_writer'),
-    ('_takes_nothing', 'pgque_writer'),
-    ('_row_event', 'pgque_writer'),
-    ('_url_encode', 'pgque_writer'),
-    ('_send_as', 'pgque_writer'),
-    ('_send_all', 'pgque_writer'),
-    ('_send_many', 'pgque_writer'),
-    ('_no_payloads', 'pgque_writer'),
-    -- consume
-    ('subscribe', 'pgque_reader'),
-    ('register_consumer', 'pgque_reader'),
-    ('register_consumer_at', 'pgque_reader'),
-    ('unsubscribe', 'pgque_reader'),
-    ('unregister_consumer', 'pgque_reader'),
-    ('receive', 'pgque_reader'),
-    ('ack', 'pgque_reader'),
-    ('_ack', 'pgque_reader'),
-    ('_dead', 'pgque_reader'),
-    ('finish_batch', 'pgque_reader'),
-    ('nack', 'pgque_reader'),
-    ('archive', 'pgque_reader'),
-    ('release', 'pgque_reader'),
-    ('extend', 'pgque_reader'),
-    ('set_visibility', 'pgque_reader'),
-    ('list_workers', 'pgque_reader'),
-    ('message_status', 'pgque_reader'),
-    ('next_batch', 'pgque_reader'),
-    ('next_batch_info', 'pgque_reader'),
-    ('next_batch_custom', 'pgque_reader'),
-    ('_next_batch', 'pgque_reader'),
-    ('get_batch_events', 'pgque_reader'),
-    ('get_batch_info', 'pgque_reader'),
-    ('event_retry', 'pgque_reader'),
-    ('batch_retry', 'pgque_reader'),
-    ('register_subconsumer', 'pgque_reader'),
-    ('subscribe_subconsumer', 'pgque_reader'),
-    ('unregister_subconsumer', 'pgque_reader'),
-    ('unsubscribe_subconsumer', 'pgque_reader'),
-    ('touch_subconsumer', 'pgque_reader'),
-    ('receive_coop', 'pgque_reader'),
-    ('peek', 'pgque_reader'),
-    ('tick_for', 'pgque_reader'),
-    ('next_tick', 'pgque_reader'),
-    ('split_window', 'pgque_reader'),
-    ('read_window', 'pgque_reader'),
-    ('read_window_cursor', 'pgque_reader'),
-    ('seek', 'pgque_reader'),
-    ('open_stream', 'pgque_reader'),
-    ('dead', 'pgque_reader'),
-    ('get_queue_info', 'pgque_reader'),
-    ('get_consumer_info', 'pgque_reader'),
-    ('queue_config', 'pgque_reader'),
-    ('metrics', 'pgque_reader'),
-    ('health', 'pgque_reader'),
-    ('status', 'pgque_reader'),
-    -- operate
-    ('create_queue', 'pgque_admin'),
-    ('grant_queue', 'pgque_admin'),
-    ('revoke_queue', 'pgque_admin'),
-    ('alter_queue', 'pgque_admin'),
-    ('set_queue_config', 'pgque_admin'),
-    ('pause', 'pgque_admin'),
-    ('resume', 'pgque_admin'),
-    ('drop_queue', 'pgque_admin'),
-    ('rename_queue', 'pgque_admin'),
-    ('set_default_config', 'pgque_admin'),
-    ('set_schedule', 'pgque_admin'),
-    ('purge', 'pgque_admin'),
-    ('purge_key', 'pgque_admin'),
-    ('expire_messages', 'pgque_admin'),
-    ('delete_expired', 'pgque_admin'),
-    ('reclaim', 'pgque_admin'),
-    ('retry_now', 'pgque_admin'),
-    ('list_messages', 'pgque_admin'),
-    ('list_poison', 'pgque_admin'),
-    ('archive_poison', 'pgque_admin'),
-    ('archive_list', 'pgque_admin'),
-    ('archive_replay', 'pgque_admin'),
-    ('archive_purge', 'pgque_admin'),
-    ('ticker', 'pgque_admin'),
-    ('force_next_tick', 'pgque_admin'),
-    ('force_tick', 'pgque_admin'),
-    ('ticker_loop', 'pgque_admin'),
-    ('set_tick_period_ms', 'pgque_admin'),
-    ('set_tick_share', 'pgque_admin'),
-    ('start', 'pgque_admin'),
-    ('stop', 'pgque_admin'),
-    ('maint', 'pgque_admin'),
-    ('maint_operations', 'pgque_admin'),
-    ('maint_retry_events', 'pgque_admin'),
-    ('maint_rotate_tables_step1', 'pgque_admin'),
-    ('maint_rotate_tables_step2', 'pgque_admin'),
-    ('maint_retain', 'pgque_admin'),
-    ('maint_lapsed', 'pgque_admin'),
-    ('maint_expire', 'pgque_admin'),
-    ('maint_tables', 'pgque_admin'),
-    ('get_batch_cursor', 'pgque_admin'),
-    ('dlq_inspect', 'pgque_admin'),
-    ('dlq_replay', 'pgque_admin'),
-    ('dlq_replay_all', 'pgque_admin'),
-    ('dlq_requeue', 'pgque_admin'),
-    ('dlq_requeue_all', 'pgque_admin'),
-    ('dlq_purge', 'pgque_admin'),
-    ('_ticked_queues', 'pgque_admin'),
-    ('_loop_state', 'pgque_admin'),
-    ('_loop_settings', 'pgque_admin'),
-    ('_look_again_at', 'pgque_admin'),
-    ('_looks', 'pgque_admin'),
-    ('_remember', 'pgque_admin'),
-    ('_survey', 'pgque_admin'),
-    ('_look_at', 'pgque_admin'),
-    ('_read_position', 'pgque_admin'),
-    ('_cursor_sql', 'pgque_admin'),
-    ('_event_columns', 'pgque_admin'),
-    ('_maint_operation', 'pgque_admin')
+  select f.name, r.name
+  from (values
+    ('pgque_user', 'version clock _fail send send_batch send_idem insert_event jsontriga logutriga sqltriga register_consumer
+      unregister_consumer ack finish_batch next_batch next_batch_info next_batch_custom subscribe_subconsumer
+      unsubscribe_subconsumer dead event_retry set_queue_config force_tick
+      _row_event _url_encode _headers _bad_headers _no_payloads _no_headers'),
+    ('pgque_writer', 'version clock _fail send send_batch send_idem insert_event current_event_table jsontriga logutriga sqltriga sink_begin
+      sink_commit
+      _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _url_encode _send_as
+      _send_all _send_many _no_payloads'),
+    ('pgque_reader', 'version clock _fail subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack
+      finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
+      next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
+      subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
+      tick_for next_tick split_window read_window read_window_cursor seek open_stream dead get_queue_info
+      get_consumer_info queue_config metrics health status
+      _ack _dead _next_batch'),
+    ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
+      set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages
+      list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
+      ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events
+      maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
+      get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge
+      _ticked_queues _loop_state _loop_settings _look_again_at _looks _remember _survey _look_at _read_position
+      _cursor_sql _event_columns _maint_operation')
+  ) r (name, functions)
+  cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
 $$;
 
 -- An upgrade leaves functions behind whose arguments changed, and a call could

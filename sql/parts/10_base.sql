@@ -99,6 +99,18 @@ language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 comment on function pgque.clock() is
   'The time as pgque sees it. Tests replace it to move time.';
 
+-- Raises an error.  Every error has a code of its own kind, a message that names
+-- the object, and a hint that says what to do.
+create or replace function pgque._fail(p_code text, p_message text, p_hint text, p_detail text default null) returns void
+language plpgsql as $$
+begin
+  if p_detail is null then
+    raise exception using errcode = p_code, message = p_message, hint = p_hint;
+  end if;
+  raise exception using errcode = p_code, message = p_message, hint = p_hint, detail = p_detail;
+end
+$$;
+
 -- The mark of the writing transaction, for generated columns: a hash of its id and
 -- of the time it began.  The id alone is not enough, since the transaction that
 -- loads a dump into another cluster may have the id of the one that wrote the row.

@@ -25,10 +25,8 @@ $$;
 create or replace function pgque._no_queue(p_queue text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ001',
-    message = pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    hint = 'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.';
+  perform pgque._fail('PQ001', pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.');
 end
 $$;
 
@@ -132,10 +130,8 @@ declare
   v_param  text := pg_catalog.regexp_replace(p_name, '^queue_', '');
 begin
   if pgque._setting_type(v_param) is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('unknown parameter %L for %s', p_name, p_for),
-      hint = 'Parameters: ' || (select pg_catalog.string_agg(t.param, ', ') from pgque._setting_types() t) || '.';
+    perform pgque._fail('PQ005', pg_catalog.format('unknown parameter %L for %s', p_name, p_for),
+      'Parameters: ' || (select pg_catalog.string_agg(t.param, ', ') from pgque._setting_types() t) || '.');
   end if;
   return v_param;
 end
@@ -185,10 +181,8 @@ begin
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
-      hint = 'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().';
+    perform pgque._fail('PQ005', pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
+      'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().');
   end if;
   return v_target.queue_id;
 end
@@ -204,18 +198,14 @@ begin
   columns := '{}';
   vals := '{}';
   if pg_catalog.jsonb_typeof(p_config) is distinct from 'object' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
-      hint = 'For example {"max_retries": 3, "rotation_period": "1 hour"}.';
+    perform pgque._fail('PQ005', pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
+      'For example {"max_retries": 3, "rotation_period": "1 hour"}.');
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     if 'queue_' || v_param = any (columns) then
-      raise exception using
-        errcode = 'PQ005',
-        message = pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
-        hint = 'A setting goes by its name with or without queue_, not by both.';
+      perform pgque._fail('PQ005', pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
+        'A setting goes by its name with or without queue_, not by both.');
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
@@ -248,20 +238,14 @@ create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
 begin
   if coalesce(p_name, '') = '' or pg_catalog.octet_length(p_name) > 57 then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('invalid queue name: %s', coalesce(pg_catalog.quote_ident(pg_catalog.left(p_name, 100)), 'null')),
-      hint = 'A queue name has 1 to 57 bytes; any character is allowed.';
+    perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %s', coalesce(pg_catalog.quote_ident(pg_catalog.left(p_name, 100)), 'null')),
+      'A queue name has 1 to 57 bytes; any character is allowed.');
   elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('invalid queue name: %I', p_name),
-      hint = 'It looks like a queue_uid, by which every function finds a queue too.';
+    perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %I', p_name),
+      'It looks like a queue_uid, by which every function finds a queue too.');
   elsif p_name like '%.dlq' then
-    raise exception using
-      errcode = 'PQ004',
-      message = pg_catalog.format('reserved queue name: %I', p_name),
-      hint = 'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.';
+    perform pgque._fail('PQ004', pg_catalog.format('reserved queue name: %I', p_name),
+      'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.');
   end if;
 end
 $$;
@@ -320,11 +304,9 @@ $$;
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
-    detail = p_error,
-    hint = pgque._settings_hint();
+  perform pgque._fail('PQ005', pg_catalog.format('invalid configuration of queue %I: %s', p_queue, p_config),
+    pgque._settings_hint(),
+    p_error);
 end
 $$;
 
@@ -417,10 +399,8 @@ begin
   v_param := pgque._setting(coalesce($1, ''), 'all queues');
   v_column := 'queue_' || v_param;
   if v_param = 'dead_letter_queue' then
-    raise exception using
-      errcode = 'PQ005',
-      message = 'dead_letter_queue has no global default',
-      hint = 'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.';
+    perform pgque._fail('PQ005', 'dead_letter_queue has no global default',
+      'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.');
   end if;
   v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
@@ -444,11 +424,9 @@ begin
   return v_count;
 exception
   when data_exception or check_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('invalid default for %I: %s', v_param, quote_nullable($2)),
-      detail = sqlerrm,
-      hint = 'The old one stays. ' || pgque._settings_hint();
+    perform pgque._fail('PQ005', format('invalid default for %I: %s', v_param, quote_nullable($2)),
+      'The old one stays. ' || pgque._settings_hint(),
+      sqlerrm);
 end
 $$;
 comment on function pgque.set_default_config(text, text) is
@@ -466,10 +444,7 @@ begin
   return 1;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'PQ002',
-      message = format('queue exists: %I', $2),
-      hint = 'Choose another name.';
+    perform pgque._fail('PQ002', format('queue exists: %I', $2), 'Choose another name.');
 end
 $$;
 comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
@@ -503,20 +478,16 @@ create or replace function pgque._need_unused(p_queue pgque.queue) returns void
 language plpgsql as $$
 begin
   if exists (select from pgque.subscriber s where s.sub_queue = p_queue.queue_id) then
-    raise exception using
-      errcode = 'PQ006',
-      message = pg_catalog.format('queue %I has consumers', p_queue.queue_name),
-      hint = 'Unsubscribe them first, or call pgque.drop_queue(name, true).';
+    perform pgque._fail('PQ006', pg_catalog.format('queue %I has consumers', p_queue.queue_name),
+      'Unsubscribe them first, or call pgque.drop_queue(name, true).');
   elsif exists (
       select from pgque.retry_queue r
       where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
     or exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)
     or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
   then
-    raise exception using
-      errcode = 'PQ006',
-      message = pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
-      hint = 'Deal with them first, or call pgque.drop_queue(name, true).';
+    perform pgque._fail('PQ006', pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
+      'Deal with them first, or call pgque.drop_queue(name, true).');
   end if;
 end
 $$;
@@ -527,10 +498,8 @@ $$;
 create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
-  raise exception using
-    errcode = 'PQ001',
-    message = format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
-    hint = 'Create it again with pgque.create_queue(name).';
+  perform pgque._fail('PQ001', format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
+    'Create it again with pgque.create_queue(name).');
 end
 $$;
 
@@ -587,10 +556,8 @@ begin
   return 1;
 exception
   when foreign_key_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = format('queue %I changed since this transaction began', v_queue.queue_name),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', format('queue %I changed since this transaction began', v_queue.queue_name),
+      'Retry the transaction.');
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is

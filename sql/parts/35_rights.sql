@@ -29,18 +29,16 @@ $$;
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'insufficient_privilege',
-    message = pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    detail = case
-      when p_caller is null then 'The argument caller is null.'
-      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
-    end,
-    hint = case
+  perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+    case
       when p_caller is null then 'Leave the argument caller out: its default is the role that calls.'
       else pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
-        case p_right when 'see' then 'consume' else p_right end)
-    end;
+      case p_right when 'see' then 'consume' else p_right end)
+      end,
+    case
+      when p_caller is null then 'The argument caller is null.'
+      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
+      end);
 end
 $$;
 
@@ -49,10 +47,7 @@ create or replace function pgque._need_all(p_caller name, p_message text) return
 language plpgsql as $$
 begin
   if not pgque._may(p_caller, 'admin', null) then
-    raise exception using
-      errcode = 'insufficient_privilege',
-      message = p_message,
-      hint = 'A member of pgque_admin may call it.';
+    perform pgque._fail('insufficient_privilege', p_message, 'A member of pgque_admin may call it.');
   end if;
 end
 $$;
@@ -124,15 +119,11 @@ begin
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.rights'));
   delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
   if p_right is null or p_right not in ('produce', 'consume', 'admin') then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
-      hint = 'The rights are produce, consume and admin.';
+    perform pgque._fail('PQ005', pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
+      'The rights are produce, consume and admin.');
   elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
-    raise exception using
-      errcode = 'undefined_object',
-      message = pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
-      hint = 'Pass the name of a role as in pg_roles, without quotes.';
+    perform pgque._fail('undefined_object', pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
+      'Pass the name of a role as in pg_roles, without quotes.');
   end if;
   return v_queue.queue_id;
 end

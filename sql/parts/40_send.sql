@@ -26,11 +26,9 @@ $$;
 create or replace function pgque._bad_headers(p_queue text, p_headers text) returns void
 language plpgsql immutable as $$
 begin
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
-    detail = pg_catalog.left(p_headers, 200),
-    hint = 'For example {"trace": "4bf92f35"}.';
+  perform pgque._fail('PQ005', pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
+    'For example {"trace": "4bf92f35"}.',
+    pg_catalog.left(p_headers, 200));
 end
 $$;
 
@@ -56,10 +54,8 @@ begin
     perform pgque._headers(p_queue, p_headers);
   end if;
   if p_bytes is not null and p_data is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
-      hint = 'Text goes into payload, bytes into payload_bytes; the other one is null.';
+    perform pgque._fail('PQ005', format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
+      'Text goes into payload, bytes into payload_bytes; the other one is null.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
@@ -89,10 +85,8 @@ declare
   v_queue  pgque.queue := pgque._queue(p_queue, p_caller, 'produce');
 begin
   if v_queue.queue_paused then
-    raise exception using
-      errcode = 'PQ013',
-      message = pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      hint = 'An administrator opens it again with pgque.resume(name).';
+    perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
+      'An administrator opens it again with pgque.resume(name).');
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
@@ -128,11 +122,9 @@ begin
     v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
   end if;
   if v_left < p_count then
-    raise exception using
-      errcode = 'PQ003',
-      message = format('queue full: %I', p_queue.queue_name),
-      detail = format('max_depth is %s.', p_queue.queue_max_depth),
-      hint = 'Try again when consumers have caught up, or raise max_depth. Nothing was sent.';
+    perform pgque._fail('PQ003', format('queue full: %I', p_queue.queue_name),
+      'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
+      format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
 end
@@ -192,10 +184,8 @@ begin
     ('deliver_ats', cardinality(p_deliver_ats)), ('ttls', cardinality(p_ttls)), ('partition_keys', cardinality(p_partition_keys))) a (name, n)
   where a.n <> v_count;
   if v_wrong is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
-      hint = 'Pass null for an element, or for the whole array, to leave it out.';
+    perform pgque._fail('PQ005', format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
+      'Pass null for an element, or for the whole array, to leave it out.');
   end if;
   select o.wrong into v_wrong
   from (
@@ -212,10 +202,8 @@ begin
   where o.wrong is not null
   limit 1;
   if v_wrong is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format(v_wrong, v_queue.queue_name),
-      hint = 'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.';
+    perform pgque._fail('PQ005', format(v_wrong, v_queue.queue_name),
+      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
   end if;
   perform pgque._headers(v_queue.queue_name, h) from unnest(p_headers) h where h is not null;
   if not v_queue.queue_open then
@@ -330,13 +318,11 @@ begin
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      raise exception using
-        errcode = 'lock_not_available',
-        message = pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+      perform pgque._fail('lock_not_available', pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
           select pg_catalog.string_agg(distinct l.pid::text, ', ')
           from pg_catalog.pg_locks l
           where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
-        hint = 'Try again when they have; set lock_timeout to wait longer.';
+        'Try again when they have; set lock_timeout to wait longer.');
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
@@ -414,10 +400,8 @@ begin
   return v_id;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = pg_catalog.format('key %L of queue %I changed since this transaction began', p_key, p_queue.queue_name),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', pg_catalog.format('key %L of queue %I changed since this transaction began', p_key, p_queue.queue_name),
+      'Retry the transaction.');
 end
 $$;
 
@@ -507,10 +491,8 @@ create or replace function pgque._no_headers(p_queue text, p_key text) returns t
 language plpgsql immutable as $$
 begin
   if pg_catalog.ltrim(p_key) like '{%' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
-      hint = 'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.';
+    perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
+      'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
   end if;
   return p_key;
 end
@@ -600,10 +582,8 @@ create or replace function pgque._no_payloads(p_queue text, p_count int) returns
 language plpgsql as $$
 begin
   if p_count is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      hint = 'Pass an array; an empty one sends nothing.';
+    perform pgque._fail('PQ005', pg_catalog.format('payloads for queue %s must not be null', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'Pass an array; an empty one sends nothing.');
   end if;
   return p_count = 0;
 end
@@ -675,10 +655,8 @@ declare
   v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
   if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
-      hint = 'Without a key use pgque.send().';
+    perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
+      'Without a key use pgque.send().');
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
   v_leaf := pgque._idem_leaf();
@@ -706,10 +684,8 @@ begin
   end if;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),
+      'Retry the transaction.');
 end
 $$;
 comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is

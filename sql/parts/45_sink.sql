@@ -144,11 +144,9 @@ begin
     end if;
   elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
     -- Without the name of its sink a replay would be sent twice.
-    raise exception using
-      errcode = 'PQ005',
-      message = format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'), coalesce(new.part::text, 'null'),
+    perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'), coalesce(new.part::text, 'null'),
         coalesce(quote_ident(new.queue), 'null')),
-      hint = 'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.';
+      'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
@@ -174,10 +172,8 @@ create or replace trigger sink_bulk_row instead of insert on pgque.sink_bulk
 create or replace function pgque._refuse_epoch(p_sink text, p_epoch bigint, p_why text, p_hint text) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ016',
-    message = pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
-    hint = p_hint;
+  perform pgque._fail('PQ016', pg_catalog.format('epoch %s of sink %s: %s', coalesce(p_epoch::text, 'null'), coalesce(pg_catalog.quote_ident(p_sink), 'null'), p_why),
+    p_hint);
 end
 $$;
 
@@ -189,10 +185,8 @@ declare
   v_newest  bigint;
 begin
   if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
-      hint = 'A sink_id has 1 to 200 printable characters; epochs count from 0.';
+    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
+      'A sink_id has 1 to 200 printable characters; epochs count from 0.');
   end if;
   v_newest := greatest(
     (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = p_sink),
@@ -278,11 +272,9 @@ begin
   elsif pg_catalog.starts_with(v_touched, v_line || '-') then
     return false;
   elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
+    perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
         coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
-      hint = 'Epochs and parts count from 0; parts, if given, is how many there are.';
+      'Epochs and parts count from 0; parts, if given, is how many there are.');
   end if;
   v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
   -- One that came out of a dump may name the same transaction, but another session.

@@ -200,10 +200,8 @@ begin
     perform pgque._rebase(v_queue.queue_id);
     return null;
   elsif v_queue.queue_external_ticker then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('queue %I has an external ticker', v_queue.queue_name),
-      hint = 'Call pgque.ticker(queue, tick_id, time, event_seq).';
+    perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
+      'Call pgque.ticker(queue, tick_id, time, event_seq).');
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
@@ -364,26 +362,20 @@ declare
 begin
   perform pgque._need_read_committed('a tick');
   if not v_queue.queue_external_ticker then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('queue %I has no external ticker', v_queue.queue_name),
-      hint = format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name);
+    perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
+      format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      detail = format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time),
-      hint = 'Tick ids rise, event sequences and times do not fall.';
+    perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
+      'Tick ids rise, event sequences and times do not fall.',
+      format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
-      hint = 'Ids and event sequences go up to 2^62, and a time is finite.';
+    perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
+      'Ids and event sequences go up to 2^62, and a time is finite.');
   end if;
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end

@@ -33,10 +33,8 @@ begin
     v_leaf := pgque._journal_leaf();
   end loop;
   -- A snapshot that is older than a compaction sees neither leaf's row.
-  raise exception using
-    errcode = 'serialization_failure',
-    message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
-    hint = 'Retry the transaction.';
+  perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
+    'Retry the transaction.');
 end
 $$;
 
@@ -83,10 +81,8 @@ begin
     v_appended := found;
   end if;
   if not v_appended then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
+      'Retry the transaction.');
   end if;
 end
 $$;
@@ -189,9 +185,7 @@ $$;
 create or replace function pgque._no_batch(p_batch bigint) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ012',
-    message = pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    hint = 'It was finished already, its worker lost it to another one, or it never was.';
+  perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
+    'It was finished already, its worker lost it to another one, or it never was.');
 end
 $$;

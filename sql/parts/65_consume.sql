@@ -19,10 +19,8 @@ begin
     if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue collate pg_catalog."default" then
       return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
     end if;
-    raise exception using
-      errcode = 'PQ011',
-      message = pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
-      hint = 'select pgque.subscribe(queue, consumer) makes it one.';
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
+      'select pgque.subscribe(queue, consumer) makes it one.');
   end if;
   return v_sub;
 end
@@ -37,10 +35,7 @@ declare
 begin
   select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
   if not found then
-    raise exception using
-      errcode = 'PQ011',
-      message = 'not subscriber to queue any more',
-      hint = 'It was unsubscribed while this call waited.';
+    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'It was unsubscribed while this call waited.');
   end if;
   return v_role;
 end
@@ -78,16 +73,12 @@ begin
   if v_tick.tick_id is not null then
     return v_tick;
   end if;
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
-    hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+  perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+    'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
 exception
   when data_exception then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
-      hint = 'Start at latest, earliest, the id of a tick that is still there, or a timestamp.';
+    perform pgque._fail('PQ005', pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
+      'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
 end
 $$;
 
@@ -122,10 +113,8 @@ begin
     end if;
   end loop;
   if v_position.pos_sub is null then
-    raise exception using
-      errcode = 'program_limit_exceeded',
-      message = 'all 1048576 numbers of subscribers are taken',
-      hint = 'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;';
+    perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
+      'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
   end if;
   v_position.pos_main := p_main;
   v_position.pos_seq := 0;
@@ -157,12 +146,10 @@ begin
   select pg_catalog.count(*) into v_count
   from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
   if v_count >= v_queue.queue_max_consumers then
-    raise exception using
-      errcode = 'PQ003',
-      message = pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
-      detail = pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers),
-      hint = pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
-        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint);
+    perform pgque._fail('PQ003', pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
+      pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
+      pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
   end if;
 end
 $$;
@@ -180,10 +167,8 @@ begin
   if $4 is true then
     v_sub := pgque._subscriber($1, $2, caller);
     if v_new = 0 and not v_sub.sub_keyed then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
-        hint = 'Unsubscribe it first, or subscribe another consumer.';
+      perform pgque._fail('PQ006', format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
+        'Unsubscribe it first, or subscribe another consumer.');
     elsif v_new = 1 then
       update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
     end if;
@@ -229,10 +214,7 @@ declare
   v_id  int;
 begin
   if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
-    raise exception using
-      errcode = 'PQ004',
-      message = 'invalid consumer name',
-      hint = 'A consumer name has 1 to 1000 bytes; any character is allowed.';
+    perform pgque._fail('PQ004', 'invalid consumer name', 'A consumer name has 1 to 1000 bytes; any character is allowed.');
   end if;
   for v_try in 1..2 loop
     select c.co_id into v_id
@@ -359,10 +341,7 @@ exception
   when undefined_table then
     -- The queue was dropped meanwhile, or a table of it is gone.
     if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
-      raise exception using
-        errcode = 'serialization_failure',
-        message = 'the queue was dropped since this transaction began',
-        hint = 'Retry the transaction.';
+      perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
       perform pgque._takes_nothing(p_queue_id);
     end if;
@@ -480,10 +459,8 @@ declare
   v_leaf     int;
 begin
   if receive.max_return is null or receive.max_return < 1 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
-      hint = 'It is the greatest number of messages to hand out.';
+    perform pgque._fail('PQ005', format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
+      'It is the greatest number of messages to hand out.');
   end if;
   v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
   if v_sub.sub_role <> 'coop_main' and receive.worker is not null then
@@ -503,10 +480,8 @@ begin
     end if;
   end if;
   if receive.visibility_timeout is not null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('visibility_timeout is for workers, not for consumer %I of queue %I', receive.consumer_name, receive.queue_name),
-      hint = 'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.';
+    perform pgque._fail('PQ005', format('visibility_timeout is for workers, not for consumer %I of queue %I', receive.consumer_name, receive.queue_name),
+      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
   elsif receive.worker is not null then
     v_member := pgque._worker(v_sub, receive.worker);
   elsif v_sub.sub_role <> 'normal' then
@@ -1102,10 +1077,8 @@ declare
   v_cursor  refcursor := $2;
 begin
   if coalesce($2, '') = '' or ($3 >= 0) is not true then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
-      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+    perform pgque._fail('PQ005', format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
   open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
     pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));

@@ -9,11 +9,9 @@ declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
 begin
   if v_tick.tick_id is null then
-    raise exception using
-      errcode = 'PQ015',
-      message = pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
+    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
         (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
-      hint = 'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.';
+      'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.');
   end if;
   return v_tick;
 end
@@ -50,10 +48,8 @@ declare
   v_next   bigint;
 begin
   if least($3, $4) < 1 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
-      hint = 'Leave them out, or null, for no limit.';
+    perform pgque._fail('PQ005', format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
+      'Leave them out, or null, for no limit.');
   end if;
   v_after := pgque._need_tick(v_queue, $2);
   v_last := (pgque._last_tick(v_queue)).tick_id;
@@ -128,10 +124,8 @@ comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) 
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ005',
-    message = pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
-    hint = 'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.';
+  perform pgque._fail('PQ005', pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
+    'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.');
 end
 $$;
 
@@ -195,10 +189,8 @@ declare
   v_cursor  refcursor := $1;
 begin
   if coalesce($1, '') = '' then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
-      hint = 'Pass any name that is free in this transaction, and FETCH from it.';
+    perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
   open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, caller);
 end
@@ -258,10 +250,8 @@ begin
     where l.locktype = 'advisory' and l.granted and l.objsubid = 2
       and l.database = (select d.oid from pg_database d where d.datname = current_database())
       and l.classid::bigint = (v_class::bigint & 4294967295) and l.objid::bigint = (v_key::bigint & 4294967295);
-    raise exception using
-      errcode = 'PQ006',
-      message = format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
-      hint = 'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.';
+    perform pgque._fail('PQ006', format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
+      'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.');
   end if;
   return (pgque._position(v_sub.sub_id)).pos_tick;
 end
@@ -282,10 +272,8 @@ declare
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
-      hint = 'Pass two arrays: the ids, and a reason for each.';
+    perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
+      'Pass two arrays: the ids, and a reason for each.');
   end if;
   execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
     pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))

@@ -396,15 +396,11 @@ language plpgsql as $$
 begin
   perform pgque._need_read_committed('receive() for a worker');
   if p_timeout <= '0' or p_timeout > '100 years' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-      hint = 'It is how long the worker has before others get its messages.';
+    perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
+      'It is how long the worker has before others get its messages.');
   end if;
-  raise exception using
-    errcode = 'PQ004',
-    message = pg_catalog.format('invalid worker name for queue %I', p_queue),
-    hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+  perform pgque._fail('PQ004', pg_catalog.format('invalid worker name for queue %I', p_queue),
+    'A worker name has 1 to 1000 bytes; any character is allowed.');
 end
 $$;
 
@@ -415,12 +411,10 @@ create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text
 language plpgsql as $$
 begin
   if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
-    raise exception using
-      errcode = 'PQ006',
-      message = pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-      hint = pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
+    perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+      pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
         'which loses its pending retries: select i.last_tick, pgque.unsubscribe(%1$L, %2$L) from pgque.get_consumer_info(%1$L, %2$L) i; '
-        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub));
+        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub)));
   end if;
   update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
 end
@@ -579,10 +573,7 @@ $$;
 create or replace function pgque._rewritten() returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'serialization_failure',
-    message = 'a table of the queue was rewritten while it was read',
-    hint = 'Retry the transaction.';
+  perform pgque._fail('serialization_failure', 'a table of the queue was rewritten while it was read', 'Retry the transaction.');
 end
 $$;
 
@@ -1143,10 +1134,7 @@ begin
   where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
 exception
   when unique_violation then
-    raise exception using
-      errcode = 'serialization_failure',
-      message = 'the key of a message changed since this transaction began',
-      hint = 'Retry the transaction.';
+    perform pgque._fail('serialization_failure', 'the key of a message changed since this transaction began', 'Retry the transaction.');
 end
 $$;
 

@@ -15,13 +15,11 @@ create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue tex
 language plpgsql as $$
 begin
   if p_sub.sub_role in ('coop_main', 'pool') then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-      hint = case p_sub.sub_role
+    perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
+      case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
-          'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
-        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end;
+        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
+        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
   end if;
 end
 $$;
@@ -40,10 +38,8 @@ declare
   v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
 begin
   if v_sub is null then
-    raise exception using
-      errcode = 'PQ011',
-      message = pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().';
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
+      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
   end if;
   return v_sub;
 end
@@ -62,10 +58,8 @@ declare
   v_position  pgque.position_0;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
-    raise exception using
-      errcode = 'PQ004',
-      message = format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
-      hint = 'A worker name has 1 to 1000 bytes; any character is allowed.';
+    perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
+      'A worker name has 1 to 1000 bytes; any character is allowed.');
   end if;
   perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);
   v_main := pgque._subscriber($1, $2, caller);
@@ -75,16 +69,12 @@ begin
   v_position := pgque._lock_position(v_main.sub_id);
   v_main := pgque._subscriber($1, $2, caller);
   if v_main.sub_role = 'pool' then
-    raise exception using
-      errcode = 'PQ006',
-      message = format('consumer %I of queue %I has workers with leases', $2, $1),
-      hint = 'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.';
+    perform pgque._fail('PQ006', format('consumer %I of queue %I has workers with leases', $2, $1),
+      'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.');
   elsif v_main.sub_role = 'normal' then
     if $4 is not true then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('consumer %I of queue %I reads on its own', $2, $1),
-        hint = 'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.';
+      perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
+        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
   end if;
@@ -129,10 +119,8 @@ begin
   v_position := pgque._lock_position(v_sub);
   if v_position.pos_batch is not null then
     if $4 is distinct from 1 then
-      raise exception using
-        errcode = 'PQ006',
-        message = format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        hint = 'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.';
+      perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
+        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
     end if;
     perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered', false);
   end if;

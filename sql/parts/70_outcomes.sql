@@ -265,15 +265,11 @@ create or replace function pgque._not_negative(p_span interval, p_name text, p_b
 language plpgsql immutable as $$
 begin
   if p_span < '0' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      hint = 'It is a time from now on, such as ''30 seconds''.';
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
+      'It is a time from now on, such as ''30 seconds''.');
   elsif p_span > '100 years' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      hint = 'Not every client can read the time when that ends.';
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
+      'Not every client can read the time when that ends.');
   end if;
   return p_span;
 end
@@ -284,10 +280,8 @@ create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint
 language plpgsql as $$
 begin
   if p_outcome.reason = 'not in this batch' then
-    raise exception using
-      errcode = 'PQ007',
-      message = pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
-      hint = 'Pass a message of this batch, as receive() returned it.';
+    perform pgque._fail('PQ007', pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
+      'Pass a message of this batch, as receive() returned it.');
   elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
     perform pgque._no_batch(p_batch);
   end if;
@@ -380,10 +374,8 @@ create or replace function pgque._need_pool(p_batch bigint) returns void
 language plpgsql as $$
 begin
   if (pgque._batch_owner(p_batch)).sub_role <> 'pool' then
-    raise exception using
-      errcode = 'PQ005',
-      message = pg_catalog.format('batch %s is not leased', p_batch),
-      hint = 'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.';
+    perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
+      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
   end if;
 end
 $$;
@@ -686,10 +678,8 @@ begin
   where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
   returning d.* into v_dead;
   if not found then
-    raise exception using
-      errcode = 'PQ008',
-      message = pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      hint = 'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.';
+    perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
+      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
   end if;
   return v_dead;
 end
@@ -748,10 +738,8 @@ begin
   where s.sub_queue = v_dead.dl_queue_id and s.sub_consumer = v_dead.dl_consumer_id and s.sub_main is null
   for key share;
   if not found then
-    raise exception using
-      errcode = 'PQ011',
-      message = format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
-      hint = 'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).';
+    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
+      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
   end if;
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
     ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
@@ -808,10 +796,8 @@ declare
   v_count  bigint;
 begin
   if $2 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      hint = 'Leave older_than out for 30 days; ''0'' deletes all of them.';
+    perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
+      'Leave older_than out for 30 days; ''0'' deletes all of them.');
   end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
@@ -879,10 +865,8 @@ declare
   v_count  int := 0;
 begin
   if $3 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('older_than must not be null, for consumer %I of queue %I', $2, $1),
-      hint = 'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.';
+    perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
   end if;
   for v_token in
     select o.token
@@ -970,10 +954,8 @@ declare
 begin
   perform pgque._need_read_committed('purge_key()');
   if $2 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('purge_key of queue %I needs a key', v_queue.queue_name),
-      hint = 'To remove everything use pgque.purge(queue).';
+    perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
+      'To remove everything use pgque.purge(queue).');
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;

@@ -92,10 +92,8 @@ begin
     exit when v_row.archive_id is not null;
   end loop;
   if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
-    raise exception using
-      errcode = 'PQ010',
-      message = format('not in the archive: %s', coalesce($1::text, 'null')),
-      hint = 'select * from pgque.archive_list(queue) lists what is there.';
+    perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
+      'select * from pgque.archive_list(queue) lists what is there.');
   end if;
   return pgque._send((select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue), v_row.ev_type, v_row.ev_data,
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
@@ -111,10 +109,8 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('archive_purge of queue %I needs a time', v_queue.queue_name),
-      hint = 'select pgque.archive_purge(queue, now() - interval ''30 days'');';
+    perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
+      'select pgque.archive_purge(queue, now() - interval ''30 days'');');
   end if;
   return pgque._drop_archive(v_queue.queue_id, $2);
 end

@@ -667,11 +667,9 @@ begin
   return $2;
 exception
   when data_exception or check_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
-      detail = sqlerrm,
-      hint = 'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.';
+    perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
+      'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.',
+      sqlerrm);
 end
 $$;
 comment on function pgque.set_schedule(text, text) is
@@ -757,10 +755,8 @@ begin
         continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
         if not pg_try_advisory_xact_lock(v_token) then
           -- To wait for it would be a deadlock if it asks for more then.
-          raise exception using
-            errcode = 'serialization_failure',
-            message = format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
-            hint = 'Retry the transaction.';
+          perform pgque._fail('serialization_failure', format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
+            'Retry the transaction.');
         end if;
         continue when (pgque._lease_state(v_token)).closed;   -- it has just been
         perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
@@ -996,10 +992,7 @@ declare
   v_done  int;
 begin
   if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('not a maintenance operation: %L', p_func),
-      hint = 'select * from pgque.maint_operations() lists them.';
+    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'select * from pgque.maint_operations() lists them.');
   end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;

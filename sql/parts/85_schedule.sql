@@ -11,10 +11,7 @@ begin
   return $1;
 exception
   when check_violation or not_null_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('tick period out of range: %s ms', coalesce($1::text, 'null')),
-      hint = 'Use 1 to 60000 milliseconds.';
+    perform pgque._fail('PQ005', format('tick period out of range: %s ms', coalesce($1::text, 'null')), 'Use 1 to 60000 milliseconds.');
 end
 $$;
 comment on function pgque.set_tick_period_ms(int) is
@@ -29,10 +26,8 @@ begin
   return $1;
 exception
   when check_violation or not_null_violation then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('share out of range: %s', coalesce($1 || ' %', 'null')),
-      hint = 'Use 1 to 100 percent of a core; 15 is the default.';
+    perform pgque._fail('PQ005', format('share out of range: %s', coalesce($1 || ' %', 'null')),
+      'Use 1 to 100 percent of a core; 15 is the default.');
 end
 $$;
 comment on function pgque.set_tick_share(int) is
@@ -143,10 +138,7 @@ declare
   v_op        pg_catalog.int4 := 0;
 begin
   if pg_catalog.pg_is_in_recovery() then
-    raise exception using
-      errcode = 'read_only_sql_transaction',
-      message = 'ticker_loop() cannot run on a standby',
-      hint = 'Run it on the primary.';
+    perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
   end if;
   -- Whatever the session's defaults are; these go from one transaction to the
   -- next.
@@ -327,10 +319,8 @@ $$;
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
 begin
-  raise exception using
-    errcode = 'PQ014',
-    message = pg_catalog.format('role %I may not schedule jobs', current_user),
-    hint = pg_catalog.format('grant usage on schema cron to %I;', current_user);
+  perform pgque._fail('PQ014', pg_catalog.format('role %I may not schedule jobs', current_user),
+    pg_catalog.format('grant usage on schema cron to %I;', current_user));
 end
 $$;
 
@@ -348,11 +338,9 @@ declare
   v_until   text := $q$call pgque.ticker_loop(date_trunc('minute', clock_timestamp()) + interval '%s seconds' - clock_timestamp())$q$;
 begin
   if pgque._has_cron() is null then
-    raise exception using
-      errcode = 'PQ014',
-      message = format('pg_cron is not in database %I', current_database()),
-      hint = 'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
-        'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.';
+    perform pgque._fail('PQ014', format('pg_cron is not in database %I', current_database()),
+      'Run `pgque ticker` beside the server instead, or have any scheduler call pgque.ticker() and pgque.maint(). '
+        'For pg_cron: add it to shared_preload_libraries, set cron.database_name to this database, and create extension pg_cron.');
   elsif not pgque._has_cron() then
     perform pgque._no_cron_rights();
   end if;
@@ -362,10 +350,8 @@ begin
     ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
-    raise exception using
-      errcode = 'PQ014',
-      message = format('pg_cron has jobs of these names for database %I', v_other),
-      hint = format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint);
+    perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
+      format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint));
   end if;
   update pgque.config c set stopped_at = null;
   begin
@@ -380,10 +366,8 @@ begin
   end;
   execute 'select j.database from cron.job j where j.jobid = $1 and j.database <> pg_catalog.current_database()' into v_other using v_job;
   if v_other is not null then
-    raise exception using
-      errcode = 'PQ014',
-      message = format('pg_cron works for database %I, not for %I', v_other, current_database()),
-      hint = format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database());
+    perform pgque._fail('PQ014', format('pg_cron works for database %I, not for %I', v_other, current_database()),
+      format('Set cron.database_name to %I and restart the server, or run `pgque ticker`.', current_database()));
   end if;
   select g.failure, g.remedy into v_gaps, v_hint from pgque._cron_gaps() g;
   if v_gaps is not null then
@@ -633,16 +617,12 @@ declare
   v_foreign  text := (select string_agg(f.what, ', ') from pgque._foreign_data() f (what));
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
-    raise exception using
-      errcode = 'insufficient_privilege',
-      message = 'only the owner of schema pgque may uninstall it',
-      hint = 'Log in as the role that installed it.';
+    perform pgque._fail('insufficient_privilege', 'only the owner of schema pgque may uninstall it',
+      'Log in as the role that installed it.');
   elsif v_foreign is not null then
-    raise exception using
-      errcode = 'dependent_objects_still_exist',
-      message = 'tables outside schema pgque use its types or tables, and would lose data',
-      detail = v_foreign,
-      hint = 'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.';
+    perform pgque._fail('dependent_objects_still_exist', 'tables outside schema pgque use its types or tables, and would lose data',
+      'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.',
+      v_foreign);
   end if;
   perform pgque.stop();
   perform pgque._insist(

@@ -340,10 +340,8 @@ declare
   v_lapsed pgque.position_0;
 begin
   if $2 is null or $2 < 1 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('peek at queue %I needs a positive number of messages', $1),
-      hint = 'select * from pgque.peek(queue, 10);';
+    perform pgque._fail('PQ005', format('peek at queue %I needs a positive number of messages', $1),
+      'select * from pgque.peek(queue, 10);');
   end if;
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
@@ -511,15 +509,11 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('unknown status %L, for queue %I', $2, v_queue.queue_name),
-      hint = 'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.';
+    perform pgque._fail('PQ005', format('unknown status %L, for queue %I', $2, v_queue.queue_name),
+      'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.');
   elsif $3 is null or $3 < 0 then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('limit_count must not be negative, for queue %I', v_queue.queue_name),
-      hint = 'It is the greatest number of messages to list.';
+    perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
+      'It is the greatest number of messages to list.');
   end if;
   return query
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
@@ -551,10 +545,8 @@ begin
     where $2 is not null
     order by m.consumer_name;
   if not found then
-    raise exception using
-      errcode = 'PQ010',
-      message = format('message not found: %s of queue %I', coalesce($2::text, 'null'), v_queue.queue_name),
-      hint = 'Every consumer is done with it, or it was never committed.';
+    perform pgque._fail('PQ010', format('message not found: %s of queue %I', coalesce($2::text, 'null'), v_queue.queue_name),
+      'Every consumer is done with it, or it was never committed.');
   end if;
 end
 $$;

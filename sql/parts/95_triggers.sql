@@ -29,10 +29,8 @@ declare
   v_where   text;
 begin
   if v_queue is null then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('the trigger on table %s names no queue', p_table),
-      hint = 'create trigger ... execute function pgque.jsontriga(''queue'', options...)';
+    perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
+      'create trigger ... execute function pgque.jsontriga(''queue'', options...)');
   end if;
   foreach v_opt in array v_opts loop
     if v_opt like 'ignore=%' then
@@ -40,15 +38,11 @@ begin
     elsif v_opt like 'pkey=%' then
       v_pkey := string_to_array(substr(v_opt, 6), ',');
     elsif v_opt = 'deny' then
-      raise exception using
-        errcode = 'PQ013',
-        message = format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
-        hint = 'The trigger on the table has the option deny.';
+      perform pgque._fail('PQ013', format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
+        'The trigger on the table has the option deny.');
     elsif lower(v_opt) not in ('backup', 'skip') then
-      raise exception using
-        errcode = 'PQ005',
-        message = format('unknown option %L of the trigger on table %s', v_opt, p_table),
-        hint = 'Options: backup, ignore=columns, pkey=columns, deny, skip.';
+      perform pgque._fail('PQ005', format('unknown option %L of the trigger on table %s', v_opt, p_table),
+        'Options: backup, ignore=columns, pkey=columns, deny, skip.');
     end if;
   end loop;
   if p_op = 'TRUNCATE' then
@@ -62,11 +56,9 @@ begin
     join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
     where i.indrelid = p_table and i.indisprimary and k.n <= i.indnkeyatts), '{}');
   if not v_row ?& v_pkey then
-    raise exception using
-      errcode = 'PQ005',
-      message = format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
+    perform pgque._fail('PQ005', format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
         (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
-      hint = 'The option is pkey=columns, with commas and no blanks between their names.';
+      'The option is pkey=columns, with commas and no blanks between their names.');
   end if;
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then

@@ -9,22 +9,22 @@ create or replace function pgque._grants() returns table (func_name text, role_n
 language sql immutable as $$
   select f.name, r.name
   from (values
-    ('pgque_user', 'version clock send send_batch send_idem insert_event jsontriga logutriga sqltriga register_consumer
+    ('pgque_user', 'version clock _fail send send_batch send_idem insert_event jsontriga logutriga sqltriga register_consumer
       unregister_consumer ack finish_batch next_batch next_batch_info next_batch_custom subscribe_subconsumer
       unsubscribe_subconsumer dead event_retry set_queue_config force_tick
       _row_event _url_encode _headers _bad_headers _no_payloads _no_headers'),
-    ('pgque_writer', 'version clock send send_batch send_idem insert_event current_event_table jsontriga logutriga sqltriga sink_begin
+    ('pgque_writer', 'version clock _fail send send_batch send_idem insert_event current_event_table jsontriga logutriga sqltriga sink_begin
       sink_commit
       _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _url_encode _send_as
       _send_all _send_many _no_payloads'),
-    ('pgque_reader', 'version clock subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack
+    ('pgque_reader', 'version clock _fail subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       tick_for next_tick split_window read_window read_window_cursor seek open_stream dead get_queue_info
       get_consumer_info queue_config metrics health status
       _ack _dead _next_batch'),
-    ('pgque_admin', 'create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
+    ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
       ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events
