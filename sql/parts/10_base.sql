@@ -151,7 +151,7 @@ $$;
 create or replace function pgque._need_read_committed(p_what text) returns void
 language plpgsql as $$
 begin
-  if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+  if pgque._old_snapshot() then
     raise exception using
       errcode = 'invalid_transaction_state',
       message = pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
@@ -159,6 +159,18 @@ begin
   end if;
 end
 $$;
+
+-- Whether the transaction's snapshot may be older than the locks it takes.
+create or replace function pgque._old_snapshot() returns boolean
+language sql stable as $$
+  select pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
+$$;
+
+-- The leaves of a journal that a row goes to, p_leaf being the one that is written.
+-- What an old snapshot does not see may be in either leaf, so it writes to both:
+-- the primary key of one stops it.
+create or replace function pgque._leaves_for(p_leaf int) returns int[]
+language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
 -- Ends a block that only looked, which catches PQ099: the locks it took go,
 -- what it put into variables or returned stays.  Whoever looks at all queues

@@ -17,7 +17,8 @@ begin
   end if;
   select string_agg(c.oid::regclass::text, ', ' order by c.relkind = 'v' desc, c.relname = 'queue' desc, c.relname) into v_tables
   from pg_class c
-  where c.relnamespace = 'pgque'::regnamespace and not c.relispartition and c.relkind in ('r', 'v');
+  where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'v')
+    and not exists (select from pg_inherits i where i.inhrelid = c.oid and i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass, 'pgque.archive'::regclass));
   for v_try in 1..200 loop
     begin
       perform set_config('lock_timeout', '100ms', true);
@@ -285,8 +286,8 @@ create table if not exists pgque.subscriber (
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
 
--- The journal of positions, in two leaves of which pgque.journal names the one
--- that is written.  The row with the highest pos_seq of a subscriber is true.
+-- The journal of positions.  The row with the highest pos_seq of a subscriber is
+-- true.
 --   pos_tick                     finished up to here
 --   pos_next_tick, pos_done_id   the window being read, and how far it is done
 --   pos_snapshot ...             what the two ticks say
@@ -320,7 +321,7 @@ create table if not exists pgque.journal (
 );
 comment on table pgque.journal is 'Which leaf of the positions is written. Internal.';
 
-create table if not exists pgque.position_0 (
+create table if not exists pgque.position (
   pos_sub        int not null,
   pos_main       int,
   pos_seq        bigint not null,
@@ -348,14 +349,9 @@ create table if not exists pgque.position_0 (
   pos_prune      int,
   pos_lapse      timestamptz,
   pos_paid       timestamptz,
-  constraint position_0_pkey primary key (pos_sub, pos_seq)
-);
-comment on table pgque.position_0 is 'Journal of positions, first leaf; the newest row of a subscriber counts. Internal: see get_consumer_info().';
-create table if not exists pgque.position_1 (
-  like pgque.position_0 including defaults,
-  constraint position_1_pkey primary key (pos_sub, pos_seq)
-);
-comment on table pgque.position_1 is 'Journal of positions, second leaf. Internal.';
+  leaf           int not null
+) partition by list (leaf);
+comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
 -- Messages of an open batch that have their outcome already.  Moves from leaf
 -- to leaf together with the positions.  Of a worker's batch, in place of an id:
@@ -363,19 +359,14 @@ comment on table pgque.position_1 is 'Journal of positions, second leaf. Interna
 -- the retry queue; 2^62 + 2^61 + n, an old snapshot settled n only to put them
 -- there; the highest, its worker was told that a message is lost.  set_until of
 -- one below 0 is where the lease ends.
-create table if not exists pgque.settled_0 (
+create table if not exists pgque.settled (
   set_batch  bigint not null,
   set_ev_id  bigint not null,
   set_sub    int not null,
   set_until  timestamptz,
-  constraint settled_0_pkey primary key (set_batch, set_ev_id)
-);
-comment on table pgque.settled_0 is 'Messages of open batches that were failed already, first leaf. Internal.';
-create table if not exists pgque.settled_1 (
-  like pgque.settled_0,
-  constraint settled_1_pkey primary key (set_batch, set_ev_id)
-);
-comment on table pgque.settled_1 is 'Messages of open batches that were failed already, second leaf. Internal.';
+  leaf       int not null
+) partition by list (leaf);
+comment on table pgque.settled is 'Messages of open batches that have an outcome. Internal.';
 
 -- Where the rows of a big window lie: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (
@@ -494,40 +485,30 @@ comment on column pgque.dead_letter.ev_error is 'The reason given when it failed
 
 -- What send_idem() sent, in two leaves; of a key the row with the highest
 -- idem_n is true.
-create table if not exists pgque.idempotency_0 (
+create table if not exists pgque.idempotency (
   idem_queue    int not null,
   idem_key      text not null,
   idem_n        bigint not null,
   idem_ev_id    bigint not null,
   idem_expires  timestamptz not null,
-  constraint idempotency_0_pkey primary key (idem_queue, idem_key, idem_n)
-);
-comment on table pgque.idempotency_0 is 'Keys of send_idem() until their ttl ends, first leaf. Internal.';
-create table if not exists pgque.idempotency_1 (
-  like pgque.idempotency_0,
-  constraint idempotency_1_pkey primary key (idem_queue, idem_key, idem_n)
-);
-comment on table pgque.idempotency_1 is 'Keys of send_idem() until their ttl ends, second leaf. Internal.';
+  leaf          int not null
+) partition by list (leaf);
+comment on table pgque.idempotency is 'Keys of send_idem() until their ttl ends. Internal.';
 
 -- What sinks staged and have not committed, in two leaves; which of them takes
 -- new rows a sequence says, which turns without a dead row.  Not unlogged, as no
 -- table here is: see sql/README.md, "Crashes".
 create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
 
-create table if not exists pgque.sink_attempt_0 (
-  attempt     uuid not null
-    constraint sink_attempt_0_pkey primary key,
+create table if not exists pgque.sink_attempt (
+  attempt     uuid not null,
   sink_id     text not null,
   epoch       bigint,
-  started_at  timestamptz not null
-);
-comment on table pgque.sink_attempt_0 is 'Attempts of sinks to write an epoch, first leaf. Internal: see sink_begin().';
-create table if not exists pgque.sink_attempt_1 (
-  like pgque.sink_attempt_0,
-  constraint sink_attempt_1_pkey primary key (attempt)
-);
-comment on table pgque.sink_attempt_1 is 'Attempts of sinks to write an epoch, second leaf. Internal.';
-create table if not exists pgque.sink_stage_0 (
+  started_at  timestamptz not null,
+  leaf        int not null
+) partition by list (leaf);
+comment on table pgque.sink_attempt is 'What sinks began to write. Internal: see sink_begin().';
+create table if not exists pgque.sink_stage (
   attempt        uuid not null,
   n              int not null,
   queue          text not null,
@@ -537,21 +518,16 @@ create table if not exists pgque.sink_stage_0 (
     constraint sink_stage_headers check (jsonb_typeof(headers) = 'object'),
   payload_bytes  bytea,
   partition_key  text,
-  constraint sink_stage_0_pkey primary key (attempt, n),
+  leaf           int not null,
   constraint sink_stage_one_payload check (payload is null or payload_bytes is null)
-);
-comment on table pgque.sink_stage_0 is 'What was staged for an epoch, first leaf: writers COPY into it and can not read it.';
-create table if not exists pgque.sink_stage_1 (
-  like pgque.sink_stage_0 including constraints,
-  constraint sink_stage_1_pkey primary key (attempt, n)
-);
-comment on table pgque.sink_stage_1 is 'What was staged for an epoch, second leaf.';
+) partition by list (leaf);
+comment on table pgque.sink_stage is 'What sinks staged and have not committed. Internal: see sink_begin().';
 
 -- What sinks committed: whole epochs (part -1), and parts of epochs that were
 -- written row by row, by which transaction of which session.  Only a sink's
 -- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
 -- own, once.
-create table if not exists pgque.sink_epoch_0 (
+create table if not exists pgque.sink_epoch (
   sink_id       text not null,
   epoch         bigint not null,
   part          int not null,
@@ -560,32 +536,24 @@ create table if not exists pgque.sink_epoch_0 (
   session       text not null default pgque._session(),
   once          boolean not null default false,
   committed_at  timestamptz not null default pgque.clock(),
-  constraint sink_epoch_0_pkey primary key (sink_id, epoch, part)
-);
-comment on table pgque.sink_epoch_0 is 'The newest epoch of each sink, whole (part -1) or in parts, first leaf. Internal.';
-create table if not exists pgque.sink_epoch_1 (
-  like pgque.sink_epoch_0 including defaults,
-  constraint sink_epoch_1_pkey primary key (sink_id, epoch, part)
-);
-comment on table pgque.sink_epoch_1 is 'The newest epoch of each sink, whole (part -1) or in parts, second leaf. Internal.';
+  leaf          int not null
+) partition by list (leaf);
+comment on table pgque.sink_epoch is 'Epochs that sinks committed. Internal: see sink_commit().';
 
 -- What happened to messages that nobody will see again, and how often, in two
 -- leaves; metrics() adds them up.
-create table if not exists pgque.tally_0 (
+create table if not exists pgque.tally (
   tal_queue  int not null,
   tal_sub    int not null,
   tal_what   text not null,
-  tal_count  bigint not null
-);
-comment on table pgque.tally_0 is 'Counts of messages that were dropped, expired or archived, first leaf. Internal: see metrics().';
-create table if not exists pgque.tally_1 (
-  like pgque.tally_0
-);
-comment on table pgque.tally_1 is 'Counts of messages that were dropped, expired or archived, second leaf. Internal.';
+  tal_count  bigint not null,
+  leaf       int not null
+) partition by list (leaf);
+comment on table pgque.tally is 'Counts of messages that were dropped, expired or archived. Internal: see metrics().';
 
 -- For workers, the messages of a window that is longer than a batch, in order
 -- and with their addresses, a hundred a row (behind those of ros_last is none): a cache, in two leaves.
-create table if not exists pgque.roster_0 (
+create table if not exists pgque.roster (
   ros_sub        int not null,
   ros_from       bigint not null,
   ros_to         bigint not null,
@@ -597,13 +565,10 @@ create table if not exists pgque.roster_0 (
   ros_filenodes  oid[] not null,
   ros_xid        xid8 not null,
   ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored,
-  ros_last       boolean not null default false
-);
-comment on table pgque.roster_0 is 'For workers, where the messages of big windows lie, first leaf: a cache. Internal.';
-create table if not exists pgque.roster_1 (
-  like pgque.roster_0 including generated including defaults
-);
-comment on table pgque.roster_1 is 'For workers, where the messages of big windows lie, second leaf: a cache. Internal.';
+  ros_last       boolean not null default false,
+  leaf           int not null
+) partition by list (leaf);
+comment on table pgque.roster is 'For workers, where the messages of big windows lie: a cache. Internal.';
 
 -- Messages that were done with and shall be kept.  A leaf holds one day of one
 -- queue; bucket = queue_id * 100000 + days since 2000-01-01.
@@ -638,6 +603,32 @@ comment on table pgque.archive is 'Messages that were done with and kept; a leaf
 -- dead rows.
 create sequence if not exists pgque.expire_ran minvalue 0;
 create sequence if not exists pgque.delete_expired_ran minvalue 0;
+
+-- The journals are append only and have two leaves, of which one is written while
+-- what still counts of the other is brought over, and that is emptied.  Up to 0.5
+-- the leaves were tables without a root.
+do $$
+declare
+  v_journal  record;
+  v_leaf     text;
+begin
+  for v_journal in
+    select j.name, j.key, n as leaf
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('roster', null), ('tally', null),
+      ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
+    cross join generate_series(0, 1) n
+  loop
+    v_leaf := format('%s_%s', v_journal.name, v_journal.leaf);
+    if to_regclass('pgque.' || v_leaf) is null then
+      execute format('create table pgque.%I partition of pgque.%I (leaf default %s%s) for values in (%3$s)',
+        v_leaf, v_journal.name, v_journal.leaf, format(', constraint %I primary key (' || v_journal.key || ')', v_leaf || '_pkey'));
+    elsif not (select c.relispartition from pg_class c where c.oid = ('pgque.' || v_leaf)::regclass) then
+      execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
+      execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
+    end if;
+  end loop;
+end
+$$;
 
 -- What 0.4.3, the oldest version that an upgrade starts from, did not have.
 do $$

@@ -346,7 +346,7 @@ declare
   v_last  pgque.event;
   v_id    bigint;
 begin
-  if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+  if pgque._old_snapshot() then
     perform from pgque.queue q where q.queue_id = p_queue.queue_id for share;
   end if;
   -- One that is delayed has been handed out to nobody.
@@ -650,9 +650,8 @@ create or replace function pgque.send_idem(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'produce');
-  v_last   pgque.idempotency_0;
+  v_last   pgque.idempotency;
   v_leaf   int;
-  v_old_snapshot  boolean := current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
 begin
   if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
     perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
@@ -661,9 +660,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
   v_leaf := pgque._idem_leaf();
   select k.* into v_last
-  from (
-    select * from pgque.idempotency_0 union all select * from pgque.idempotency_1
-  ) k
+  from pgque.idempotency k
   where k.idem_queue = v_queue.queue_id and k.idem_key = $4
   order by k.idem_n desc
   limit 1;
@@ -674,14 +671,9 @@ begin
   end if;
   event_id := pgque._send(v_queue.queue_name, $2, $3, $6, null, null, null, null, null);
   deduped := false;
-  if v_leaf = 0 or v_old_snapshot then
-    insert into pgque.idempotency_0 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
-    values (v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5);
-  end if;
-  if v_leaf = 1 or v_old_snapshot then
-    insert into pgque.idempotency_1 (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires)
-    values (v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5);
-  end if;
+  insert into pgque.idempotency (idem_queue, idem_key, idem_n, idem_ev_id, idem_expires, leaf)
+  select v_queue.queue_id, $4, coalesce(v_last.idem_n, 0) + 1, event_id, pgque.clock() + $5, l.leaf
+  from unnest(pgque._leaves_for(v_leaf)) l (leaf);
 exception
   when unique_violation then
     perform pgque._fail('serialization_failure', format('the idempotency key %L of queue %I was used since this transaction began', $4, v_queue.queue_name),

@@ -188,9 +188,7 @@ begin
     perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
       'A sink_id has 1 to 200 printable characters; epochs count from 0.');
   end if;
-  v_newest := greatest(
-    (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = p_sink),
-    (select max(e.epoch) from pgque.sink_epoch_1 e where e.sink_id = p_sink));
+  v_newest := (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = p_sink);
   if v_newest > p_epoch then
     perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('it is older than the newest epoch %s', v_newest),
       'Epochs start over when a checkpoint is deleted: give the new query another sink_id.');
@@ -203,11 +201,10 @@ $$;
 -- snapshot that is older than what somebody wrote gets 40001 for it, in
 -- whichever leaf it is.
 create or replace function pgque._claim_epoch(
-  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, out claim pgque.sink_epoch_0, out is_new boolean
+  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, out claim pgque.sink_epoch, out is_new boolean
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
   v_leaf          int;
   v_other         text;
 begin
@@ -222,7 +219,7 @@ begin
   select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s',
     coalesce(e.parts::text, 'any number of'), coalesce(p_parts::text, 'any number')) end
   into v_other
-  from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+  from pgque.sink_epoch e
   where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts is distinct from p_parts or (e.part = -1) <> (p_part = -1))
   limit 1;
   if found then
@@ -230,25 +227,20 @@ begin
       'A replay must have the partitions of the first run: repartition() before the write, or use format("pgque"), which does not care.');
   end if;
   select e.* into claim
-  from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+  from pgque.sink_epoch e
   where e.sink_id = p_sink and e.epoch = p_epoch and e.part = p_part;
   is_new := not found;
   if not is_new then
     return;
   end if;
   v_leaf := (select j.journal_epoch_cur from pgque.journal j);
-  if v_leaf = 0 or v_old_snapshot then
-    insert into pgque.sink_epoch_0 as e (sink_id, epoch, part, parts, once)
-    values (p_sink, p_epoch, p_part, p_parts, p_once)
+  with new as (
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, leaf)
+    select p_sink, p_epoch, p_part, p_parts, p_once, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
     on conflict do nothing
-    returning e.* into claim;
-  end if;
-  if v_leaf = 1 or v_old_snapshot then
-    insert into pgque.sink_epoch_1 as e (sink_id, epoch, part, parts, once)
-    values (p_sink, p_epoch, p_part, p_parts, p_once)
-    on conflict do nothing
-    returning e.* into claim;
-  end if;
+    returning *
+  )
+  select n.* into claim from new n limit 1;
 end
 $$;
 
@@ -264,7 +256,7 @@ declare
   v_part     text := pg_catalog.concat(e'\n', p_epoch, ' ', p_part, ' ', p_sink, e'\t');
   v_line     text := v_part || pg_catalog.pg_current_xact_id()::text;
   v_touched  text := coalesce(pg_catalog.current_setting('pgque.sink_parts', true), '');
-  v_claim    pgque.sink_epoch_0;
+  v_claim    pgque.sink_epoch;
   v_writes   boolean;
 begin
   if pg_catalog.starts_with(v_touched, v_line || '+') then
@@ -306,11 +298,7 @@ begin
   perform pgque._check_epoch($1, $2);
   attempt := gen_random_uuid();
   stage := 'pgque.sink_stage_' || v_leaf;
-  if v_leaf = 0 then
-    insert into pgque.sink_attempt_0 (attempt, sink_id, epoch, started_at) select attempt, $1, $2, pgque.clock();
-  else
-    insert into pgque.sink_attempt_1 (attempt, sink_id, epoch, started_at) select attempt, $1, $2, pgque.clock();
-  end if;
+  insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf) select attempt, $1, $2, pgque.clock(), v_leaf;
 end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
@@ -319,9 +307,9 @@ comment on function pgque.sink_begin(text, bigint) is
   'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
 
 -- The attempts of both leaves.
-create or replace function pgque._attempts() returns setof pgque.sink_attempt_0
+create or replace function pgque._attempts() returns setof pgque.sink_attempt
 language sql stable as $$
-  select * from pgque.sink_attempt_0 union select * from pgque.sink_attempt_1
+  select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
 -- Sends what these attempts staged, and remembers the epoch, in one
@@ -350,7 +338,7 @@ begin
     return 'duplicate';
   end if;
   -- Compaction moves rows from leaf to leaf.
-  lock table pgque.sink_attempt_0, pgque.sink_attempt_1, pgque.sink_stage_0, pgque.sink_stage_1 in access share mode;
+  lock table pgque.sink_attempt, pgque.sink_stage in access share mode;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
     coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
@@ -363,10 +351,7 @@ begin
     offset 0
   ) a
   cross join lateral (
-    select * from pgque.sink_stage_0 s where s.attempt = a.attempt
-    union all
-    select * from pgque.sink_stage_1 s where s.attempt = a.attempt
-    order by n
+    select * from pgque.sink_stage s where s.attempt = a.attempt order by n
   ) s
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
@@ -385,7 +370,7 @@ begin
   from pgque.queue q
   where q.queue_max_depth > 0
     and q.queue_name = any (array(
-      select s.queue from (select * from pgque.sink_stage_0 union all select * from pgque.sink_stage_1) s where s.attempt = any ($3) group by s.queue));
+      select s.queue from pgque.sink_stage s where s.attempt = any ($3) group by s.queue));
   return 'applied';
 end
 $$;
@@ -396,14 +381,14 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   '25000 not READ COMMITTED.';
 
 -- The attempts that may still be committed.
-create or replace function pgque._live_attempts() returns setof pgque.sink_attempt_0
+create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
 language sql stable as $$
   select a.*
   from pgque._attempts() a
   where a.started_at > pgque.clock() - interval '1 day'
     and not exists (
       select
-      from (select * from pgque.sink_epoch_0 union all select * from pgque.sink_epoch_1) e
+      from pgque.sink_epoch e
       where e.part = -1 and e.epoch >= coalesce(a.epoch, 0)
         and e.sink_id = case when a.epoch is null then a.attempt::text else a.sink_id end)
 $$;
@@ -422,8 +407,15 @@ declare
 begin
   if pg_relation_size('pgque.sink_stage_' || (1 - v_cur)) + pg_relation_size('pgque.sink_attempt_' || (1 - v_cur)) > 0 then
     execute format('lock table pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s in access exclusive mode nowait', 1 - v_cur);
-    execute format('insert into pgque.sink_attempt_%s select a.* from pgque._live_attempts() a on conflict do nothing', v_cur);
-    execute format('insert into pgque.sink_stage_%s select s.* from pgque.sink_stage_%s s join pgque._live_attempts() a on a.attempt = s.attempt on conflict do nothing', v_cur, 1 - v_cur);
+    insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf)
+    select a.attempt, a.sink_id, a.epoch, a.started_at, v_cur from pgque._live_attempts() a
+    on conflict do nothing;
+    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, leaf)
+    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, v_cur
+    from pgque.sink_stage s
+    join pgque._live_attempts() a on a.attempt = s.attempt
+    where s.leaf = 1 - v_cur
+    on conflict do nothing;
     execute format('truncate pgque.sink_attempt_%1$s, pgque.sink_stage_%1$s', 1 - v_cur);
     return 1;
   end if;
@@ -470,17 +462,12 @@ begin
     v_cur := 1 - v_cur;
   else
     execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
-    execute format(
-      $q$
-      insert into pgque.sink_epoch_%1$s
-      select o.*
-      from pgque.sink_epoch_%2$s o
-      where o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
-        and o.epoch >= greatest(
-          (select max(e.epoch) from pgque.sink_epoch_0 e where e.sink_id = o.sink_id),
-          (select max(e.epoch) from pgque.sink_epoch_1 e where e.sink_id = o.sink_id))
-      on conflict do nothing
-      $q$, v_cur, 1 - v_cur);
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, leaf)
+    select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, v_cur
+    from pgque.sink_epoch o
+    where o.leaf = 1 - v_cur and o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
+      and o.epoch >= (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = o.sink_id)
+    on conflict do nothing;
     execute format('truncate pgque.sink_epoch_%s', 1 - v_cur);
   end if;
   -- After either step an old snapshot could miss an epoch: it meets this row.

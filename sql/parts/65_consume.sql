@@ -42,7 +42,7 @@ end
 $$;
 
 -- The same, and returns its position.
-create or replace function pgque._lock_position(p_sub int) returns pgque.position_0
+create or replace function pgque._lock_position(p_sub int) returns pgque.position
 language plpgsql as $$
 begin
   perform pgque._lock_subscriber(p_sub);
@@ -91,15 +91,14 @@ create or replace function pgque._add_subscriber(
 language plpgsql set enable_seqscan = off as $$
 declare
   v_seq       regclass := pg_catalog.pg_get_serial_sequence('pgque.subscriber', 'sub_id');
-  v_position  pgque.position_0;
+  v_position  pgque.position;
   v_id        int;
 begin
   perform pgque._need_place(p_queue_id, p_caller);
   for v_try in 0..2097152 loop
     v_id := pg_catalog.nextval(v_seq);
     if not exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (v_id & 1048575))
-      and not exists (select from pgque.position_0 p where p.pos_sub = v_id)
-      and not exists (select from pgque.position_1 p where p.pos_sub = v_id)
+      and not exists (select from pgque.position p where p.pos_sub = v_id)
       and not exists (select from pgque.retry_queue r where r.ev_owner = v_id)
     then
       insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
@@ -241,7 +240,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue     pgque.queue;
   v_sub       pgque.subscriber;
-  v_position  pgque.position_0;
+  v_position  pgque.position;
 begin
   if register_consumer_at.tick_id is null then
     return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false, caller);
@@ -308,7 +307,7 @@ comment on function pgque.unregister_consumer(text, text) is
 --
 -- If the current table knows the position's own tick or the one after it, it
 -- knows all that follow.
-create or replace function pgque._open_window(p_position pgque.position_0, p_queue_id int, p_max bigint) returns pgque.position_0
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
   v_cur    int := (select q.queue_cur_table from pgque.queue q where q.queue_id = p_queue_id);
@@ -340,7 +339,7 @@ begin
 exception
   when undefined_table then
     -- The queue was dropped meanwhile, or a table of it is gone.
-    if pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    if pgque._old_snapshot() then
       perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
       perform pgque._takes_nothing(p_queue_id);
@@ -350,7 +349,7 @@ end
 $$;
 
 -- A position whose window ends at a tick.
-create or replace function pgque._with_window(p_position pgque.position_0, p_tick pgque.tick) returns pgque.position_0
+create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
 language plpgsql immutable as $$
 begin
   p_position.pos_next_tick := p_tick.tick_id;
@@ -361,7 +360,7 @@ end
 $$;
 
 -- A position at a tick, with no window and no batch.
-create or replace function pgque._at_tick(p_position pgque.position_0, p_tick pgque.tick) returns pgque.position_0
+create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
 language plpgsql immutable as $$
 begin
   p_position.pos_tick := p_tick.tick_id;
@@ -381,7 +380,7 @@ end
 $$;
 
 -- A position at the end of its window.
-create or replace function pgque._past_window(p_position pgque.position_0) returns pgque.position_0
+create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
   return pgque._at_tick(p_position, row(
@@ -391,7 +390,7 @@ $$;
 
 -- A consumer's position behind a batch: inside the window after a slice, at
 -- the window's end after its last one.  A worker's is empty then.
-create or replace function pgque._behind(p_position pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
   if p_position.pos_main is not null then
@@ -410,7 +409,7 @@ end
 $$;
 
 -- The window and the batch of one position in the name of another subscriber.
-create or replace function pgque._as_batch_of(p_subscriber pgque.position_0, p_batch pgque.position_0) returns pgque.position_0
+create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
   p_batch.pos_sub := p_subscriber.pos_sub;
@@ -435,9 +434,9 @@ create or replace function pgque.receive(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
   v_sub      pgque.subscriber;
-  v_cursor   pgque.position_0;   -- the consumer's position
-  v_ahead    pgque.position_0;   -- the same with its next window open
-  v_batch    pgque.position_0;   -- whose batch it is: the same, or the worker's
+  v_cursor   pgque.position;   -- the consumer's position
+  v_ahead    pgque.position;   -- the same with its next window open
+  v_batch    pgque.position;   -- whose batch it is: the same, or the worker's
   v_member   int;
   v_token    bigint;
   v_open     boolean;            -- an open batch comes again
@@ -697,7 +696,7 @@ $$;
 --
 -- Every chunk but the last holds at least 25 events for everybody, so as many
 -- chunks as p_max needs and one more hold the batch and what comes after it.
-create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position_0, p_max bigint) returns text[]
+create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
 language plpgsql as $$
 declare
   v_filenodes  oid[] := pgque._filenodes(p_queue_id);
@@ -738,11 +737,10 @@ end
 $$;
 
 -- A condition that leaves out what is settled in an open batch.
-create or replace function pgque._unsettled_condition(p_batch pgque.position_0) returns text
+create or replace function pgque._unsettled_condition(p_batch pgque.position) returns text
 language sql stable as $$
   select pg_catalog.format(
-    ' and e.ev_id not in (select s.set_ev_id from pgque.settled_0 s where s.set_batch = %1$L'
-    ' union all select s.set_ev_id from pgque.settled_1 s where s.set_batch = %1$L)', p_batch.pos_batch)
+    ' and e.ev_id not in (select s.set_ev_id from pgque.settled s where s.set_batch = %1$L)', p_batch.pos_batch)
 $$;
 
 -- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
@@ -754,7 +752,7 @@ declare
   v_role     text;
   v_archive  boolean;
   v_count    bigint;
-  v_batch    pgque.position_0;
+  v_batch    pgque.position;
 begin
   select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
   from pgque.subscriber s
@@ -812,8 +810,8 @@ declare
   v_queue   pgque.queue;
   v_leaf    int;
   v_member  int;
-  v_cursor  pgque.position_0;   -- the consumer's position
-  v_batch   pgque.position_0;   -- whose batch it is: the same, or the worker's
+  v_cursor  pgque.position;   -- the consumer's position
+  v_batch   pgque.position;   -- whose batch it is: the same, or the worker's
   v_open    boolean;
   v_prev    pgque.tick;
   v_cur     pgque.tick;
@@ -916,7 +914,7 @@ comment on function pgque.next_batch(text, text) is
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.
-create or replace function pgque._open_batch(p_batch bigint, out sub pgque.subscriber, out pos pgque.position_0)
+create or replace function pgque._open_batch(p_batch bigint, out sub pgque.subscriber, out pos pgque.position)
 language plpgsql as $$
 begin
   sub := pgque._batch_owner(p_batch);
@@ -938,7 +936,7 @@ $$;
 -- that was moved back can meet an event and its own retry in one window: then
 -- the retry stands for both.
 create or replace function pgque._batch_sql(
-  p_sub pgque.subscriber, p_pos pgque.position_0, p_and text default '', p_max bigint default null
+  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null
 ) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -985,7 +983,7 @@ $$;
 -- at this one, in a window that is small.  If not, this is null, and _batch_sql()
 -- finds it.  Ids rise with transaction ids, nearly, so it is looked for from the
 -- end that is nearer.
-create or replace function pgque._near_event(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_id bigint) returns pgque.event
+create or replace function pgque._near_event(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_id bigint) returns pgque.event
 language plpgsql set enable_seqscan = off set enable_bitmapscan = off as $$
 declare
   v_lo   xid8 := pg_catalog.pg_snapshot_xmax(p_pos.pos_snapshot);
@@ -1040,7 +1038,7 @@ comment on function pgque.get_batch_events(bigint, pgque.caller) is
 
 -- The query of an open batch: where messages may be left out as it is opened,
 -- without those that have an outcome.
-create or replace function pgque._open_sql(p_sub pgque.subscriber, p_pos pgque.position_0) returns text
+create or replace function pgque._open_sql(p_sub pgque.subscriber, p_pos pgque.position) returns text
 language sql as $$
   select pgque._batch_sql(p_sub, p_pos, case when q.queue_keyed or q.queue_expiring then pgque._unsettled_condition(p_pos) else '' end)
   from pgque.queue q

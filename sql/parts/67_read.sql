@@ -207,7 +207,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
-  v_position  pgque.position_0;
+  v_position  pgque.position;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   perform pgque._let_keys_be_said(q)
@@ -266,7 +266,7 @@ create or replace function pgque.dead(queue_name text, consumer_name text, msg_i
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_position  pgque.position_0 := pgque._position(v_sub.sub_id);
+  v_position  pgque.position := pgque._position(v_sub.sub_id);
   v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot);
   v_rows      pgque.event[];
 begin

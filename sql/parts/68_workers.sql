@@ -22,7 +22,7 @@
 -- under a primary key or locks one.
 
 -- Where a pool goes on behind its newest hand-out.
-create or replace function pgque._next_from(p_position pgque.position_0) returns pgque.position_0
+create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
   if p_position.pos_fresh > 0 then
@@ -38,14 +38,14 @@ end
 $$;
 
 -- The hand-out of a batch, or null.
-create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position_0
+create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_position  pgque.position_0;
+  v_position  pgque.position;
 begin
   -- Both leaves in one statement: it may move from one to the other.
   select p.* into v_position
-  from (select * from pgque.position_0 union all select * from pgque.position_1) p
+  from pgque.position p
   where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20
   limit 1;
   if v_position.pos_last_batch = p_batch and v_position.pos_fresh is not null then
@@ -67,51 +67,33 @@ begin
   select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
     (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
   into closed, settled, moved, until
-  from (
-    select s.set_ev_id, s.set_until from pgque.settled_0 s where s.set_batch = p_batch
-    union
-    select s.set_ev_id, s.set_until from pgque.settled_1 s where s.set_batch = p_batch
-  ) s;
+  from (select distinct s.set_ev_id, s.set_until from pgque.settled s where s.set_batch = p_batch) s;
 end
 $$;
 
 -- Notes messages of a batch as settled (ids above 0) or something about all of
--- it (see pgque.settled_0).  Returns the ids that were new.  An old snapshot
+-- it (see pgque.settled).  Returns the ids that were new.  An old snapshot
 -- writes to both leaves, and gets 40001 if what it does not see is there.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
 declare
-  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
-  v_leaf          int := coalesce(p_leaf, pgque._journal_leaf());
-  v_new           bigint[];
+  v_leaves  int[] := pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf()));
+  v_new     bigint[];
 begin
-  if pg_catalog.cardinality(p_ids) = 1 and not v_old_snapshot then
-    if v_leaf = 0 then
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until) values (p_batch, p_ids[1], p_sub, p_until) on conflict do nothing;
-    else
-      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub, set_until) values (p_batch, p_ids[1], p_sub, p_until) on conflict do nothing;
-    end if;
+  if pg_catalog.cardinality(p_ids) * pg_catalog.cardinality(v_leaves) = 1 then
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf) values (p_batch, p_ids[1], p_sub, p_until, v_leaves[1]) on conflict do nothing;
     return case when found then p_ids end;
   end if;
-  if v_leaf = 0 or v_old_snapshot then
-    with new as (
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub, set_until)
-      select p_batch, i.id, p_sub, p_until from pg_catalog.unnest(p_ids) i (id)
-      on conflict do nothing
-      returning set_ev_id
-    )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n;
-  end if;
-  if v_leaf = 1 or v_old_snapshot then
-    with new as (
-      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub, set_until)
-      select p_batch, i.id, p_sub, p_until from pg_catalog.unnest(p_ids) i (id)
-      on conflict do nothing
-      returning set_ev_id
-    )
-    select pg_catalog.array_agg(n.set_ev_id) into v_new from new n
-    where not v_old_snapshot or (n.set_ev_id in (select pg_catalog.unnest((select v_new)))) is true;
-  end if;
+  with new as (
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
+    select p_batch, i.id, p_sub, p_until, l.leaf
+    from pg_catalog.unnest(p_ids) i (id)
+    cross join pg_catalog.unnest(v_leaves) l (leaf)
+    on conflict do nothing
+    returning set_ev_id
+  )
+  select pg_catalog.array_agg(g.id) into v_new
+  from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
   return v_new;
 end
 $$;
@@ -124,7 +106,7 @@ $$;
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_lease    pgque.position_0;
+  v_lease    pgque.position;
   v_state    record;
   v_waiting  bigint;
   v_settled  bigint;
@@ -141,11 +123,7 @@ begin
     coalesce(max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id < 9223372036854775807), 0),
     coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
   into v_settled, v_moved, v_lost
-  from (
-    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
-    union
-    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904
-  ) s;
+  from (select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904) s;
   if v_lost then
     return false;
   end if;
@@ -166,30 +144,20 @@ $$;
 create or replace function pgque._close_lease(p_sub int, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_lease   pgque.position_0;
+  v_lease   pgque.position;
   v_count   int := 0;
   v_done    int := 0;
 begin
   perform pg_catalog.pg_advisory_xact_lock(p_batch);
   if pg_catalog.current_setting('transaction_isolation') = 'read committed' then
     -- The usual case in one statement.
-    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) = 0 then
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, p_sub
-      from (select * from pgque.position_0 union all select * from pgque.position_1) p
-      where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
-        and not exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
-      limit 1
-      on conflict do nothing;
-    else
-      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, p_sub
-      from (select * from pgque.position_0 union all select * from pgque.position_1) p
-      where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
-        and not exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
-      limit 1
-      on conflict do nothing;
-    end if;
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
+    select p_batch, 0, p_sub, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
+    from pgque.position p
+    where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
+      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
+    limit 1
+    on conflict do nothing;
     if found then
       return 1;
     end if;
@@ -218,8 +186,8 @@ language plpgsql set enable_seqscan = off as $$
 declare
   v_now      timestamptz := pgque.clock();
   v_queue    pgque.queue;
-  v_first    pgque.position_0;
-  v_pos      pgque.position_0;
+  v_first    pgque.position;
+  v_pos      pgque.position;
   v_slice    record;
   v_token    bigint;
   v_max      bigint := p_max;
@@ -234,7 +202,7 @@ declare
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
   if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0' or p_timeout > '100 years'
-    or pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
+    or pgque._old_snapshot()
   then
     perform pgque._refuse_worker(v_queue.queue_name, p_timeout);
   end if;
@@ -382,11 +350,8 @@ begin
   -- As _append_position() does, in READ COMMITTED and under the lock.
   v_pos.pos_seq := v_pos.pos_seq + 1;
   v_pos.pos_time := v_now;
-  if v_leaf = 0 then
-    insert into pgque.position_0 select v_pos.*;
-  else
-    insert into pgque.position_1 select v_pos.*;
-  end if;
+  v_pos.leaf := v_leaf;
+  insert into pgque.position select v_pos.*;
 end
 $$;
 
@@ -424,7 +389,7 @@ $$;
 -- lie, whether there are more, and whether any has a key.  A window that is
 -- longer than that is read once, in order, into the roster.
 create or replace function pgque._slice(
-  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint,
+  p_sub pgque.subscriber, p_pos pgque.position, p_max bigint,
   out ids bigint[], out leaves smallint[], out tids tid[], out more boolean, out keyed boolean
 )
 language plpgsql as $$
@@ -450,7 +415,7 @@ begin
       v_filenodes := pgque._filenodes(p_sub.sub_queue);
       loop
         select r.ros_id_hi, r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed, r.ros_last into v_row
-        from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
+        from pgque.roster r
         where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi > v_done
           and r.ros_valid and r.ros_filenodes = v_filenodes
         order by r.ros_id_hi
@@ -472,7 +437,7 @@ begin
       -- the window ends there.
       exit when v_known
         or (v_try > 1 and exists (
-          select from (select * from pgque.roster_0 union all select * from pgque.roster_1) r
+          select from pgque.roster r
           where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_valid and r.ros_filenodes = v_filenodes))
         or pgque._make_roster(p_sub, p_pos) = 0;
       if v_try = 5 then
@@ -490,7 +455,7 @@ $$;
 
 -- Where the messages of a window lie that belong to a subscriber; null if there
 -- can be none.
-create or replace function pgque._addresses_sql(p_sub pgque.subscriber, p_pos pgque.position_0, p_xids text) returns text
+create or replace function pgque._addresses_sql(p_sub pgque.subscriber, p_pos pgque.position, p_xids text) returns text
 language sql stable as $$
   -- One that was moved back can meet an event and its own retry in one window.
   select case when p_pos.pos_tick < p_pos.pos_high then 'select distinct on (u.ev_id) u.* from (' || a.sql || ') u' else a.sql end
@@ -503,7 +468,7 @@ language sql stable as $$
 $$;
 
 -- Returns the number of rows: 0 when the window is empty.
-create or replace function pgque._make_roster(p_sub pgque.subscriber, p_pos pgque.position_0) returns int
+create or replace function pgque._make_roster(p_sub pgque.subscriber, p_pos pgque.position) returns int
 language plpgsql as $$
 declare
   v_rows   text;
@@ -518,8 +483,8 @@ begin
   -- Sorted once: an ORDER BY in each aggregate sorts for each.
   execute pg_catalog.format(
     $q$
-    insert into pgque.roster_%s (ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid, ros_last)
-    select $1, $2, $3, a.ids[least(n + 99, cardinality(a.ids))], a.ids[n:n + 99], a.leaves[n:n + 99], a.tids[n:n + 99], true = any (a.keyed[n:n + 99]),
+    insert into pgque.roster (leaf, ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid, ros_last)
+    select %s, $1, $2, $3, a.ids[least(n + 99, cardinality(a.ids))], a.ids[n:n + 99], a.leaves[n:n + 99], a.tids[n:n + 99], true = any (a.keyed[n:n + 99]),
       $4, pgque._xid(), n + 100 > cardinality(a.ids)
     from (
       select array_agg(e.ev_id) as ids, array_agg(e.leaf) as leaves, array_agg(e.tid) as tids, array_agg(e.keyed) as keyed
@@ -579,7 +544,7 @@ $$;
 
 -- The rows of a pool's batch that came from the log, those with p_ids or all,
 -- less what is settled.
-create or replace function pgque._lease_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
+create or replace function pgque._lease_rows(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_slice   record;
@@ -614,8 +579,7 @@ begin
   return array(
     select o.token
     from pg_catalog.unnest(p_tokens) with ordinality o (token, n)
-    where not exists (select from pgque.settled_0 s where s.set_batch = o.token and s.set_ev_id = 0)
-      and not exists (select from pgque.settled_1 s where s.set_batch = o.token and s.set_ev_id = 0)
+    where not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
     order by o.n);
 end
 $$;
@@ -624,12 +588,12 @@ $$;
 -- lease ended goes to the retry queue, to be taken at once; until somebody does,
 -- the old batch id stays good.  A batch that its worker is just speaking about
 -- is alive.
-create or replace function pgque._reap(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_now timestamptz)
-returns pgque.position_0
+create or replace function pgque._reap(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz)
+returns pgque.position
 language plpgsql as $$
 declare
   v_token  bigint;
-  v_lease  pgque.position_0;
+  v_lease  pgque.position;
   v_state  record;
   v_open   bigint[] := '{}';
   v_lapse  timestamptz;
@@ -666,7 +630,7 @@ $$;
 
 -- Moves what is left of a batch from the log to the retry queue, still under its
 -- batch id, to be taken from p_due on.
-create or replace function pgque._shelve(p_queue pgque.queue, p_sub pgque.subscriber, p_lease pgque.position_0, p_due timestamptz) returns bigint[]
+create or replace function pgque._shelve(p_queue pgque.queue, p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint[]
 language plpgsql as $$
 declare
   v_rows  pgque.event[] := pgque._unsettled_rows(p_sub, p_lease, null);
@@ -689,7 +653,7 @@ $$;
 
 -- Those of a pool's hand-outs that are open: how many of their messages have an
 -- outcome, and until when they are held.
-create or replace function pgque._open_leases(p_sub int, p_tokens bigint[], out lease pgque.position_0, out settled bigint, out until timestamptz)
+create or replace function pgque._open_leases(p_sub int, p_tokens bigint[], out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language sql as $$
   select l, s.settled, coalesce(s.until, l.pos_until)
@@ -700,7 +664,7 @@ language sql as $$
 $$;
 
 -- Those that have lapsed and that nobody asked for since.
-create or replace function pgque._lapsed_leases(p_sub int, p_pos pgque.position_0, out lease pgque.position_0, out settled bigint, out until timestamptz)
+create or replace function pgque._lapsed_leases(p_sub int, p_pos pgque.position, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language sql as $$
   -- Until the first of them may have lapsed none is looked at.
@@ -711,23 +675,21 @@ $$;
 
 -- The condition on e for the messages of a batch from the log that have no outcome
 -- yet: what lies in its slice of the window, less what is settled.
-create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position_0, p_batch bigint) returns text
+create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position, p_batch bigint) returns text
 language sql stable as $$
   select pgque._slice_condition(
       coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
-    || pg_catalog.format(' and not exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
-      ' and not exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)', p_batch)
+    || pg_catalog.format(' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_batch)
 $$;
 
 -- The rows of a batch from the log that have no outcome yet.
-create or replace function pgque._unsettled_rows(p_sub pgque.subscriber, p_lease pgque.position_0, p_ids bigint[]) returns pgque.event[]
+create or replace function pgque._unsettled_rows(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return (
     select pg_catalog.array_agg(r)
     from pg_catalog.unnest(pgque._lease_rows(p_sub, p_lease, p_ids)) r
-    where not exists (select from pgque.settled_0 s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id)
-      and not exists (select from pgque.settled_1 s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id));
+    where not exists (select from pgque.settled s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id));
 end
 $$;
 
@@ -766,7 +728,7 @@ $$;
 -- Locks messages that wait for a pool and are due, but for p_but: any (p_receives
 -- null), of those that lapsed the ones with so many receives, or of the others (-1).
 create or replace function pgque._due(
-  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int
+  p_sub pgque.subscriber, p_pos pgque.position, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int
 )
 returns pgque.retry_queue[]
 language plpgsql as $$
@@ -792,7 +754,7 @@ $$;
 -- Leases messages that wait in the retry queue and are due.  Those whose
 -- attempts are used up, or that expired, are not handed out but done with.
 create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_token bigint, p_max bigint, p_now timestamptz,
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_now timestamptz,
   out taken int, out lapsed boolean
 )
 language plpgsql as $$
@@ -890,7 +852,7 @@ $$;
 -- due.  It looks at what is due; only if that is much, and mostly not first of
 -- its key, at each key and at what has none.
 create or replace function pgque._heads_of_lanes(
-  p_sub pgque.subscriber, p_pos pgque.position_0, p_max bigint, p_now timestamptz, p_but bigint[]
+  p_sub pgque.subscriber, p_pos pgque.position, p_max bigint, p_now timestamptz, p_but bigint[]
 )
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -941,12 +903,12 @@ end
 $$;
 
 -- The keys of a pool's messages that came from the log and are out.
-create or replace function pgque._lanes_out(p_sub pgque.subscriber, p_pos pgque.position_0) returns text[]
+create or replace function pgque._lanes_out(p_sub pgque.subscriber, p_pos pgque.position) returns text[]
 language plpgsql as $$
 declare
   v_token  bigint;
   v_state  record;
-  v_lease  pgque.position_0;
+  v_lease  pgque.position;
   v_lanes  text[] := '{}';
 begin
   foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
@@ -969,8 +931,8 @@ $$;
 -- waits already, or is just being replaced, goes to the retry queue; what was
 -- purged or expired is left out.  The slice ends where it stopped.
 create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position_0, p_rows pgque.event[], p_token bigint, p_max bigint, p_now timestamptz,
-  out pos pgque.position_0, out rows pgque.event[]
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_rows pgque.event[], p_token bigint, p_max bigint, p_now timestamptz,
+  out pos pgque.position, out rows pgque.event[]
 )
 language plpgsql as $$
 declare
@@ -1113,7 +1075,7 @@ create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) ret
 language plpgsql as $$
 declare
   v_said          pgque.event[];
-  v_old_snapshot  boolean := pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted');
+  v_old_snapshot  boolean := pgque._old_snapshot();
 begin
   if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
     return;
@@ -1177,11 +1139,7 @@ create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, 
 language plpgsql as $$
 begin
   if p_count > 0 then
-    if pgque._journal_leaf() = 0 then
-      insert into pgque.tally_0 values (p_queue_id, p_sub, p_what, p_count);
-    else
-      insert into pgque.tally_1 values (p_queue_id, p_sub, p_what, p_count);
-    end if;
+    insert into pgque.tally values (p_queue_id, p_sub, p_what, p_count, pgque._journal_leaf());
   end if;
 end
 $$;
@@ -1189,11 +1147,11 @@ $$;
 -- What a subscriber still needs: its position, or, of a pool, the oldest of its
 -- open batches.  A pool that was given all of a window is behind it: nobody has
 -- to ask once more before that shows.
-create or replace function pgque._oldest_need(p_sub int) returns pgque.position_0
+create or replace function pgque._oldest_need(p_sub int) returns pgque.position
 language plpgsql as $$
 declare
-  v_pos    pgque.position_0 := pgque._next_from(pgque._position(p_sub));
-  v_lease  pgque.position_0;
+  v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
+  v_lease  pgque.position;
 begin
   select l.* into v_lease
   from pg_catalog.unnest(pgque._not_closed(v_pos.pos_open)) o (token)

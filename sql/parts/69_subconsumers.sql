@@ -55,7 +55,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_main      pgque.subscriber;
   v_worker    int;
-  v_position  pgque.position_0;
+  v_position  pgque.position;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
@@ -109,7 +109,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_main      pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_sub       int;
-  v_position  pgque.position_0;
+  v_position  pgque.position;
 begin
   perform pgque._lock_position(v_main.sub_id);
   v_sub := pgque._find_worker(v_main.sub_id, $3);
@@ -143,7 +143,7 @@ comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_position  pgque.position_0;
+  v_position  pgque.position;
 begin
   v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2, caller), $3));
   perform pgque._append_position(v_position, pgque._carry_over(v_position));
@@ -155,19 +155,17 @@ comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
 
 -- Gives the open batch of one subscriber to a worker that has none, under a new
 -- batch id and with its outcomes.  The caller holds the locks of both.
-create or replace function pgque._move_batch(p_from pgque.position_0, p_sub int, p_attempt int) returns void
+create or replace function pgque._move_batch(p_from pgque.position, p_sub int, p_attempt int) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
   v_leaf   int := pgque._journal_leaf();
-  v_batch  pgque.position_0 := pgque._as_batch_of(pgque._position(p_sub, v_leaf), p_from);
+  v_batch  pgque.position := pgque._as_batch_of(pgque._position(p_sub, v_leaf), p_from);
 begin
   v_batch.pos_attempt := p_attempt;
   v_batch.pos_batch := pgque._new_batch_id(v_batch);
   v_batch.pos_last_batch := v_batch.pos_batch;
   perform pgque._note(v_batch.pos_batch, p_sub, array(
-    select s.set_ev_id from pgque.settled_0 s where s.set_batch = p_from.pos_batch
-    union
-    select s.set_ev_id from pgque.settled_1 s where s.set_batch = p_from.pos_batch), null, v_leaf);
+    select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_from.pos_batch), null, v_leaf);
   perform pgque._append_position(v_batch, v_leaf);
   perform pgque._append_position(pgque._behind(p_from, p_from), v_leaf);
 end
@@ -179,8 +177,8 @@ $$;
 create or replace function pgque._take_over(p_main int, p_sub int, p_dead_interval interval) returns void
 language plpgsql as $$
 declare
-  v_own   pgque.position_0;
-  v_dead  pgque.position_0;
+  v_own   pgque.position;
+  v_dead  pgque.position;
   v_id    int;
 begin
   select p.pos_sub into v_id

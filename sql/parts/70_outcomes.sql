@@ -16,7 +16,7 @@ language plpgsql as $$
 declare
   v_sub    pgque.subscriber;
   v_queue  pgque.queue;
-  v_lease  pgque.position_0;
+  v_lease  pgque.position;
   v_closed  boolean := true;
   v_until  timestamptz;
   v_open   boolean;            -- messages of it are still in the log
@@ -44,7 +44,7 @@ begin
     v_lease := pgque._lease(v_sub.sub_id, p_batch);
     select t.closed, coalesce(t.until, v_lease.pos_until) into v_closed, v_until from pgque._lease_state(p_batch) t;
     v_open := v_lease.pos_fresh > 0 and not v_closed;
-    if v_open and pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    if v_open and pgque._old_snapshot() then
       -- Where rows are locked, an old snapshot is found out.
       perform pgque._shelve(v_queue, v_sub, v_lease, v_until);
       v_open := false;
@@ -64,8 +64,7 @@ begin
     v_new := pgque._note(p_batch, v_sub.sub_id, array(
       select r.ev_id
       from pg_catalog.unnest(v_rows) r
-      where not exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = r.ev_id)
-        and not exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = r.ev_id)));
+      where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = r.ev_id)));
     if p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count then
       perform pgque._note(p_batch, v_sub.sub_id, array[0]);
     end if;
@@ -187,10 +186,7 @@ begin
             select from pgque.retry_queue r
             where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
           when i.id in (select r.ev_id from pg_catalog.unnest((select v_rows)) r) then 'settled already'
-          when exists (
-            select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)
-            union all
-            select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
+          when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
           when v_lease.pos_sub is null or (v_closed and v_sub.sub_role = 'pool') then 'batch not open'
           else 'not in this batch'
         end
@@ -399,7 +395,7 @@ create or replace function pgque.set_visibility(batch_id bigint, visibility_time
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    pgque.subscriber;
-  v_lease  pgque.position_0;
+  v_lease  pgque.position;
   v_until  timestamptz;
   v_held   int;
 begin
@@ -437,7 +433,7 @@ create or replace function pgque.extend(batch_id bigint, by interval, caller pgq
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub    int;
-  v_lease  pgque.position_0;
+  v_lease  pgque.position;
   v_state  record;
   v_until  timestamptz;
   v_count  int := 0;
@@ -464,7 +460,7 @@ begin
     v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;
     perform pgque._note($1, v_sub, array[v_state.moved - 1], v_until);
     v_count := v_lease.pos_done_count - v_state.settled;
-    if current_setting('transaction_isolation') not in ('read committed', 'read uncommitted') then
+    if pgque._old_snapshot() then
       -- An old snapshot does not see that the batch was closed; now it meets that row.
       perform pgque._shelve(null, pgque._batch_owner($1), v_lease, v_until);
     end if;
@@ -899,7 +895,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_sub    pgque.subscriber;
-  v_pos    pgque.position_0;
+  v_pos    pgque.position;
   v_last   pgque.tick;
   v_token  bigint;
   v_count  bigint;

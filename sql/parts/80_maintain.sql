@@ -217,8 +217,7 @@ begin
     select s.sub_id
     from pgque.subscriber s
     where s.sub_role = 'pool'
-      or not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
-      and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id)
+      or (pgque._position_in(s.sub_id, v_cur)).pos_sub is null
     for no key update skip locked
   loop
     perform pgque._carry_over(pgque._position(v_id));
@@ -237,8 +236,7 @@ begin
     case when not v_waits then ' nowait' end);
   if exists (
     select from pgque.subscriber s
-    where not exists (select from pgque.position_0 p where v_cur = 0 and p.pos_sub = s.sub_id)
-      and not exists (select from pgque.position_1 p where v_cur = 1 and p.pos_sub = s.sub_id))
+    where (pgque._position_in(s.sub_id, v_cur)).pos_sub is null)
     or exists (
       select
       from pgque.subscriber s
@@ -249,20 +247,22 @@ begin
     return 0;
   end if;
   -- What was counted goes on counting.
-  execute format(
-    'insert into pgque.tally_%s select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count) from pgque.tally_%s t'
-    ' where exists (select from pgque.queue q where q.queue_id = t.tal_queue) group by 1, 2, 3', v_cur, 1 - v_cur);
+  insert into pgque.tally (tal_queue, tal_sub, tal_what, tal_count, leaf)
+  select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count), v_cur
+  from pgque.tally t
+  where t.leaf = 1 - v_cur and exists (select from pgque.queue q where q.queue_id = t.tal_queue)
+  group by 1, 2, 3;
   -- Of a batch with messages in the retry queue its worker may still ask, and what was said of it counts.
-  execute format(
-    'insert into pgque.position_%s select p.*'
-    ' from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h'
-    ' join pgque.position_%s p on p.pos_sub = h.ev_owner and p.pos_seq = h.ev_batch >> 20 and p.pos_last_batch = h.ev_batch'
-    ' on conflict do nothing', v_cur, 1 - v_cur);
-  execute format(
-    'insert into pgque.settled_%s select s.*'
-    ' from (select distinct r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h'
-    ' join pgque.settled_%s s on s.set_batch = h.ev_batch'
-    ' on conflict do nothing', v_cur, 1 - v_cur);
+  insert into pgque.position
+  select (pgque._in_leaf(p, v_cur)).*
+  from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
+  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub = h.ev_owner and p.pos_seq = h.ev_batch >> 20 and p.pos_last_batch = h.ev_batch
+  on conflict do nothing;
+  insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
+  select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_cur
+  from (select distinct r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
+  join pgque.settled s on s.leaf = 1 - v_cur and s.set_batch = h.ev_batch
+  on conflict do nothing;
   execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
@@ -286,13 +286,10 @@ begin
     limit 500   -- each takes a lock; the others come next time
   loop
     continue when not pg_catalog.pg_try_advisory_xact_lock(v_token);
-    if p_cur = 0 then
-      insert into pgque.position_0 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
-      insert into pgque.settled_0 select s.* from pgque.settled_1 s where s.set_batch = v_token on conflict do nothing;
-    else
-      insert into pgque.position_1 select (pgque._lease(p_sub, v_token)).* on conflict do nothing;
-      insert into pgque.settled_1 select s.* from pgque.settled_0 s where s.set_batch = v_token on conflict do nothing;
-    end if;
+    insert into pgque.position select (pgque._in_leaf(pgque._lease(p_sub, v_token), p_cur)).* on conflict do nothing;
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
+    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
+    on conflict do nothing;
   end loop;
 end
 $$;
@@ -305,22 +302,14 @@ begin
     return true;
   elsif (pgque._lease_state(p_batch)).closed then
     -- That it is closed must be known wherever the batch is.
-    return case p_cur
-      when 0 then exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0)
-        or not exists (select from pgque.position_0 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
-      else exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0)
-        or not exists (select from pgque.position_1 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
-    end;
-  elsif p_cur = 0 then
-    return exists (select from pgque.position_0 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
-      and not exists (
-        select from pgque.settled_1 s
-        where s.set_batch = p_batch and not exists (select from pgque.settled_0 n where n.set_batch = s.set_batch and n.set_ev_id = s.set_ev_id));
+    return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur)
+      or not exists (select from pgque.position p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.leaf = p_cur);
   end if;
-  return exists (select from pgque.position_1 p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20)
+  return exists (select from pgque.position p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.leaf = p_cur)
     and not exists (
-      select from pgque.settled_0 s
-      where s.set_batch = p_batch and not exists (select from pgque.settled_1 n where n.set_batch = s.set_batch and n.set_ev_id = s.set_ev_id));
+      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
+      except
+      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
 end
 $$;
 
@@ -340,8 +329,8 @@ declare
   v_upto      pgque.tick;
   v_young     bigint;
   v_sub       pgque.subscriber;
-  v_position  pgque.position_0;
-  v_lease     pgque.position_0;
+  v_position  pgque.position;
+  v_lease     pgque.position;
   v_token     bigint;
   v_leaf      int;
   v_dropped   bigint[];
@@ -455,7 +444,7 @@ $$;
 
 -- What a subscriber has before it up to a tick, not beyond its window, and will not
 -- get any more; of a subconsumer, what its batch has.  Returns the ids.
-create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position_0, p_to pgque.tick)
+create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick)
 returns bigint[]
 language plpgsql as $$
 declare
@@ -517,15 +506,14 @@ $$;
 -- The condition on e for what a subscriber has before it, as a snapshot shows
 -- it: not behind its position, not handed out from its window, and without an
 -- outcome in its open batch.
-create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position_0, p_snapshot pg_snapshot) returns text
+create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot) returns text
 language sql stable as $$
   select coalesce(pgque._xid_condition(p_position.pos_snapshot, p_snapshot), 'false')
     || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
     || case when p_position.pos_batch is not null then pg_catalog.format(
-      ' and not ((exists (select from pgque.settled_0 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
-      ' or exists (select from pgque.settled_1 s where s.set_batch = %1$s and s.set_ev_id = e.ev_id))'
+      ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
       ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
 $$;
 
@@ -535,8 +523,8 @@ create or replace function pgque._depth(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber;
-  v_pos    pgque.position_0;
-  v_held   pgque.position_0;
+  v_pos    pgque.position;
+  v_held   pgque.position;
   v_count  bigint;
   v_part   bigint;
   v_own    bigint := 0;
@@ -684,7 +672,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_sub    pgque.subscriber;
   v_queue  pgque.queue;
-  v_pos    pgque.position_0;
+  v_pos    pgque.position;
   v_rows   pgque.retry_queue[];
   v_count  int := 0;
 begin
@@ -724,8 +712,8 @@ declare
   v_queue     pgque.queue;
   v_last      pgque.tick;
   v_sub       pgque.subscriber;
-  v_position  pgque.position_0;
-  v_lease     pgque.position_0;
+  v_position  pgque.position;
+  v_lease     pgque.position;
   v_token     bigint;
   v_rows      text;
 begin
@@ -839,7 +827,8 @@ begin
   end if;
   execute pg_catalog.format('lock table pgque.idempotency_%s in access exclusive mode nowait', 1 - v_cur);
   execute pg_catalog.format(
-    'insert into pgque.idempotency_%s select i.* from pgque.idempotency_%s i where %s on conflict do nothing', v_cur, 1 - v_cur, v_live)
+    'insert into pgque.idempotency select i.idem_queue, i.idem_key, i.idem_n, i.idem_ev_id, i.idem_expires, %s from pgque.idempotency_%s i where %s on conflict do nothing',
+    v_cur, 1 - v_cur, v_live)
   using pgque.clock();
   execute pg_catalog.format('truncate pgque.idempotency_%s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = pg_catalog.clock_timestamp() where j.journal_id = 1;

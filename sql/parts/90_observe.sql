@@ -3,7 +3,7 @@
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
-create or replace function pgque._read_position(p_sub int) returns pgque.position_0
+create or replace function pgque._read_position(p_sub int) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   return pgque._position(p_sub);
@@ -135,26 +135,19 @@ comment on function pgque.get_queue_info(text, pgque.caller) is
 
 -- The subscribers of a queue, or those of a name, each with its newest position.
 -- Both leaves in one statement: a position may move from one to the other.
-create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position_0)
+create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position)
 language sql volatile set enable_seqscan = off set jit = off as $$
-  select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position_0 end
+  select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end
   from pgque.subscriber s
   left join lateral (
-    select p.*
-    from (
-      (select a.* from pgque.position_0 a where a.pos_sub = s.sub_id order by a.pos_seq desc limit 1)
-      union all
-      (select b.* from pgque.position_1 b where b.pos_sub = s.sub_id order by b.pos_seq desc limit 1)
-    ) p
-    order by p.pos_seq desc
-    limit 1
+    select p.* from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1
   ) n on true
   where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name)
 $$;
 
 -- When a message was sent that a snapshot shows and that a subscriber has not
 -- finished; null if there is none.  Any such message will do: one look at an index.
-create or replace function pgque._unfinished(p_sub pgque.subscriber, p_pos pgque.position_0, p_snapshot pg_snapshot) returns timestamptz
+create or replace function pgque._unfinished(p_sub pgque.subscriber, p_pos pgque.position, p_snapshot pg_snapshot) returns timestamptz
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_sent  timestamptz;
@@ -170,7 +163,7 @@ $$;
 -- tick that shows one; null if none does.  What no tick shows yet waits since the
 -- last one, or since it was sent.  Of two ticks the later shows what the earlier
 -- shows, so the first is found by halving the range of their ids.
-create or replace function pgque._pending_since(p_sub pgque.subscriber, p_pos pgque.position_0, p_last pgque.tick) returns timestamptz
+create or replace function pgque._pending_since(p_sub pgque.subscriber, p_pos pgque.position, p_last pgque.tick) returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
   v_low    bigint := p_pos.pos_tick;
@@ -204,7 +197,7 @@ $$;
 -- What get_consumer_info() says of some subscribers of one queue; with p_blind,
 -- only what is known without the queue's tables.
 create or replace function pgque._consumers(
-  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position_0[], p_blind boolean,
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
@@ -212,7 +205,7 @@ language plpgsql as $$
 declare
   v_last   pgque.tick;
   v_sub    pgque.subscriber;
-  v_pos    pgque.position_0;
+  v_pos    pgque.position;
   v_due    record;
 begin
   if not p_blind then
@@ -276,7 +269,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue      pgque.queue;
   v_subs       pgque.subscriber[];
-  v_positions  pgque.position_0[];
+  v_positions  pgque.position[];
   v_locked     boolean;
 begin
   if $1 is not null then
@@ -333,11 +326,11 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
-  v_pos    pgque.position_0;
+  v_pos    pgque.position;
   v_cond   text;
   v_rows   pgque.event[];
   v_said   pgque.event[];
-  v_lapsed pgque.position_0;
+  v_lapsed pgque.position;
 begin
   if $2 is null or $2 < 1 then
     perform pgque._fail('PQ005', format('peek at queue %I needs a positive number of messages', $1),
@@ -403,8 +396,8 @@ language plpgsql as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_sub    pgque.subscriber;
-  v_pos    pgque.position_0;
-  v_lease  pgque.position_0;
+  v_pos    pgque.position;
+  v_lease  pgque.position;
   v_token  bigint;
   v_rows   pgque.event[];
   v_and    text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
@@ -436,7 +429,7 @@ begin
     v_but := coalesce((
       select pg_catalog.format(' and not (e.ev_id = any (%L::bigint[]) and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))',
         pg_catalog.array_agg(s.set_ev_id), v_pos.pos_next_snapshot)
-      from (select * from pgque.settled_0 union all select * from pgque.settled_1) s
+      from pgque.settled s
       where s.set_batch = v_pos.pos_batch
       having count(*) > 0), '');
     execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %s) e',
@@ -618,7 +611,7 @@ language sql immutable as $$ select 100 $$;
 
 -- The subscribers of a queue that are furthest back, with their positions, and how
 -- many consumers the queue has.
-create or replace function pgque._furthest_back(p_queue_id int, out subs pgque.subscriber[], out positions pgque.position_0[], out consumers bigint)
+create or replace function pgque._furthest_back(p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint)
 language plpgsql as $$
 begin
   select pg_catalog.array_agg(p.sub), pg_catalog.array_agg(p.pos), coalesce(pg_catalog.max(p.consumers), 0) into subs, positions, consumers
@@ -659,7 +652,7 @@ begin
     ) m (metric, value);
   return query
     select 'pgque_messages_' || t.tal_what || '_total', p_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
-    from (select * from pgque.tally_0 union all select * from pgque.tally_1) t
+    from pgque.tally t
     left join pgque.subscriber s on s.sub_id = t.tal_sub and s.sub_id = any (v_shown)
     left join pgque.consumer c on c.co_id = s.sub_consumer
     where t.tal_queue = p_queue.queue_id
