@@ -87,7 +87,6 @@ $$;
 comment on domain pgque.caller is
   'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
 
--- The version of this file.  Clients compare major and minor with their own.
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.6.0'::text $$;
 comment on function pgque.version() is

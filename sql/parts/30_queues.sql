@@ -221,8 +221,6 @@ language sql immutable as $$
   from pg_catalog.jsonb_each(p_config) e
 $$;
 
--- Creates a queue with its tables and first tick; 0 when the name is taken.
--- config is a JSON object of parameters.
 create or replace function pgque.create_queue(queue_name text, config jsonb default '{}') returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -318,7 +316,6 @@ language sql volatile as $$
   select case when p_queue.queue_restored then p_queue.queue_xid else pgque._mark() end
 $$;
 
--- Sets several parameters at once: all of them or, on an error, none.
 create or replace function pgque.alter_queue(queue_name text, config jsonb, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -352,7 +349,6 @@ language sql volatile as $$
   where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
--- Sets one parameter; NULL restores the default.
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 comment on function pgque.set_queue_config(text, text, text) is
@@ -364,8 +360,6 @@ comment on function pgque.set_queue_config(text, text, text) is
   'health_depth_warn (80 percent). Periods are intervals. '
   'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
 
--- The values in force, one row a parameter.  A queue that takes dead letters is
--- named to those who have a right to it.
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -385,8 +379,6 @@ $$;
 comment on function pgque.queue_config(text, pgque.caller) is
   'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
 
--- Sets what holds for every queue that has no value of its own, at once and for
--- queues to come; null goes back to the built-in default.
 create or replace function pgque.set_default_config(param text, value text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -432,8 +424,7 @@ $$;
 comment on function pgque.set_default_config(text, text) is
   'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
 
--- Gives a queue another name; its id, queue_uid, stays.  Names are those of all
--- queues, so a right to one is not enough.
+-- Names are those of all queues, so a right to one is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -449,8 +440,6 @@ end
 $$;
 comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
 
--- Closes a queue for senders (PQ013) until resume(); consumers drain what is
--- there.
 create or replace function pgque.pause(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -541,9 +530,8 @@ begin
 end
 $$;
 
--- Drops a queue and all it holds.  With consumers it needs force (PQ006).
--- Its leaves are emptied at once; maint() drops them when that can be done
--- without making any other queue wait.
+-- The tables are emptied at once; maint() drops them when no other queue has to
+-- wait for that.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare

@@ -66,8 +66,6 @@ begin
 end
 $$;
 
--- Gives a role a right to one queue: produce, consume, or admin, which is both
--- and all that an administrator does with a queue.  1, or 0 if it has it.
 create or replace function pgque.grant_queue(queue_name text, role_name text, right_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -90,8 +88,6 @@ comment on function pgque.grant_queue(text, text, text) is
   'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
   'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
 
--- Takes back what grant_queue() gave, by default all of it; returns the number of
--- rights.
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare

@@ -498,9 +498,6 @@ begin
 end
 $$;
 
--- With options: headers, a JSON object that travels with the message; a key, of
--- which one message at a time is pending; when to deliver it and how long it is
--- worth something; and the key that keeps the order (see subscribe).
 create or replace function pgque.send(
   queue_name text, type_name text, payload text, headers jsonb default null, key text default null, delay interval default null,
   deliver_at timestamptz default null, ttl interval default null, partition_key text default null
@@ -599,7 +596,6 @@ language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[])
 comment on function pgque.send_batch(text, jsonb[]) is
   'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
 
--- With options, an array each.
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
   deliver_ats timestamptz[] default null, ttls interval[] default null, partition_keys text[] default null
@@ -638,10 +634,8 @@ $$;
 comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
   'The same for bytes.';
 
--- Sends unless the same key was sent within ttl; then the first id comes back.
--- Keys are noted in two leaves, of which pgque.journal names the one that is
--- written.  Of two senders of one key the second waits; one whose snapshot does
--- not show what the first did gets 40001.
+-- Of two senders of one key the second waits; one whose snapshot does not show
+-- what the first did gets 40001.
 create or replace function pgque.send_idem(
   queue text, type text, payload text, idem_key text,
   ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
@@ -706,9 +700,6 @@ language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4
 comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
   'Same as send_idem with a text payload, for JSON.';
 
--- The table that events of the queue go to now.  For COPY by the owner; its
--- columns have the defaults that make a plain INSERT of ev_type and ev_data an
--- event.
 create or replace function pgque.current_event_table(queue_name text) returns text
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q

@@ -287,9 +287,6 @@ $$;
 create or replace function pgque._sink_leaf() returns int
 language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
 
--- Begins an attempt of a task to write its share of an epoch: COPY goes to the
--- table `stage` with this attempt, rows numbered by n.  Nothing is sent until
--- sink_commit() names the attempt.  epoch null: a write that is not replayed.
 create or replace function pgque.sink_begin(sink_id text, epoch bigint, out attempt uuid, out stage text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -312,9 +309,6 @@ language sql stable as $$
   select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
--- Sends what these attempts staged, and remembers the epoch, in one
--- transaction: all of it lands in one tick.  The replay of an epoch that was
--- committed is a duplicate and sends nothing, however it was partitioned.
 create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare

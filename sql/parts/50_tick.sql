@@ -189,8 +189,6 @@ begin
 end
 $$;
 
--- Ticks a queue now if there is a reason; null if there was none.  Waits for
--- another ticker of the same queue.
 create or replace function pgque.ticker(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -213,9 +211,9 @@ comment on function pgque.ticker(text, pgque.caller) is
   'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
   'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Ticks every queue that has a reason; returns the number of ticks.  Each queue
--- keeps two locks until the transaction ends, with a tick eight: of more than the
--- server has room for it serves some, whichever, and the next calls the others.
+-- Each queue keeps two locks until the transaction ends, with a tick eight: of more
+-- than the server has room for it serves some, whichever, and the next calls the
+-- others.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -353,7 +351,6 @@ exception
 end
 $$;
 
--- Stores a tick whose id, time and event sequence another system decided.
 create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -384,9 +381,7 @@ comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller
   'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
   'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Makes the next ticker() tick the queue whether or not anything happened.
--- The wish is kept in a sequence, so it leaves no row behind.  Returns the id
--- of the newest tick.
+-- The wish is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare

@@ -153,10 +153,6 @@ begin
 end
 $$;
 
--- Subscribes a consumer; it starts at start_at, by default at the newest tick.
--- 1 when new, 0 when it was subscribed already (its position stays).
--- keyed_order is for workers: messages with one key, or else one partition key,
--- are handed out one at a time, in order.
 create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -233,8 +229,6 @@ language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
 comment on function pgque.register_consumer(text, text) is
   'PgQ''s name for subscribe(queue_name, consumer_name).';
 
--- Subscribes at a tick, or moves a known consumer there: its open batch is
--- dropped.  1 when new, 0 when moved.
 create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -264,8 +258,6 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
   'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
 
--- Removes a consumer from a queue, with its workers and its waiting retries.
--- Its dead letters stay.  Returns the number of subscribers removed.
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -421,12 +413,6 @@ begin
 end
 $$;
 
--- Hands out the next messages of a consumer, at most max_return, as one batch.
--- A batch that is still open comes again, with its id and its messages, less
--- those that were settled one by one.  No message, no batch, no rows.
---
--- With a worker, messages are leased to it for visibility_timeout, and each call
--- gets others (see "workers").  ack_batch is finished first.
 create or replace function pgque.receive(
   queue_name text, consumer_name text, max_return int default 100, worker text default null,
   visibility_timeout interval default null, ack_batch bigint default null, caller pgque.caller default current_user
@@ -1011,7 +997,6 @@ begin
 end
 $$;
 
--- The events of an open batch in the order of their ids.
 create or replace function pgque.get_batch_events(
   batch_id bigint, caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
@@ -1061,9 +1046,7 @@ begin
 end
 $$;
 
--- Opens a cursor over a batch and returns its first rows.  extra_where is SQL; it runs with
--- the rights of the caller, who must be an administrator, and sees pg_catalog
--- and pgque only.
+-- extra_where runs with the caller's rights and sees pg_catalog and pgque only.
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int, extra_where text,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
@@ -1097,7 +1080,6 @@ language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
 comment on function pgque.get_batch_cursor(bigint, text, int) is
   'Same as get_batch_cursor without extra_where.';
 
--- What an open batch spans.
 create or replace function pgque.get_batch_info(
   batch_id bigint, caller pgque.caller default current_user,
   out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,

@@ -17,8 +17,6 @@ begin
 end
 $$;
 
--- The id of a tick: 'earliest', 'latest', an id (PQ015 if it is gone), or a time:
--- the last tick before it.
 create or replace function pgque.tick_for(queue_name text, start_at text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -33,9 +31,6 @@ $$;
 comment on function pgque.tick_for(text, text, pgque.caller) is
   'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
 
--- The end of the next piece of work behind a tick: as many ticks as hold
--- max_events and as max_ticks allow, at least one, and none beyond upto.  Null
--- if there is no further tick.
 create or replace function pgque.next_tick(
   queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
 ) returns bigint
@@ -72,10 +67,7 @@ comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.cal
   'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
   'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
 
--- Cuts a window into at most `parts` pieces of about as many events: runs of
--- whole ticks, and a run with one heavy tick into residues of the event ids.
--- A row is arguments of read_window().  The same window is cut the same way as
--- long as its ticks are there.
+-- The same window is cut the same way as long as its ticks are there.
 create or replace function pgque.split_window(
   queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
 ) returns setof record
@@ -159,9 +151,7 @@ begin
 end
 $$;
 
--- What became visible between two ticks.  It has no side effects, and while a
--- consumer stands at from_tick or before, it returns the same rows for ever.  Not
--- stable, for all that: the tick may be younger than the calling statement.
+-- Not stable: the tick may be younger than the calling statement.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
   parts int default 1, part int default 0, caller pgque.caller default current_user,
@@ -179,7 +169,6 @@ comment on function pgque.read_window(text, bigint, bigint, text, text[], int, i
   'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
   'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
 
--- The same as a cursor to fetch from: nothing is stored on the way.
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
   parts int default 1, part int default 0, caller pgque.caller default current_user
@@ -198,10 +187,8 @@ $$;
 comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
 
--- Moves a consumer forward to a tick, or with force back too; its open batch is
--- dropped.  Returns the tick where it stands then: a tick that it has passed
--- changes nothing.  Senders that replace a body are waited for as subscribe()
--- does it: what they commit later would be behind the new position.
+-- Senders that replace a body are waited for as in subscribe(): what they commit
+-- later would be passed unread.
 create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -228,9 +215,6 @@ comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
   'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
 
--- Begins to read as a consumer whose offsets are kept elsewhere: subscribes it
--- at start_at if it is new, keeps every other session from doing the same until
--- this one ends (PQ006), and returns the tick where it stands.
 create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -260,8 +244,6 @@ comment on function pgque.open_stream(text, text, text, pgque.caller) is
   'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
   'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
 
--- Puts messages that lie behind a consumer's position among its dead letters,
--- once each, with a reason each.  For readers that have no batch.
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare

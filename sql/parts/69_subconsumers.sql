@@ -45,9 +45,6 @@ begin
 end
 $$;
 
--- Makes a worker known; its consumer too if it is new.  A consumer that reads
--- on its own is changed only if convert_normal says so: the worker gets its open
--- batch, under a new batch id and without what was settled.
 create or replace function pgque.register_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
@@ -100,8 +97,6 @@ language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
 comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
   'Same as register_subconsumer.';
 
--- Removes a worker.  If it holds a batch: with batch_handling 0 that is an
--- error (PQ006), with 1 its messages go through retry and dead letters.
 create or replace function pgque.unregister_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
 ) returns int
@@ -139,7 +134,6 @@ language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
 comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
   'Same as unregister_subconsumer.';
 
--- Says that a worker is alive, so that dead_interval counts from now.
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -232,9 +226,6 @@ begin
 end
 $$;
 
--- receive() for one of several workers of a consumer, which is registered on
--- first use.  Every worker gets messages of its own.  With dead_interval, the
--- batch of a worker that was silent for longer is taken over first.
 create or replace function pgque.receive_coop(
   queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
 ) returns setof pgque.delivery

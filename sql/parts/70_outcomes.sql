@@ -285,10 +285,6 @@ begin
 end
 $$;
 
--- Fails one message of an open batch: it comes again after retry_after (null:
--- as the queue's retry_backoff says, or after a minute), or, if its attempts are
--- used up, it goes the way of drop_policy.  The rest of the batch is not
--- touched; ack() finishes it.
 create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -312,7 +308,6 @@ comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.cal
   'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
   'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
 
--- The same for many messages, set-based; one row each with its outcome.
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -324,7 +319,6 @@ comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) i
   'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
   'PQ005 retry_after is negative or above 100 years.';
 
--- Finishes some messages of a batch; the others stay with it.
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -355,7 +349,6 @@ language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 comment on function pgque.dead(bigint, bigint[], text) is
   'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
 
--- Finishes messages, all of the batch by default, and keeps them in the archive.
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -376,8 +369,6 @@ begin
 end
 $$;
 
--- Hands messages back, to be taken at once by any worker; their receive_count
--- stays.  Returns their number.
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -389,8 +380,6 @@ $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
 
--- Sets when a lease ends, counted from now; 0 is release().  Returns the number
--- of messages still held: 0 when the batch is lost.
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -427,8 +416,6 @@ $$;
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
   'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when null, negative or above 100 years.';
 
--- Adds to a lease; never shortens it.  Returns the number of messages still
--- held: 0 when the batch is lost.
 create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -471,8 +458,6 @@ $$;
 comment on function pgque.extend(bigint, interval, pgque.caller) is
   'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
 
--- PgQ's way to fail an event: no limit on the number of retries.  1, or 0 if
--- that was done already.
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -509,7 +494,6 @@ begin
 end
 $$;
 
--- Fails every event of a batch that has no outcome yet; returns their number.
 create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -531,10 +515,6 @@ language sql stable as $$
   select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role in ('normal', 'coop_main')
 $$;
 
--- Puts what is due into the log: retries for their consumer alone, delayed
--- messages for everybody.  At most 10,000 of each queue a call, in one
--- statement; returns their number.  A queue that is broken is reported and left
--- alone.
 create or replace function pgque.maint_retry_events() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set enable_seqscan = off set jit = off as $$
 declare
@@ -639,7 +619,6 @@ begin
 end
 $$;
 
--- The newest dead letters of a queue.
 create or replace function pgque.dlq_inspect(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out dl_id bigint, out dl_time timestamptz, out dl_reason text,
@@ -681,8 +660,6 @@ begin
 end
 $$;
 
--- Sends a dead letter again as a new event, for every consumer; returns the
--- new id.
 create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -697,7 +674,6 @@ comment on function pgque.dlq_replay(bigint, pgque.caller) is
   'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
   'PQ008 no such dead letter, PQ013 the queue is paused.';
 
--- Sends all dead letters of a queue again; one that can not be sent stays.
 create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -721,8 +697,6 @@ $$;
 comment on function pgque.dlq_replay_all(text, pgque.caller) is
   'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
 
--- Gives a dead letter back to the consumer that failed it, with its id and
--- with a clean count of retries; returns the id.
 create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -759,7 +733,6 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'but a dead letter again with its first failure. Returns the message''s id. '
   'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
 
--- Requeues the oldest dead letters of a queue whose consumers are still there.
 create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -783,8 +756,7 @@ $$;
 comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
 
--- Deletes dead letters of a queue that are older than an interval.  A null would
--- delete none without a word.
+-- A null would delete none without a word.
 create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -804,8 +776,6 @@ $$;
 comment on function pgque.dlq_purge(text, interval, pgque.caller) is
   'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
 
--- Moves the dead letters that list_poison() shows to the archive; returns their
--- number.
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -833,8 +803,6 @@ end
 $$;
 comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
 
--- Makes what waits for a consumer's next attempt due now, after whatever delay;
--- returns its number.  What is leased stays where it is.
 create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
 declare
@@ -851,8 +819,6 @@ $$;
 comment on function pgque.retry_now(text, text, pgque.caller) is
   'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
 
--- Hands back the batches of workers that got them longer ago than older_than,
--- or, the clock having been set back, later than now; returns their number.
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -887,9 +853,6 @@ $$;
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
 
--- Removes every message of a queue that is committed: pending, leased, delayed,
--- waiting to be tried again.  Batches that are open report false from then on.
--- Returns how many messages the slowest consumer had before it.
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -939,8 +902,6 @@ $$;
 comment on function pgque.purge(text, pgque.caller) is
   'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
 
--- Removes the pending message of a key, that is one which nobody was given yet;
--- returns 1, or 0 if there is none.
 create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare

@@ -49,7 +49,6 @@ begin
 end
 $$;
 
--- The newest messages in a queue's archive, or those since a time.
 create or replace function pgque.archive_list(
   queue_name text, limit_count int default 100, since timestamptz default null, caller pgque.caller default current_user,
   out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
@@ -72,8 +71,6 @@ end
 $$;
 comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
 
--- Sends an archived message again, as a new one, for every consumer; returns the
--- new id.  It stays in the archive.
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -101,8 +98,6 @@ end
 $$;
 comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
 
--- Drops the days of a queue's archive that ended before a time; returns their
--- number.
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare

@@ -17,17 +17,14 @@ begin
 end
 $$;
 
--- Rotates a queue: empties the oldest table and makes it the current one.
--- Returns 1 if it did.  It is not done while the rotation period has not
--- passed and the ticks do not fill their part of tick_storage, while there is
--- nothing to reclaim, and never while the table holds
--- one row or one tick that is not behind every position.  That is judged under
--- the table's own lock, on its rows: a writer that still thinks of this table
--- as the current one is either waiting for the lock, and will store a row that
--- is read later, or has committed, and its row is looked at now.  The lock is
--- not waited for: pg_dump or an open writer only postpones.  But a rotation that
--- is a whole period late waits, now and then and for a tenth of a second, since
--- consumers whose transactions overlap would let it wait for ever.
+-- The oldest table is emptied and becomes the current one, unless there is nothing
+-- to reclaim, and never while it holds one row or one tick that is ahead of a
+-- position.  That is judged under the table's own lock, on its rows: a writer that
+-- still takes this table for the current one either waits for the lock and stores a
+-- row that is read later, or has committed, and its row is seen now.  Rotation does
+-- not wait for the lock: pg_dump or an open writer postpones it.  But a rotation that
+-- is a whole period late waits now and then for a tenth of a second, since consumers
+-- whose transactions overlap would postpone it for ever.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
@@ -166,7 +163,6 @@ begin
 end
 $$;
 
--- PgQ's second half of a rotation.  Here the first half is enough.
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
 comment on function pgque.maint_rotate_tables_step2() is
@@ -565,8 +561,6 @@ begin
 end
 $$;
 
--- Takes what expired out of the retry queue; in the log it is passed over.
--- Returns the number of messages.
 create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
 declare
@@ -598,8 +592,6 @@ end
 $$;
 comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
 
--- Deletes dead letters whose message has expired meanwhile; returns their
--- number.
 create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -613,7 +605,6 @@ end
 $$;
 comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
 
--- Runs the reapers whose schedule says that it is time.
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -638,8 +629,6 @@ end
 $$;
 comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
 
--- Sets how often a reaper runs: an interval, an empty string for never, or null
--- for the default.  Returns what holds now.
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -664,9 +653,6 @@ comment on function pgque.set_schedule(text, text) is
   'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
   'every is an interval; an empty string turns the reaper off, null restores its default. PQ005 for an invalid one, and the old one stays.';
 
--- Judges, for pools that nobody receives from, what lapsed for the last time:
--- messages whose attempts are used up, 10,000 of a pool in one call.  Never one
--- that is leased.
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -918,8 +904,6 @@ language sql immutable as $$
     ('pgque.maint_tables', false)
 $$;
 
--- What maint() does now, one row a call, for a scheduler that wants to commit
--- after each.  A rotation whose time has not come is not among it.
 create or replace function pgque.maint_operations(out func_name text, out func_arg text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -936,7 +920,6 @@ $$;
 comment on function pgque.maint_operations() is
   'What maint() does, one call a row, for a scheduler that commits after each.';
 
--- Retention of one queue; see _retain.
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
@@ -944,7 +927,6 @@ $$;
 comment on function pgque.maint_retain(text) is
   'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never saw, and returns how many; get_consumer_info counts what they skipped. PQ001 no such queue.';
 
--- Maintenance of the tables all queues share.
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -994,10 +976,8 @@ exception
 end
 $$;
 
--- All maintenance, for any scheduler; the loop does the same.  Returns how
--- much there was to do.  Two at once do no harm.  A rotation keeps a dozen locks
--- until the transaction ends; those the server has no room for are for the next
--- call.
+-- A rotation keeps a dozen locks until the transaction ends; those the server has
+-- no room for are for the next call.
 create or replace function pgque.maint() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare

@@ -2,7 +2,6 @@
 -- schedule: the loop and pg_cron
 -- ---------------------------------------------------------------------------
 
--- Sets how often the loop looks for work, in milliseconds (1 to 60000).
 create or replace function pgque.set_tick_period_ms(ms int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -17,7 +16,6 @@ $$;
 comment on function pgque.set_tick_period_ms(int) is
   'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
 
--- Sets how much of one core the loop may use for looks and ticks, in percent (1 to 100).
 create or replace function pgque.set_tick_share(percent int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -324,7 +322,6 @@ begin
 end
 $$;
 
--- Schedules the loop with pg_cron, in this database, once; PQ014 without it.
 -- With pg_cron 1.5 or newer it is one job that is restarted within a second of
 -- any failure.  Older ones know minutes only: there a second job stands by, and
 -- goes on for five seconds of the next minute, while the first begins again.
@@ -384,7 +381,6 @@ $$;
 comment on function pgque.start() is
   'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 
--- Ends the running loop, whoever runs it, and removes the pg_cron jobs.
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -531,7 +527,6 @@ exception
 end
 $$;
 
--- What is set up and what runs: component, status, detail.
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -609,8 +604,7 @@ language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
   order by 1
 $$;
 
--- Removes pgque with everything in it; roles stay, they belong to the cluster.
--- Only the owner of the schema. Without the notice that names each object of the schema.
+-- Without the notice that names each object of the schema.
 create or replace function pgque.uninstall() returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set client_min_messages = warning as $$
 declare

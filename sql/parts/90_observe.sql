@@ -58,8 +58,6 @@ $$;
 create or replace function pgque._hurry() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
--- All queues, or one: settings in force, ticker lag, events a second over the
--- last minute, events since the last tick.
 create or replace function pgque.get_queue_info(
   i_queue_name text default null, caller pgque.caller default current_user,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
@@ -258,8 +256,6 @@ begin
 end
 $$;
 
--- All consumers and workers, of one queue, or one consumer: how far behind,
--- when last seen, what is pending.
 create or replace function pgque.get_consumer_info(
   i_queue_name text default null, i_consumer_name text default null, caller pgque.caller default current_user,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
@@ -318,9 +314,6 @@ comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
   'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
 
--- The next n messages nobody has finished, without touching anything: what the
--- slowest consumer, or the one named, has before it, ticked or not, and what is due
--- to come again.
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -489,8 +482,6 @@ begin
 end
 $$;
 
--- The messages of a queue, all or those of one status, without touching
--- anything.  With several consumers a message is listed for each.
 create or replace function pgque.list_messages(
   queue_name text, only_status text default null, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
@@ -521,8 +512,6 @@ comment on function pgque.list_messages(text, text, int, pgque.caller) is
   'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
   'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
 
--- Where one message stands with each consumer that still knows it; PQ010 if
--- none does.
 create or replace function pgque.message_status(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
   out consumer_name text, out status text, out receive_count int, out retry_count int, out available_at timestamptz,
@@ -546,7 +535,6 @@ $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
   'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
 
--- The workers of a queue, or of all, that hold messages.
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
   out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
@@ -582,8 +570,6 @@ $$;
 comment on function pgque.list_workers(text, text, pgque.caller) is
   'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
 
--- Messages that were delivered more than once without an outcome, or died of
--- that: what may kill its workers.
 create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out receive_count int, out last_error text, out status text, out dl_id bigint
@@ -686,8 +672,6 @@ begin
 end
 $$;
 
--- One figure a row, for a collector: name, queue, consumer, value.  Counts of
--- events are taken from sequences and are exact up to rolled-back sends.
 create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -898,7 +882,6 @@ begin
 end
 $$;
 
--- One check a row: ok, warn or fail, what was found, and what to do about it.
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
