@@ -269,9 +269,9 @@ begin
   execute format('create sequence pgque.tick_%s_seq', v_id);
   perform pgque._keep_from_public(v_seq), pgque._keep_from_public(format('pgque.tick_%s_seq', v_id));
   execute format('grant usage on sequence %s to pgque_writer', v_seq);
-  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid'
+  execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid, queue_reader'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
-    || ') values ($1, $2, $3, $4, $5, pgque._xid()'
+    || ') values ($1, $2, $3, $4, $5, pgque._xid(), pgque.version()'
     || coalesce(', ' || nullif(array_to_string(v_settings.vals, ', '), ''), '') || ')'
   using v_id, p_queue, v_seq::regclass, format('pgque.tick_%s_seq', v_id)::regclass,
     pgque._own_settings('{}', p_config);
@@ -280,6 +280,7 @@ begin
     perform pgque._create_leaf('event', v_id, n, v_seq::regclass);
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
   end loop;
+  perform pgque._create_reader(v_id);
   execute format('alter sequence %s owned by pgque.event.ev_id', v_seq);
   execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick.tick_id', v_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
@@ -592,6 +593,7 @@ begin
         execute 'drop table ' || v_leaves;
       end if;
       execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
+      execute pg_catalog.format('drop function if exists pgque._ticks_%s, pgque._events_%1$s', v_id);
       delete from pgque.dropped_queue d where d.queue_id = v_id;
       v_count := v_count + 1;
     exception

@@ -134,3 +134,98 @@ begin
     pg_catalog.pg_relation_filenode(pg_catalog.format('pgque.event_%s_2', p_queue_id)::regclass)];
 end
 $$;
+
+-- A queue's reader: two functions whose text names its tables, so that a session
+-- plans them once.  Where a queue has none of this version, after an upgrade, its
+-- tables are read by dynamic SQL until maintenance has made them; not the upgrade,
+-- since what an extension's script makes is in no dump.
+--
+-- _ticks_N: the furthest of the next 100 ticks before which no more than p_max
+-- events were numbered, at least the next one.
+--
+-- _events_N: the first messages of a small window, p_limit at most, as they are
+-- delivered.  As in _xid_condition(), late are the transactions that ran at the
+-- window's first tick and not at its last.
+create or replace function pgque._create_reader(p_queue_id int) returns void
+language plpgsql as $function$
+declare
+  v_events  text;
+begin
+  execute pg_catalog.format(
+    $template$
+    create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
+    language plpgsql set enable_seqscan = off set jit = off as $body$
+    declare
+      v_first  pgque.tick;
+      v_tick   pgque.tick;
+    begin
+      for v_tick in
+        select t.*
+        from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t
+        where t.tick_id > p_tick
+        order by t.tick_id
+        limit 100
+      loop
+        exit when v_tick.tick_event_seq > p_event_seq + p_max and v_first.tick_id is not null;
+        v_first := v_tick;
+      end loop;
+      return v_first;
+    end
+    $body$
+    $template$, p_queue_id);
+  select pg_catalog.string_agg(pg_catalog.format(
+    'select * from pgque.event_%s_%s e where %%s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
+  into v_events
+  from pg_catalog.generate_series(0, 2) n;
+  execute pg_catalog.format(
+    $template$
+    create or replace function pgque._events_%s(
+      p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
+    ) returns setof pgque.delivery
+    language plpgsql set enable_seqscan = off set jit = off as $body$
+    declare
+      v_lo       xid8 := pg_catalog.pg_snapshot_xmax(p_from);
+      v_end      xid8 := pg_catalog.pg_snapshot_xmax(p_to);
+      v_running  xid8[] := '{}';
+      v_late     xid8[];
+    begin
+      if pg_catalog.pg_snapshot_xmin(p_to) < v_end then
+        v_running := array(select x.xid from pg_catalog.pg_snapshot_xip(p_to) x (xid));
+      end if;
+      if pg_catalog.pg_snapshot_xmin(p_from) < v_lo then
+        v_late := array(select x.xid from pg_catalog.pg_snapshot_xip(p_from) x (xid) where pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
+      end if;
+      if pg_catalog.cardinality(v_late) > 0 then
+        return query select %2$s from (%3$s union all %4$s) e order by e.ev_id limit p_limit;
+      else
+        return query select %2$s from (%3$s) e order by e.ev_id limit p_limit;
+      end if;
+    end
+    $body$
+    $template$, p_queue_id,
+    'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+      ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
+    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)',
+      'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)', 'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)'),
+    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)'));
+  execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
+end
+$function$;
+
+-- Makes the readers that an upgrade left missing, some at a time.
+create or replace function pgque._make_readers() returns int
+language plpgsql as $$
+declare
+  v_id     int;
+  v_count  int := 0;
+begin
+  for v_id in
+    select q.queue_id from pgque.queue q where q.queue_reader is distinct from pgque.version() order by q.queue_id limit 100 for no key update skip locked
+  loop
+    perform pgque._create_reader(v_id);
+    update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._mark() where q.queue_id = v_id and not q.queue_restored;
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end
+$$;

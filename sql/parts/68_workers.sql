@@ -199,6 +199,9 @@ declare
   v_expired  bigint[];
   v_count    bigint := 0;
   v_looked   bigint := 0;
+  v_room     bigint;
+  v_row      pgque.delivery;
+  v_last     bigint;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
   if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0' or p_timeout > '100 years'
@@ -281,6 +284,33 @@ begin
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
       exit when v_pos.pos_next_tick is null;
+    end if;
+    v_room := v_max - v_pos.pos_shelf;
+    -- A window that goes out whole is read straight.
+    if v_room <= 1000 and v_pos.pos_done_id is null and v_pos.pos_next_event_seq - v_pos.pos_event_seq <= v_room
+      and not p_sub.sub_keyed and (v_pos.pos_tick < v_pos.pos_high) is not true
+      and exists (
+        select from pgque.queue q
+        where q.queue_id = p_sub.sub_queue and q.queue_reader = pgque.version() and not q.queue_keyed and not q.queue_expiring)
+    then
+      v_pos.pos_last_id := null;
+      for v_row in
+        execute 'select * from pgque._events_' || p_sub.sub_queue || '($1, $2, $3, 0, $4, $5, 1, $6)'
+        using v_pos.pos_snapshot, v_pos.pos_next_snapshot, p_sub.sub_id, v_room + 1, v_token, v_queue.queue_name
+      loop
+        if v_count = v_room then
+          v_pos.pos_last_id := v_last;
+          exit;
+        end if;
+        v_count := v_count + 1;
+        v_last := v_row.msg_id;
+        return next v_row;
+      end loop;
+      v_pos.pos_done_count := v_count;
+      v_pos.pos_fresh := v_count;
+      exit when v_count > 0;
+      v_pos := pgque._past_window(v_pos);
+      continue;
     end if;
     v_slice := pgque._slice(p_sub, v_pos, case when p_sub.sub_keyed or v_looked > 0 then 1000 else v_max - v_pos.pos_shelf end);
     if v_slice.keyed and pg_catalog.cardinality(v_slice.ids) > 200 then

@@ -938,7 +938,7 @@ begin
     return 0;
   end if;
   -- What fails of it is not to stop the rest.  Last the leaves: what that locks, all others use.
-  foreach v_part in array array['_compact_journal', '_compact_stage', '_compact_epochs', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import (
+    cycle,
     drain,
     elsewhere,
     idle,
@@ -56,7 +57,7 @@ SUBJECTS = {
 ONLY_IF_NAMED = {"workers-long", "peers", "drain", "latency", "idle", "soak"}
 BESIDE_PEERS = {"peers", "drain", "latency"}
 # What --against measures: the same names, another way.
-AGAINST = {"latency": versions.latency}
+AGAINST = {"small": cycle.small, "held": cycle.held, "latency": versions.latency}
 SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
 EARLIER = Path(__file__).resolve().parents[1] / "sql" / "previous"
 SETTINGS = (

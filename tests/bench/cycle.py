@@ -1,0 +1,209 @@
+# ruff: noqa: RUF001
+"""What small batches, bulk and a held xmin cost beside an earlier version: `--against VERSION`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cost import DEAD, STATISTICS_DELAY, held_xmin
+from bench.measure import PAYLOAD, Bench, Connection, Row, one, queue
+
+QUEUE = "cycle"
+
+
+def cpu(conn: Connection) -> float:
+    """Return the CPU seconds of a session so far, to the nanosecond."""
+    return int(Path(f"/proc/{conn.info.backend_pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A consumer on its own or a worker takes and acknowledges so many messages a tick; at most the target."""
+
+    what: str
+    target: float
+    count: int = 1
+    worker: bool = False
+    ack_batch: bool = False
+
+
+CASES = (
+    Case("receive + ack of 1, consumer", 0.55),
+    Case("receive + ack of 1, worker", 0.55, worker=True),
+    Case("receive with ack_batch of 1, consumer", 0.65, ack_batch=True),
+    Case("receive with ack_batch of 1, worker", 0.65, worker=True, ack_batch=True),
+    Case("receive + ack of 10, consumer", 0.65, 10),
+    Case("receive + ack of 10, worker", 0.65, 10, worker=True),
+    Case("receive + ack of 100, consumer", 0.85, 100),
+    Case("receive + ack of 100, worker", 0.85, 100, worker=True),
+    Case("idle poll, consumer", 0.65, 0),
+    Case("idle poll, worker", 0.65, 0, worker=True),
+)
+
+
+class Side:
+    """One of the two databases, with sessions that send and that receive."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.producer, self.consumer = bench.connect(), bench.connect()
+        queue(self.producer, QUEUE)
+        self.producer.execute("select pgque.subscribe(%s, 'pool')", (QUEUE,))
+
+    def close(self) -> None:
+        """Drop the queue."""
+        self.producer.execute("select pgque.drop_queue(%s, true)", (QUEUE,))
+        self.producer.close()
+        self.consumer.close()
+
+    def send(self, count: int) -> None:
+        """Send messages, and tick."""
+        if count:
+            self.producer.execute(
+                "select pgque.send_batch(%s, 't', array_fill(%s::text, array[%s]))", (QUEUE, PAYLOAD, count)
+            )
+            self.producer.execute("select pgque.ticker(%s)", (QUEUE,))
+
+    def take(self, case: Case, ack: int | None = None) -> int | None:
+        """Receive and acknowledge; return the batch if it is still open."""
+        worker = ", worker => 'w'" if case.worker else ""
+        rows = self.consumer.execute(
+            f"select batch_id from pgque.receive(%s, %s, 1000{worker}{'' if ack is None else ', ack_batch => %s'})".encode(),
+            (QUEUE, "pool" if case.worker else "c", *([] if ack is None else [ack])),
+        ).fetchall()
+        if not rows:
+            return None
+        batch: int = rows[0][0]
+        if not case.ack_batch:
+            self.consumer.execute("select pgque.ack(%s)", (batch,))
+            return None
+        return batch
+
+    def drain(self, case: Case) -> None:
+        """Take what is there, of both consumers."""
+        for worker in (False, True):
+            while (batch := self.take(Case("", 0, worker=worker, ack_batch=True))) is not None:
+                self.consumer.execute("select pgque.ack(%s)", (batch,))
+
+    def cycles(self, case: Case, rounds: int) -> float:
+        """Return the CPU seconds that the consumer's session used in a cycle."""
+        self.drain(case)
+        used, open_batch = 0.0, None
+        for _ in range(rounds):
+            self.send(case.count)
+            before = cpu(self.consumer)
+            open_batch = self.take(case, open_batch)
+            used += cpu(self.consumer) - before
+        return used / rounds
+
+
+@contextmanager
+def sides(bench: Bench) -> Iterator[tuple[Side, Side]]:
+    """Open both databases."""
+    assert bench.against is not None
+    ours, theirs = Side(bench), Side(bench.against)
+    try:
+        yield ours, theirs
+    finally:
+        ours.close()
+        theirs.close()
+
+
+def _alternating(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, float]:
+    """Run both in turn; return both medians, and the median of the ratios."""
+    ours(), theirs()
+    pairs = [(ours(), theirs()) if n % 2 else (theirs(), ours())[::-1] for n in range(rounds)]
+    return (
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+        statistics.median(a / b for a, b in pairs),
+    )
+
+
+def small(bench: Bench) -> list[Row]:
+    """Server CPU of small batches."""
+    rows = []
+    cycles = bench.pick(300, 60)
+    with sides(bench) as (ours, theirs):
+        for case in CASES:
+            a, b, ratio = _alternating(
+                bench.pick(9, 3),
+                lambda case=case: ours.cycles(case, cycles),  # type: ignore[misc]
+                lambda case=case: theirs.cycles(case, cycles),  # type: ignore[misc]
+            )
+            rows.append(
+                Row(
+                    case.what,
+                    f"{a * 1e6:,.0f} µs",
+                    f"{b * 1e6:,.0f} µs",
+                    ratio,
+                    f"≤ {case.target:g} ×",
+                    ratio <= case.target,
+                    "CPU of the consumer's session",
+                    {"ours_us": a * 1e6, "theirs_us": b * 1e6, "ratio": ratio},
+                )
+            )
+    return rows
+
+
+def held(bench: Bench) -> list[Row]:
+    """Cycles under a held xmin: the last tenth over the first, and dead tuples."""
+    rows = []
+    total = bench.pick(20_000, 2_000)
+    for what, every, target in (("all acknowledged", 0, 1.15), ("5 % nacked", 20, 1.3)):
+        count = total if every == 0 else total // 2
+        figures = []
+        assert bench.against is not None
+        for side in (bench, bench.against):
+            figures.append(_held(side, count, every))
+        (a, dead), (b, dead_b) = figures
+        rows.append(
+            Row(
+                f"held xmin, {count:,} cycles, {what}: last tenth over first",
+                f"{a:.2f}",
+                f"{b:.2f}",
+                a / b,
+                f"≤ {target:g}",
+                a <= target and (every > 0 or dead < 100),
+                f"dead tuples: {dead:,.0f} and {dead_b:,.0f}",
+                {"ours": a, "theirs": b, "dead": dead, "dead_theirs": dead_b},
+            )
+        )
+    return rows
+
+
+def _held(bench: Bench, cycles: int, nack_every: int) -> tuple[float, float]:
+    side = Side(bench)
+    case = Case("", 0)
+    try:
+        with held_xmin(bench):
+            parts = []
+            for part in range(10):
+                before = cpu(side.consumer)
+                for n in range(cycles // 10):
+                    side.send(1)
+                    if nack_every and n % nack_every == 0:
+                        _nack(side)
+                    side.take(case)
+                parts.append((cpu(side.consumer) - before) / (cycles // 10))
+                if part == 0 and nack_every:
+                    side.producer.execute("select pgque.maint_retry_events()")
+            side.consumer.execute(f"select pg_sleep({STATISTICS_DELAY})".encode())
+            dead = float(one(side.producer, DEAD))
+    finally:
+        side.close()
+    return parts[-1] / parts[0], dead
+
+
+def _nack(side: Side) -> None:
+    found = side.consumer.execute(
+        "select array_agg(r.msg_id), min(r.batch_id) from pgque.receive(%s, 'c', 1000) r", (QUEUE,)
+    ).fetchone()
+    assert found is not None
+    if found[1] is not None:
+        side.consumer.execute("select pgque.nack(%s, %s::bigint[], '0', 'x')", (found[1], found[0]))
+        side.consumer.execute("select pgque.ack(%s)", (found[1],))
+        side.producer.execute("select pgque.maint_retry_events()")
