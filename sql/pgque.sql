@@ -386,7 +386,6 @@ create table if not exists pgque.config (
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
 comment on column pgque.config.config_id is 'Always 1.';
 comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
-comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
 comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
 
 -- One row a queue.  queue_xid is the mark of the transaction that wrote the row,
@@ -479,9 +478,6 @@ comment on column pgque.queue.queue_rotation_period is 'Least time between two r
 comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
 comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
 comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
-comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
-comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
-comment on column pgque.queue.queue_reader is 'The version that made the functions that read its tables.';
 comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
 comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
 comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
@@ -991,6 +987,10 @@ begin
   end loop;
 end
 $$;
+comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
+comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
+comment on column pgque.queue.queue_reader is 'The version that made the functions that read its tables.';
 
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is
 -- there, and an upgrade must not.
@@ -2810,7 +2810,7 @@ begin
   if not is_new then
     return;
   end if;
-  v_leaf := (select j.journal_epoch_cur from pgque.journal j);
+  v_leaf := coalesce((select j.journal_epoch_cur from pgque.journal j), 0);
   with new as (
     insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, leaf)
     select p_sink, p_epoch, p_part, p_parts, p_once, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
@@ -3603,9 +3603,10 @@ language plpgsql as $function$
 declare
   v_events  text;
 begin
+  execute pg_catalog.format('drop function if exists pgque._ticks_%s, pgque._events_%1$s', p_queue_id);
   execute pg_catalog.format(
     $template$
-    create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
+    create function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
     language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
       v_first  pgque.tick;
@@ -3631,19 +3632,15 @@ begin
   from pg_catalog.generate_series(0, 2) n;
   execute pg_catalog.format(
     $template$
-    create or replace function pgque._events_%s(
+    create function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
     language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
-      v_lo       xid8 := pg_catalog.pg_snapshot_xmax(p_from);
-      v_end      xid8 := pg_catalog.pg_snapshot_xmax(p_to);
-      v_running  xid8[] := '{}';
-      v_late     xid8[];
+      v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
+      v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);
+      v_late  xid8[];
     begin
-      if pg_catalog.pg_snapshot_xmin(p_to) < v_end then
-        v_running := array(select x.xid from pg_catalog.pg_snapshot_xip(p_to) x (xid));
-      end if;
       if pg_catalog.pg_snapshot_xmin(p_from) < v_lo then
         v_late := array(select x.xid from pg_catalog.pg_snapshot_xip(p_from) x (xid) where pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
       end if;
@@ -3657,8 +3654,8 @@ begin
     $template$, p_queue_id,
     'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
       ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
-    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)',
-      'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)', 'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)'),
+    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)',
+      'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)', 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
 end
@@ -3757,23 +3754,24 @@ $$;
 
 -- Appends a position; the sequence number and the time are set here.  The
 -- primary key stops a transaction whose snapshot does not show the newest row:
--- it gets 40001, never a second truth.  p_leaf is what
+-- it gets 40001, never a second truth.  Such a transaction appends to both leaves
+-- (see _leaves_for).  p_leaf is what
 -- _carry_over() said, for those who use that leaf in other statements too.
 create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
 language plpgsql as $$
-declare
-  v_leaf  int;
 begin
   p_position.pos_seq := p_position.pos_seq + 1;
   p_position.pos_time := pgque.clock();
-  foreach v_leaf in array pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf())) loop
-    p_position.leaf := v_leaf;
+  p_position.leaf := coalesce(p_leaf, pgque._journal_leaf());
+  insert into pgque.position select p_position.* on conflict do nothing;
+  if found and pgque._old_snapshot() then
+    p_position.leaf := 1 - p_position.leaf;
     insert into pgque.position select p_position.* on conflict do nothing;
-    if not found then
-      perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
-        'Retry the transaction.');
-    end if;
-  end loop;
+  end if;
+  if not found then
+    perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
+      'Retry the transaction.');
+  end if;
 end
 $$;
 
@@ -4116,6 +4114,7 @@ begin
   perform pgque._need_read_committed('register_consumer_at() for a pool of workers') where v_sub.sub_role = 'pool';
   -- As in seek().
   perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
+  perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   v_position := pgque._lock_position(v_sub.sub_id);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
@@ -5454,6 +5453,7 @@ language plpgsql set enable_seqscan = off as $$
 declare
   v_now      timestamptz := pgque.clock();
   v_queue    pgque.queue;
+  v_ahead    pgque.position;   -- before the lock, with its next window open
   v_first    pgque.position;
   v_pos      pgque.position;
   v_slice    record;
@@ -5489,9 +5489,11 @@ begin
   end if;
   if p_ack is null then
     -- An idle poll takes no lock, writes nothing and needs no transaction id.
-    v_pos := pgque._next_from(pgque._position(p_sub.sub_id));
-    if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
-      and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
+    v_ahead := pgque._next_from(pgque._position(p_sub.sub_id));
+    if v_ahead.pos_next_tick is null then
+      v_ahead := pgque._open_window(v_ahead, p_sub.sub_queue, greatest(p_max, 1000));
+    end if;
+    if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
       and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
     then
       return;
@@ -5549,10 +5551,14 @@ begin
     end if;
     -- After a move back a message may come from both places: not in one batch.
     exit when v_pos.pos_shelf > 0 and v_pos.pos_tick < v_pos.pos_high;
-    if v_pos.pos_next_tick is null then
+    if v_pos.pos_next_tick is null and v_pos.pos_tick = v_ahead.pos_tick and v_ahead.pos_next_tick is not null then
+      v_pos.pos_next_tick := v_ahead.pos_next_tick;   -- what it was before the lock
+      v_pos.pos_next_snapshot := v_ahead.pos_next_snapshot;
+      v_pos.pos_next_event_seq := v_ahead.pos_next_event_seq;
+    elsif v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
-      exit when v_pos.pos_next_tick is null;
     end if;
+    exit when v_pos.pos_next_tick is null;
     v_room := v_max - v_pos.pos_shelf;
     -- A window that goes out whole is read straight.
     if v_room <= 1000 and v_pos.pos_done_id is null and v_pos.pos_next_event_seq - v_pos.pos_event_seq <= v_room
@@ -7868,7 +7874,7 @@ $$;
 
 -- The oldest table is emptied and becomes the current one, unless there is nothing
 -- to reclaim, and never while it holds one row or one tick that is ahead of a
--- position.  That is judged under the table's own lock, on its rows: a writer that
+-- position.  The rows are judged under the table's own lock: a writer that
 -- still takes this table for the current one either waits for the lock and stores a
 -- row that is read later, or has committed, and its row is seen now.  Rotation does
 -- not wait for the lock: pg_dump or an open writer postpones it.  But a rotation that
@@ -7928,13 +7934,15 @@ begin
       perform pgque._let_go();
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
+      -- Before the tables are locked, since there may be thousands of consumers.  None
+      -- moves back meanwhile: for that it needs the queue's row.
+      v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
         execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
       else
         execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
       end if;
-      v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       execute format(
         'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
         ' or exists (select from %1$s e where e.ev_txid = any ($2))'
@@ -10677,7 +10685,7 @@ $$;
 -- An upgrade leaves functions behind whose arguments changed, and a call could
 -- then mean either.  What is ours by name and older than version(), the first
 -- function that this file makes, goes, or gets out of the way if a view is made
--- of it.
+-- of it.  The readers of queues stay (see _create_reader).
 do $$
 declare
   v_func  record;
@@ -10688,6 +10696,7 @@ begin
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
+      and p.proname !~ '^_(ticks|events)_[0-9]+$'
   loop
     begin
       execute format('drop %s %s', v_func.kind, v_func.sig);

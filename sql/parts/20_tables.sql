@@ -82,7 +82,6 @@ create table if not exists pgque.config (
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
 comment on column pgque.config.config_id is 'Always 1.';
 comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
-comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
 comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
 
 -- One row a queue.  queue_xid is the mark of the transaction that wrote the row,
@@ -175,9 +174,6 @@ comment on column pgque.queue.queue_rotation_period is 'Least time between two r
 comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
 comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
 comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
-comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
-comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
-comment on column pgque.queue.queue_reader is 'The version that made the functions that read its tables.';
 comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
 comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
 comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
@@ -687,6 +683,10 @@ begin
   end loop;
 end
 $$;
+comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
+comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
+comment on column pgque.queue.queue_reader is 'The version that made the functions that read its tables.';
 
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is
 -- there, and an upgrade must not.

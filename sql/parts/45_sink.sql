@@ -233,7 +233,7 @@ begin
   if not is_new then
     return;
   end if;
-  v_leaf := (select j.journal_epoch_cur from pgque.journal j);
+  v_leaf := coalesce((select j.journal_epoch_cur from pgque.journal j), 0);
   with new as (
     insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, leaf)
     select p_sink, p_epoch, p_part, p_parts, p_once, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)

@@ -151,9 +151,10 @@ language plpgsql as $function$
 declare
   v_events  text;
 begin
+  execute pg_catalog.format('drop function if exists pgque._ticks_%s, pgque._events_%1$s', p_queue_id);
   execute pg_catalog.format(
     $template$
-    create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
+    create function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
     language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
       v_first  pgque.tick;
@@ -179,19 +180,15 @@ begin
   from pg_catalog.generate_series(0, 2) n;
   execute pg_catalog.format(
     $template$
-    create or replace function pgque._events_%s(
+    create function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
     language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
-      v_lo       xid8 := pg_catalog.pg_snapshot_xmax(p_from);
-      v_end      xid8 := pg_catalog.pg_snapshot_xmax(p_to);
-      v_running  xid8[] := '{}';
-      v_late     xid8[];
+      v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
+      v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);
+      v_late  xid8[];
     begin
-      if pg_catalog.pg_snapshot_xmin(p_to) < v_end then
-        v_running := array(select x.xid from pg_catalog.pg_snapshot_xip(p_to) x (xid));
-      end if;
       if pg_catalog.pg_snapshot_xmin(p_from) < v_lo then
         v_late := array(select x.xid from pg_catalog.pg_snapshot_xip(p_from) x (xid) where pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
       end if;
@@ -205,8 +202,8 @@ begin
     $template$, p_queue_id,
     'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
       ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
-    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)',
-      'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)', 'e.ev_txid >= v_lo and e.ev_txid < v_end and e.ev_txid <> all (v_running)'),
+    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)',
+      'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)', 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
 end

@@ -74,23 +74,24 @@ $$;
 
 -- Appends a position; the sequence number and the time are set here.  The
 -- primary key stops a transaction whose snapshot does not show the newest row:
--- it gets 40001, never a second truth.  p_leaf is what
+-- it gets 40001, never a second truth.  Such a transaction appends to both leaves
+-- (see _leaves_for).  p_leaf is what
 -- _carry_over() said, for those who use that leaf in other statements too.
 create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
 language plpgsql as $$
-declare
-  v_leaf  int;
 begin
   p_position.pos_seq := p_position.pos_seq + 1;
   p_position.pos_time := pgque.clock();
-  foreach v_leaf in array pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf())) loop
-    p_position.leaf := v_leaf;
+  p_position.leaf := coalesce(p_leaf, pgque._journal_leaf());
+  insert into pgque.position select p_position.* on conflict do nothing;
+  if found and pgque._old_snapshot() then
+    p_position.leaf := 1 - p_position.leaf;
     insert into pgque.position select p_position.* on conflict do nothing;
-    if not found then
-      perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
-        'Retry the transaction.');
-    end if;
-  end loop;
+  end if;
+  if not found then
+    perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_position.pos_sub),
+      'Retry the transaction.');
+  end if;
 end
 $$;
 

@@ -248,6 +248,7 @@ begin
   perform pgque._need_read_committed('register_consumer_at() for a pool of workers') where v_sub.sub_role = 'pool';
   -- As in seek().
   perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
+  perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   v_position := pgque._lock_position(v_sub.sub_id);
   v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));

@@ -186,6 +186,7 @@ language plpgsql set enable_seqscan = off as $$
 declare
   v_now      timestamptz := pgque.clock();
   v_queue    pgque.queue;
+  v_ahead    pgque.position;   -- before the lock, with its next window open
   v_first    pgque.position;
   v_pos      pgque.position;
   v_slice    record;
@@ -221,9 +222,11 @@ begin
   end if;
   if p_ack is null then
     -- An idle poll takes no lock, writes nothing and needs no transaction id.
-    v_pos := pgque._next_from(pgque._position(p_sub.sub_id));
-    if v_pos.pos_next_tick is null and (v_now >= v_pos.pos_lapse) is not true
-      and (pgque._open_window(v_pos, p_sub.sub_queue, 1)).pos_next_tick is null
+    v_ahead := pgque._next_from(pgque._position(p_sub.sub_id));
+    if v_ahead.pos_next_tick is null then
+      v_ahead := pgque._open_window(v_ahead, p_sub.sub_queue, greatest(p_max, 1000));
+    end if;
+    if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
       and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
     then
       return;
@@ -281,10 +284,14 @@ begin
     end if;
     -- After a move back a message may come from both places: not in one batch.
     exit when v_pos.pos_shelf > 0 and v_pos.pos_tick < v_pos.pos_high;
-    if v_pos.pos_next_tick is null then
+    if v_pos.pos_next_tick is null and v_pos.pos_tick = v_ahead.pos_tick and v_ahead.pos_next_tick is not null then
+      v_pos.pos_next_tick := v_ahead.pos_next_tick;   -- what it was before the lock
+      v_pos.pos_next_snapshot := v_ahead.pos_next_snapshot;
+      v_pos.pos_next_event_seq := v_ahead.pos_next_event_seq;
+    elsif v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
-      exit when v_pos.pos_next_tick is null;
     end if;
+    exit when v_pos.pos_next_tick is null;
     v_room := v_max - v_pos.pos_shelf;
     -- A window that goes out whole is read straight.
     if v_room <= 1000 and v_pos.pos_done_id is null and v_pos.pos_next_event_seq - v_pos.pos_event_seq <= v_room

@@ -19,7 +19,7 @@ $$;
 
 -- The oldest table is emptied and becomes the current one, unless there is nothing
 -- to reclaim, and never while it holds one row or one tick that is ahead of a
--- position.  That is judged under the table's own lock, on its rows: a writer that
+-- position.  The rows are judged under the table's own lock: a writer that
 -- still takes this table for the current one either waits for the lock and stores a
 -- row that is read later, or has committed, and its row is seen now.  Rotation does
 -- not wait for the lock: pg_dump or an open writer postpones it.  But a rotation that
@@ -79,13 +79,15 @@ begin
       perform pgque._let_go();
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
+      -- Before the tables are locked, since there may be thousands of consumers.  None
+      -- moves back meanwhile: for that it needs the queue's row.
+      v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
         execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
       else
         execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
       end if;
-      v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       execute format(
         'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
         ' or exists (select from %1$s e where e.ev_txid = any ($2))'

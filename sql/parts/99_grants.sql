@@ -39,7 +39,7 @@ $$;
 -- An upgrade leaves functions behind whose arguments changed, and a call could
 -- then mean either.  What is ours by name and older than version(), the first
 -- function that this file makes, goes, or gets out of the way if a view is made
--- of it.
+-- of it.  The readers of queues stay (see _create_reader).
 do $$
 declare
   v_func  record;
@@ -50,6 +50,7 @@ begin
     where p.pronamespace = 'pgque'::regnamespace
       and age(p.xmin) > (select age(v.xmin) from pg_proc v where v.oid = 'pgque.version()'::regprocedure)
       and (left(p.proname, 1) = '_' or p.proname in (select g.func_name from pgque._grants() g))
+      and p.proname !~ '^_(ticks|events)_[0-9]+$'
   loop
     begin
       execute format('drop %s %s', v_func.kind, v_func.sig);

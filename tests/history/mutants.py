@@ -9,7 +9,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     ),
     "a window leaves out what ran when it began": (
         "never arrived",
-        [("if v_late is not null then", "if false then")],
+        [
+            ("if v_late is not null then", "if false then"),
+            ("if pg_catalog.cardinality(v_late) > 0 then", "if false then"),
+        ],
     ),
     "a window begins at xmin": (
         "came again after its ack",
@@ -17,7 +20,11 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             (
                 "v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)",
                 "v_lo     bigint := pg_catalog.pg_snapshot_xmin(p_from)",
-            )
+            ),
+            (
+                "v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);",
+                "v_lo    xid8 := pg_catalog.pg_snapshot_xmin(p_from);",
+            ),
         ],
     ),
     "ack drops the rest of the window": (
@@ -54,10 +61,9 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
                 "    select j.journal_cur into v_leaf from pgque.journal j where j.journal_id = 1 for key share;",
             ),
             (
-                "if v_leaf = 0 or v_old_snapshot then\n    insert into pgque.position_0",
-                "if v_leaf = 0 then\n    insert into pgque.position_0",
+                "if found and pgque._old_snapshot() then\n    p_position.leaf",
+                "if false then\n    p_position.leaf",
             ),
-            ("if v_appended and (v_leaf = 1 or v_old_snapshot) then", "if v_appended and v_leaf = 1 then"),
         ],
     ),
     "a hand-out takes no lock": (
