@@ -3187,7 +3187,7 @@ $$;
 --
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
 -- four milliseconds each, and at most the tick period.
-create or replace function pgque._survey(
+create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' as $$
@@ -3240,7 +3240,7 @@ exception
         where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
           and l.database = (select d.oid from pg_database d where d.datname = current_database())));
     if cardinality(v_free) < cardinality(p_queues) then
-      select s.* into looks, early, early_until from pgque._survey(v_free, p_known, p_period) s;
+      select s.* into looks, early, early_until from pgque._queues_due(v_free, p_known, p_period) s;
       return;
     end if;
     looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
@@ -8799,7 +8799,7 @@ $$;
 --
 -- The loop compares snapshots every five milliseconds, after some seconds without a
 -- message four times a period.  A queue ticks as soon as its last tick is old enough
--- (_survey()).  Queues that had something at the last check are checked as soon as
+-- (_queues_due()).  Queues that had something at the last check are checked as soon as
 -- the first of them may tick again; a check of all queues waits until its cost is at
 -- most half of the loop's share of a core.  All checks and ticks are paid for with
 -- pauses, so that they take no more than the share, waits for the disk aside; a
@@ -8913,7 +8913,7 @@ begin
       v_cost := '0';
       v_idle_end := null;
       while pg_catalog.cardinality(v_queues) > 0 loop
-        select s.* into v_survey from pgque._survey(v_queues[:500], v_old, v_state.period) s;
+        select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, v_state.period) s;
         v_queues := v_queues[501:];
         v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
         v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);
@@ -11206,7 +11206,7 @@ language sql immutable as $$
     ('_look_again_at', 'pgque_admin'),
     ('_looks', 'pgque_admin'),
     ('_remember', 'pgque_admin'),
-    ('_survey', 'pgque_admin'),
+    ('_queues_due', 'pgque_admin'),
     ('_look_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),

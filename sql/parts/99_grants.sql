@@ -167,7 +167,7 @@ language sql immutable as $$
     ('_look_again_at', 'pgque_admin'),
     ('_looks', 'pgque_admin'),
     ('_remember', 'pgque_admin'),
-    ('_survey', 'pgque_admin'),
+    ('_queues_due', 'pgque_admin'),
     ('_look_at', 'pgque_admin'),
     ('_try_tick', 'pgque_admin'),
     ('_read_position', 'pgque_admin'),
