@@ -912,8 +912,9 @@ create sequence if not exists pgque.delete_expired_ran minvalue 0;
 -- the leaves were tables without a root.
 do $$
 declare
-  v_journal  record;
-  v_leaf     text;
+  v_journal   record;
+  v_leaf      text;
+  v_function  text;
 begin
   for v_journal in
     select j.name, j.key, n as leaf
@@ -926,6 +927,15 @@ begin
       execute format('create table pgque.%I partition of pgque.%I (leaf default %s%s) for values in (%3$s)',
         v_leaf, v_journal.name, v_journal.leaf, format(', constraint %I primary key (' || v_journal.key || ')', v_leaf || '_pkey'));
     elsif not (select c.relispartition from pg_class c where c.oid = ('pgque.' || v_leaf)::regclass) then
+      -- Private functions that have its row type are made anew with the root's.
+      for v_function in
+        select p.oid::regprocedure::text
+        from pg_proc p
+        join pg_type t on t.typrelid = ('pgque.' || v_leaf)::regclass
+        where p.pronamespace = 'pgque'::regnamespace and (p.prorettype = t.oid or t.oid = any (p.proallargtypes) or t.typarray = any (p.proallargtypes))
+      loop
+        execute 'drop function ' || v_function;
+      end loop;
       execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
       execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
     end if;
@@ -3301,7 +3311,7 @@ comment on function pgque.ticker() is
 --
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
 -- four milliseconds each, and at most the tick period.
-create or replace function pgque._survey(
+create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' as $$
@@ -3354,7 +3364,7 @@ exception
         where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
           and l.database = (select d.oid from pg_database d where d.datname = current_database())));
     if cardinality(v_free) < cardinality(p_queues) then
-      select s.* into looks, early, early_until from pgque._survey(v_free, p_known, p_period) s;
+      select s.* into looks, early, early_until from pgque._queues_due(v_free, p_known, p_period) s;
       return;
     end if;
     looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
@@ -8944,7 +8954,7 @@ $$;
 --
 -- The loop compares snapshots every five milliseconds, after some seconds without a
 -- message four times a period.  A queue ticks as soon as its last tick is old enough
--- (_survey()).  Queues that had something at the last check are checked as soon as
+-- (_queues_due()).  Queues that had something at the last check are checked as soon as
 -- the first of them may tick again; a check of all queues waits until its cost is at
 -- most half of the loop's share of a core.  All checks and ticks are paid for with
 -- pauses, so that they take no more than the share, waits for the disk aside; a
@@ -9055,7 +9065,7 @@ begin
       v_cost := '0';
       v_idle_end := null;
       while pg_catalog.cardinality(v_queues) > 0 loop
-        select s.* into v_survey from pgque._survey(v_queues[:500], v_old, v_state.period) s;
+        select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, v_state.period) s;
         v_queues := v_queues[501:];
         v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
         v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);
@@ -10676,7 +10686,7 @@ language sql immutable as $$
       ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
       get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge
-      _ticked_queues _loop_state _loop_settings _look_again_at _looks _remember _survey _look_at _read_position
+      _ticked_queues _loop_state _loop_settings _look_again_at _looks _remember _queues_due _look_at _read_position
       _cursor_sql _event_columns _maint_operation')
   ) r (name, functions)
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)

@@ -608,8 +608,9 @@ create sequence if not exists pgque.delete_expired_ran minvalue 0;
 -- the leaves were tables without a root.
 do $$
 declare
-  v_journal  record;
-  v_leaf     text;
+  v_journal   record;
+  v_leaf      text;
+  v_function  text;
 begin
   for v_journal in
     select j.name, j.key, n as leaf
@@ -622,6 +623,15 @@ begin
       execute format('create table pgque.%I partition of pgque.%I (leaf default %s%s) for values in (%3$s)',
         v_leaf, v_journal.name, v_journal.leaf, format(', constraint %I primary key (' || v_journal.key || ')', v_leaf || '_pkey'));
     elsif not (select c.relispartition from pg_class c where c.oid = ('pgque.' || v_leaf)::regclass) then
+      -- Private functions that have its row type are made anew with the root's.
+      for v_function in
+        select p.oid::regprocedure::text
+        from pg_proc p
+        join pg_type t on t.typrelid = ('pgque.' || v_leaf)::regclass
+        where p.pronamespace = 'pgque'::regnamespace and (p.prorettype = t.oid or t.oid = any (p.proallargtypes) or t.typarray = any (p.proallargtypes))
+      loop
+        execute 'drop function ' || v_function;
+      end loop;
       execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
       execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
     end if;

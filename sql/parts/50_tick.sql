@@ -250,7 +250,7 @@ comment on function pgque.ticker() is
 --
 -- A tick wakes every consumer of the queue, so a queue with many waits for longer:
 -- four milliseconds each, and at most the tick period.
-create or replace function pgque._survey(
+create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' as $$
@@ -303,7 +303,7 @@ exception
         where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
           and l.database = (select d.oid from pg_database d where d.datname = current_database())));
     if cardinality(v_free) < cardinality(p_queues) then
-      select s.* into looks, early, early_until from pgque._survey(v_free, p_known, p_period) s;
+      select s.* into looks, early, early_until from pgque._queues_due(v_free, p_known, p_period) s;
       return;
     end if;
     looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);

@@ -80,7 +80,7 @@ $$;
 --
 -- The loop compares snapshots every five milliseconds, after some seconds without a
 -- message four times a period.  A queue ticks as soon as its last tick is old enough
--- (_survey()).  Queues that had something at the last check are checked as soon as
+-- (_queues_due()).  Queues that had something at the last check are checked as soon as
 -- the first of them may tick again; a check of all queues waits until its cost is at
 -- most half of the loop's share of a core.  All checks and ticks are paid for with
 -- pauses, so that they take no more than the share, waits for the disk aside; a
@@ -191,7 +191,7 @@ begin
       v_cost := '0';
       v_idle_end := null;
       while pg_catalog.cardinality(v_queues) > 0 loop
-        select s.* into v_survey from pgque._survey(v_queues[:500], v_old, v_state.period) s;
+        select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, v_state.period) s;
         v_queues := v_queues[501:];
         v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
         v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);

@@ -45,7 +45,7 @@ class Ticked:
         ((now, early, at),) = rows(
             self.conn,
             "select cardinality(s.looks), cardinality(s.early), round(extract(epoch from s.early_until - timestamptz '2040-01-01') * 1000)"
-            " from pgque._survey(pgque._ticked_queues(), %s::pgque.look[], %s) s",
+            " from pgque._queues_due(pgque._ticked_queues(), %s::pgque.look[], %s) s",
             self.known,
             period,
         )
@@ -65,7 +65,7 @@ def ticked(own: Connection) -> Ticked:
     send(own, "q")
     known = value(
         own,
-        "select array(select pgque._look_at(l) from pgque._survey(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
+        "select array(select pgque._look_at(l) from pgque._queues_due(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
         " unnest(s.looks) l)::text",
     )
     send(own, "q")
@@ -121,7 +121,7 @@ def test_a_gap_keeps_back_no_other_queue(ticked: Ticked) -> None:
         ticked.conn,
         "select array(select q.queue_name from unnest(s.looks) l join pgque.queue q using (queue_id)),"
         " array(select q.queue_name from unnest(s.early) l join pgque.queue q using (queue_id))"
-        " from pgque._survey(pgque._ticked_queues(), %s::pgque.look[], '100 milliseconds') s",
+        " from pgque._queues_due(pgque._ticked_queues(), %s::pgque.look[], '100 milliseconds') s",
         ticked.known,
     )
     assert (looks, early) == (["other"], ["q"])
@@ -198,7 +198,7 @@ def test_the_loop_asks_for_a_rotation_at_each_thousandth_tick(ticked: Ticked) ->
         ),
     )
     look = (
-        "select l.ticked from pgque._survey(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
+        "select l.ticked from pgque._queues_due(pgque._ticked_queues(), '{}', '100 milliseconds') s,"
         " unnest(s.looks) k, pgque._look_at(k) l"
     )
     table = leaf(conn, "q", kind="tick")
@@ -301,7 +301,7 @@ def test_other_commits_make_the_loop_compare_snapshots_and_nothing_else(
     value(own, "select pgque.set_tick_period_ms(60000)")
     send(own, "q")
     commits = meanwhile(own, connect, background, 2, "insert into other values (1)")
-    calls = "select f.calls from pg_stat_user_functions f where f.funcname = '_survey' and f.calls > 0"
+    calls = "select f.calls from pg_stat_user_functions f where f.funcname = '_queues_due' and f.calls > 0"
     wait_until(lambda: rows(own, calls), "the statistics of the loop")
     assert value(own, calls) <= 5 < 20 < commits
 

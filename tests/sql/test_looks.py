@@ -42,7 +42,7 @@ class Loop:
             # Without a gap: a queue would be looked at again as soon as that has passed.
             looks = value(
                 self.conn,
-                "select (pgque._survey(pgque._ticked_queues(), %s::pgque.look[], '0')).looks::text",
+                "select (pgque._queues_due(pgque._ticked_queues(), %s::pgque.look[], '0')).looks::text",
                 self.known,
             )
             looks = value(
@@ -317,7 +317,7 @@ def test_the_loop_and_a_drop_do_not_wait_for_each_other(
     for number in range(3):
         value(quiet, "select pgque.create_queue(%s)", f"more{number}")
     ticker = transaction("read committed", quiet.info.dsn)
-    value(ticker, "select cardinality((pgque._survey(pgque._ticked_queues(), '{}', '0')).looks)")
+    value(ticker, "select cardinality((pgque._queues_due(pgque._ticked_queues(), '{}', '0')).looks)")
     # It has all sequences locked now.
     quiet.execute("set statement_timeout = '5s'")
     assert value(quiet, "select pgque.drop_queue('more1')") == 1
