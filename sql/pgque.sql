@@ -933,11 +933,13 @@ begin
         from pg_proc p
         join pg_type t on t.typrelid = ('pgque.' || v_leaf)::regclass
         where p.pronamespace = 'pgque'::regnamespace and (p.prorettype = t.oid or t.oid = any (p.proallargtypes) or t.typarray = any (p.proallargtypes))
+          and not exists (select from pg_depend d where d.refobjid = p.oid and d.deptype = 'n')
       loop
         execute 'drop function ' || v_function;
       end loop;
       execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
       execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
+      execute format('comment on table pgque.%I is null', v_leaf);
     end if;
   end loop;
 end
@@ -4400,9 +4402,9 @@ begin
       v_max := least(v_max, v_look);
     end if;
     -- A small window is read straight, by functions whose plans the session keeps.
-    v_small := not v_open and not v_sifts and v_max <= 1000 and v_queue.queue_reader = pgque.version()
+    v_small := coalesce(not v_open and not v_sifts and v_max <= 1000 and v_queue.queue_reader = pgque.version()
       and v_batch.pos_done_count < 2 * v_max and v_batch.pos_next_event_seq - v_batch.pos_event_seq <= greatest(20 * v_max, 5000)
-      and (v_batch.pos_tick < v_batch.pos_high) is not true;
+      and (v_batch.pos_tick < v_batch.pos_high) is not true, false);
     if not v_small then
       v_rows := pgque._batch_sql(v_sub, v_batch, v_and, coalesce(v_look, v_max));
       v_query := format(
@@ -9506,7 +9508,7 @@ comment on function pgque.uninstall() is
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
-create or replace function pgque._read_position(p_sub int) returns pgque.position
+create or replace function pgque._position_of(p_sub int) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   return pgque._position(p_sub);
@@ -9517,7 +9519,7 @@ create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
-cross join lateral pgque._read_position(s.sub_id) p;
+cross join lateral pgque._position_of(s.sub_id) p;
 comment on view pgque.subscription is 'Who reads what, and how far: consumers of queues, and their workers.';
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
@@ -10686,7 +10688,7 @@ language sql immutable as $$
       ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
       get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge
-      _ticked_queues _loop_state _loop_settings _look_again_at _looks _remember _queues_due _look_at _read_position
+      _ticked_queues _loop_state _loop_settings _look_again_at _looks _remember _queues_due _look_at _position_of
       _cursor_sql _event_columns _maint_operation')
   ) r (name, functions)
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)

@@ -629,11 +629,13 @@ begin
         from pg_proc p
         join pg_type t on t.typrelid = ('pgque.' || v_leaf)::regclass
         where p.pronamespace = 'pgque'::regnamespace and (p.prorettype = t.oid or t.oid = any (p.proallargtypes) or t.typarray = any (p.proallargtypes))
+          and not exists (select from pg_depend d where d.refobjid = p.oid and d.deptype = 'n')
       loop
         execute 'drop function ' || v_function;
       end loop;
       execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
       execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
+      execute format('comment on table pgque.%I is null', v_leaf);
     end if;
   end loop;
 end

@@ -524,9 +524,9 @@ begin
       v_max := least(v_max, v_look);
     end if;
     -- A small window is read straight, by functions whose plans the session keeps.
-    v_small := not v_open and not v_sifts and v_max <= 1000 and v_queue.queue_reader = pgque.version()
+    v_small := coalesce(not v_open and not v_sifts and v_max <= 1000 and v_queue.queue_reader = pgque.version()
       and v_batch.pos_done_count < 2 * v_max and v_batch.pos_next_event_seq - v_batch.pos_event_seq <= greatest(20 * v_max, 5000)
-      and (v_batch.pos_tick < v_batch.pos_high) is not true;
+      and (v_batch.pos_tick < v_batch.pos_high) is not true, false);
     if not v_small then
       v_rows := pgque._batch_sql(v_sub, v_batch, v_and, coalesce(v_look, v_max));
       v_query := format(

@@ -228,8 +228,8 @@ for call in (
     lambda: pgque.PgqueClient(own).send("q", "x"),
     lambda: pgque.WorkQueue(dsn, "q").send("x"),
     lambda: next(pgque.WorkQueue(dsn, "q", consumer="c").messages()),
-    pgque.Consumer(dsn, queue="q", name="c").start,
-    pgque.Worker(dsn, queue="q", consumer="c").run,
+    pgque.Consumer(dsn, queue="q", name="c", unknown_handler_policy="ack").start,
+    pgque.Worker(dsn, queue="q", consumer="c", unknown_handler_policy="ack").run,
     lambda: run_ticker(dsn),
 ):
     try:
