@@ -6,6 +6,9 @@ BIN     := $(VENV)/bin
 PARTS   := $(sort $(wildcard sql/parts/*.sql))
 TESTS   := tests
 SUPPORT := tests/support
+# The tests wait more than they compute: two processes a core, each with a server of its own.
+JOBS    ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$((2 * n)) || echo 8)
+PARALLEL = TMPDIR=$$($(SUPPORT)/tmpdir.sh) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 # What make verify runs. With REST=1 test-all leaves it out, so that CI runs no slow test twice.
 PROOF   := tests/faults tests/sql/test_model.py
 REST    ?=
@@ -51,11 +54,11 @@ pipeline: ## Real records through Spark, exactly once; KILL=2 kills the streamin
 	@$(VENV)/spark/bin/python -m pgque.demo.pipeline --plot build/pipeline.svg \
 	  $(if $(KILL),--kill $(KILL)) $(if $(KEEP),--keep) $(if $(SERVER),--server $(SERVER)) $(ARGS)
 
-test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, ARGS= for pytest)
-	@$(BIN)/python -m pytest $(TESTS) -m "not slow and not long" $(ARGS)
+test: $(VENV)/.test ## Run the tests on whatever server is found (TESTS=folder, ARGS= for pytest, JOBS=processes)
+	@$(PARALLEL) $(TESTS) -m "not slow and not long" $(ARGS)
 
 test-all: $(VENV)/.test ## Run the slow tests too (REST=1: without what make verify runs)
-	@$(BIN)/python -m pytest $(TESTS) -m "not long" $(LEFT) $(ARGS)
+	@$(PARALLEL) $(TESTS) -m "not long" $(LEFT) $(ARGS)
 
 test-long: $(VENV)/.test ## Minutes of random work with every kind of fault, judged afterwards
 	@$(BIN)/python -m pytest $(TESTS) -m long $(ARGS)

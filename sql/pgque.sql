@@ -3715,7 +3715,7 @@ $$;
 -- be emptied while consumers work.  The caller holds the subscriber's row
 -- lock if it means to append.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
@@ -3723,7 +3723,11 @@ begin
   -- Compaction may move the row from the second leaf to the first between the
   -- two looks: then it is found by looking again.
   for v_try in 1..10 loop
-    v_position := pgque._position_in(p_sub, v_leaf);
+    if v_leaf = 0 then
+      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    else
+      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
     if v_position.pos_sub is null then
       v_position := pgque._position_in(p_sub, 1 - v_leaf);
     end if;
@@ -3844,28 +3848,6 @@ declare
 begin
   select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
   return v_sub;
-end
-$$;
-
--- Locks the subscriber that owns a batch and returns its position, or null if
--- the batch is not open.
-create or replace function pgque._lock_batch(p_batch bigint) returns pgque.position
-language plpgsql as $$
-declare
-  v_sub       int;
-  v_position  pgque.position;
-begin
-  select s.sub_id into v_sub
-  from pgque.subscriber s
-  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-  for no key update;
-  if found then
-    v_position := pgque._position(v_sub);
-    if v_position.pos_batch = p_batch then
-      return v_position;
-    end if;
-  end if;
-  return null;
 end
 $$;
 
@@ -4258,7 +4240,9 @@ begin
   if p_position.pos_main is not null then
     return pgque._at_tick(p_position, null);
   end if;
-  p_position := pgque._as_batch_of(p_position, p_batch);
+  if p_position.pos_sub <> p_batch.pos_sub then
+    p_position := pgque._as_batch_of(p_position, p_batch);
+  end if;
   if p_batch.pos_last_id is null then
     return pgque._past_window(p_position);
   end if;
@@ -4624,6 +4608,7 @@ declare
   v_role     text;
   v_archive  boolean;
   v_count    bigint;
+  v_leaf     int;
   v_batch    pgque.position;
 begin
   select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
@@ -4645,11 +4630,16 @@ begin
   elsif v_role = 'pool' then
     return pgque._close_lease(v_sub, p_batch);
   end if;
-  v_batch := case when v_sub is not null then pgque._lock_batch(p_batch) end;
-  if v_batch.pos_sub is null then
+  perform from pgque.subscriber s where s.sub_id = v_sub for no key update;
+  if not found then
     return 0;
   end if;
-  perform pgque._append_position(pgque._behind(v_batch, v_batch));
+  v_leaf := pgque._journal_leaf();
+  v_batch := pgque._position(v_sub, v_leaf);
+  if v_batch.pos_batch is distinct from p_batch then
+    return 0;
+  end if;
+  perform pgque._append_position(pgque._behind(v_batch, v_batch), v_leaf);
   return 1;
 end
 $$;

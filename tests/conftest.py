@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +45,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if config.option.collectonly:
         return []
     server = _start_server()
-    return [f"server: PostgreSQL {server.version} from {server.how}", *(f"  {note}" for note in server.notes)]
+    told = [f"server: PostgreSQL {server.version} from {server.how}", *(f"  {note}" for note in server.notes)]
+    if config.getoption("numprocesses", None):  # each process of pytest-xdist starts one of its own
+        pytest_unconfigure(config)
+    return told
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print one line for each reason to skip, however many tests it skipped."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -69,6 +80,10 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn a skip into a failure where PGQUE_REQUIRE (cron, docker, spark, slow, programs, all) demands the thing."""
     report = yield
+    # pytest-xdist sends no text that is not valid Unicode, and some tests log such.
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
     required = {word.strip() for word in os.environ.get("PGQUE_REQUIRE", "").split(",")} - {""}
     if report.skipped and not hasattr(report, "wasxfail"):
         for word, marker in _REQUIRABLE.items():

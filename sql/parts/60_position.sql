@@ -23,7 +23,7 @@ $$;
 -- be emptied while consumers work.  The caller holds the subscriber's row
 -- lock if it means to append.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql as $$
+language plpgsql set enable_seqscan = off as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
@@ -31,7 +31,11 @@ begin
   -- Compaction may move the row from the second leaf to the first between the
   -- two looks: then it is found by looking again.
   for v_try in 1..10 loop
-    v_position := pgque._position_in(p_sub, v_leaf);
+    if v_leaf = 0 then
+      select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    else
+      select p.* into v_position from pgque.position_1 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
+    end if;
     if v_position.pos_sub is null then
       v_position := pgque._position_in(p_sub, 1 - v_leaf);
     end if;
@@ -152,28 +156,6 @@ declare
 begin
   select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
   return v_sub;
-end
-$$;
-
--- Locks the subscriber that owns a batch and returns its position, or null if
--- the batch is not open.
-create or replace function pgque._lock_batch(p_batch bigint) returns pgque.position
-language plpgsql as $$
-declare
-  v_sub       int;
-  v_position  pgque.position;
-begin
-  select s.sub_id into v_sub
-  from pgque.subscriber s
-  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-  for no key update;
-  if found then
-    v_position := pgque._position(v_sub);
-    if v_position.pos_batch = p_batch then
-      return v_position;
-    end if;
-  end if;
-  return null;
 end
 $$;
 

@@ -380,7 +380,9 @@ begin
   if p_position.pos_main is not null then
     return pgque._at_tick(p_position, null);
   end if;
-  p_position := pgque._as_batch_of(p_position, p_batch);
+  if p_position.pos_sub <> p_batch.pos_sub then
+    p_position := pgque._as_batch_of(p_position, p_batch);
+  end if;
   if p_batch.pos_last_id is null then
     return pgque._past_window(p_position);
   end if;
@@ -746,6 +748,7 @@ declare
   v_role     text;
   v_archive  boolean;
   v_count    bigint;
+  v_leaf     int;
   v_batch    pgque.position;
 begin
   select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
@@ -767,11 +770,16 @@ begin
   elsif v_role = 'pool' then
     return pgque._close_lease(v_sub, p_batch);
   end if;
-  v_batch := case when v_sub is not null then pgque._lock_batch(p_batch) end;
-  if v_batch.pos_sub is null then
+  perform from pgque.subscriber s where s.sub_id = v_sub for no key update;
+  if not found then
     return 0;
   end if;
-  perform pgque._append_position(pgque._behind(v_batch, v_batch));
+  v_leaf := pgque._journal_leaf();
+  v_batch := pgque._position(v_sub, v_leaf);
+  if v_batch.pos_batch is distinct from p_batch then
+    return 0;
+  end if;
+  perform pgque._append_position(pgque._behind(v_batch, v_batch), v_leaf);
   return 1;
 end
 $$;
