@@ -15,8 +15,8 @@ from pathlib import Path
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from ._encode import watchful
-from ._retry import pauses
+from ._backoff import pauses
+from ._dsn import with_keepalives
 from .client import PgqueClient
 from .errors import PgqueError, from_psycopg, is_permanent, one_line
 
@@ -114,7 +114,7 @@ def _tick(dsn: str, stop: threading.Event) -> None:
     error."""
     began = time.monotonic()
     try:
-        with PgqueClient.connect(watchful(dsn, "pgque ticker"), autocommit=True) as client:
+        with PgqueClient.connect(with_keepalives(dsn, "pgque ticker"), autocommit=True) as client:
             client.conn.execute("set statement_timeout = 0")
             log.info("ticking, pgque %s", client.version())
             finished = threading.Event()
