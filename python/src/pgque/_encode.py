@@ -208,13 +208,13 @@ def message_ids(messages: Sequence[MessageOrId]) -> list[int]:
     return [message_id(message) for message in messages]
 
 
-def some_ids(messages: Sequence[MessageOrId] | None) -> list[int] | None:
+def ids_or_none(messages: Sequence[MessageOrId] | None) -> list[int] | None:
     """Return the ids of messages, or None for all of a batch."""
     return None if messages is None else message_ids(messages)
 
 
 # Characters of a reason that are kept.
-_LONGEST_REASON = 4000
+_MAX_REASON = 4000
 
 
 def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[object]) -> str | None:
@@ -222,7 +222,7 @@ def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[o
     encoding lacks, and not without end."""
     if reason is None or conn.closed:  # the call that follows raises what it is
         return reason
-    text = reason[:_LONGEST_REASON].replace("\x00", "")
+    text = reason[:_MAX_REASON].replace("\x00", "")
     server = conn.info.parameter_status("server_encoding")
     if server not in ("UTF8", "SQL_ASCII", conn.info.parameter_status("client_encoding")):
         codec = "ascii"  # the server converts, and Python does not know its names of encodings

@@ -33,8 +33,8 @@ from .errors import (
     PgqueQueueInUse,
     described,
     from_psycopg,
-    of_pooler,
     one_line,
+    pooler_error,
 )
 from .outcomes import retry_interval
 from .types import Message, Seconds
@@ -380,7 +380,7 @@ class AsyncConsumer:
                 f" delivered again without that message: {described(error)}",
                 queue=self.queue,
             ) from error
-        not_kept = of_pooler(error)
+        not_kept = pooler_error(error)
         if client.conn.prepare_threshold is not None and not_kept is not None:
             # Not the handler's fault, once: the next connection prepares nothing.
             raise from_psycopg(not_kept, self.queue) from error
