@@ -273,7 +273,7 @@ def test_wide_shows_all_columns_in_full(run: Run, client: pgque.PgqueClient, que
 
 
 def test_peek_shows_the_messages_of_the_consumer_named(
-    run: Run, client: pgque.PgqueClient, queue: str, tick: Callable[[str], int | None]
+    run: Run, client: pgque.PgqueClient, queue: str, tick: Tick
 ) -> None:
     client.subscribe(queue, "slow")
     client.subscribe(queue, "quick")

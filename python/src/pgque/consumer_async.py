@@ -1,4 +1,4 @@
-"""The consumer: receive, hand each message to its handler, settle the batch, again and again.
+"""The consumer: receive a batch, call the handler of each message, acknowledge the batch, again and again.
 
 `consumer.py` is generated from `consumer_async.py` by `tools/make_sync.py`; edit the async file.
 """
@@ -110,10 +110,10 @@ class AsyncConsumer:
         queue: name or `queue_uid` of the queue. The consumer must be subscribed to it, but for one with
             subconsumers.
         name: name of the consumer.
-        poll_interval: seconds between looks at the queue when no notification comes.
+        poll_interval: seconds between polls of the queue when no notification comes.
         max_messages: most messages in one batch.
         min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
-            batches, more latency. A full batch is followed at once. The batch is settled before the pause.
+            batches, more latency. A full batch is followed at once. Its ack comes before the pause.
         retry_after: seconds until a failed message comes again.
         unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
         subconsumer: name of this worker when several share the consumer. That must not be subscribed to
@@ -391,7 +391,7 @@ class AsyncConsumer:
             return
         if time.monotonic() - self._touched_at > total_seconds(self.dead_interval) / 3:
             self._touched_at = time.monotonic()
-            with suppress(PgqueConnectionError):  # the batch goes on, and is settled over another connection
+            with suppress(PgqueConnectionError):  # the batch goes on, and is acknowledged over another one
                 await client.touch_subconsumer(self.queue, self.name, self.subconsumer)
 
 

@@ -232,7 +232,7 @@ class AsyncWorkQueue:
         `nack`, `dead`, `release` or `archive`. These acks are reported together, after a second or
         at the end of a batch. A loop that is left by `break` or an exception does not ack its last
         message, which comes again when its visibility timeout has passed; messages that were received but
-        not given yet are handed back then.
+        not given yet are released then.
 
         The visibility timeout is extended between messages; for one that may take longer than that
         call its `extend`.
@@ -240,7 +240,7 @@ class AsyncWorkQueue:
         Args:
             worker: name of this worker; without it one that no other has.
             max_messages: most messages received in one call.
-            visibility_timeout: seconds until messages that are not settled go to others; None is the
+            visibility_timeout: seconds until messages without an outcome go to others; None is the
                 queue's setting.
             timeout: seconds without a message after which the loop ends; None waits for ever, 0 ends it
                 when the queue is empty.
@@ -455,11 +455,11 @@ class AsyncWorker:
 
         The signals are caught in the main thread only, for all that run there, and their handlers put back
         when the last of them ends; a handler that the program gave to its event loop is called as well. Then
-        no more messages are taken, those that were not started are handed back, and handlers that run have
+        no more messages are taken, those that were not started are released, and handlers that run have
         `shutdown_timeout` seconds to finish.
 
         After a fault of the database the worker connects again, after a growing random pause, for as long
-        as it takes; after a stop for as long as handlers run or have done what was not told yet, and no
+        as it takes; after a stop for as long as handlers run or have outcomes that were not reported, and no
         longer than `shutdown_timeout`, and a second to hand messages back. Raises a PgqueError where trying
         again cannot help: PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right;
         PgqueQueueInUse where the consumer reads on its own; PgqueBadArgument without a handler, unless
