@@ -13,6 +13,8 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "pgque"
 PAIRS = {
     "client_async.py": "client.py",
+    "_connection_async.py": "_connection.py",
+    "_listen_async.py": "_listen.py",
     "consumer_async.py": "consumer.py",
     "workers_async.py": "workers.py",
 }
@@ -40,9 +42,9 @@ RULES = [
     (r"\bconnect_async\b", "connect"),
     (r"\bAsyncCursor\b", "Cursor"),
     (r"\bAsyncWork(er|Queue|Message|Handler)\b", r"Work\1"),
-    (r"\bAsyncHands\b", "Hands"),
+    (r"\bTaskPool\b", "ThreadPool"),
     (r"\bAsyncLock\b", "Lock"),
-    (r"\b(serve|call)_async\b", r"\1"),
+    (r"\b(run_worker|call)_async\b", r"\1"),
     (r"\bcheck_async_handler\b", "check_handler"),
     # What only one of the twins has.
     (r'Literal\["tasks"\] = "tasks"', 'Literal["threads", "processes"] = "threads"'),
@@ -63,7 +65,8 @@ def sync_source(name: str) -> str:
     head, body = text[:docstring_end], text[docstring_end:]
     for pattern, replacement in RULES:
         body = re.sub(pattern, replacement, body)
-    body = re.sub(r"^from \.(client|consumer)_async import", r"from .\1 import", body, flags=re.MULTILINE)
+    modules = "|".join(target.removesuffix(".py") for target in PAIRS.values())
+    body = re.sub(rf"^from \.({modules})_async import", r"from .\1 import", body, flags=re.MULTILINE)
     return HEADER.format(source=name) + head + body
 
 

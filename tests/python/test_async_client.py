@@ -40,6 +40,23 @@ def test_messages_make_the_round_trip(dsn: str, queue: str, tick: Tick) -> None:
     assert batch[0].json() == {"n": 1}
 
 
+def test_peek_takes_the_name_of_a_consumer(dsn: str, queue: str, tick: Tick) -> None:
+    async def call() -> None:
+        async with await pgque.connect_async(dsn, autocommit=True) as client:
+            await client.subscribe(queue, "slow")
+            await client.subscribe(queue, "quick")
+            first = await client.send(queue, "first")
+            await asyncio.to_thread(tick, queue)
+            batch = await client.receive(queue, "quick")
+            await client.ack(batch[0].batch_id)
+            second = await client.send(queue, "second")
+            assert [m.msg_id for m in await client.peek(queue)] == [first, second]
+            assert [m.msg_id for m in await client.peek(queue, 1, consumer="slow")] == [first]
+            assert [m.msg_id for m in await client.peek(queue, consumer="quick")] == [second]
+
+    asyncio.run(call())
+
+
 def test_errors_have_the_same_classes(dsn: str) -> None:
     async def call() -> None:
         async with await pgque.connect_async(dsn, autocommit=True) as client:

@@ -272,6 +272,24 @@ def test_wide_shows_all_columns_in_full(run: Run, client: pgque.PgqueClient, que
     assert "x" * 1000 in run("peek", queue, "--wide").stdout
 
 
+def test_peek_shows_the_messages_of_the_consumer_named(
+    run: Run, client: pgque.PgqueClient, queue: str, tick: Tick
+) -> None:
+    client.subscribe(queue, "slow")
+    client.subscribe(queue, "quick")
+    client.send(queue, "first")
+    tick(queue)
+    client.ack(client.receive(queue, "quick")[0].batch_id)
+    client.send(queue, "second")
+
+    def peeked(*options: str) -> list[str]:
+        return [row["payload"] for row in json.loads(run("peek", queue, "--json", *options).stdout)]
+
+    assert peeked() == peeked("--consumer", "slow") == ["first", "second"]
+    assert peeked("--consumer", "quick") == ["second"]
+    assert "nobody" in run("peek", queue, "--consumer", "nobody", code=1).stderr
+
+
 def test_columns_that_do_not_fit_are_named(run: Run, client: pgque.PgqueClient, queue: str) -> None:
     client.subscribe(queue, "c")
     client.send(queue, "x")

@@ -273,6 +273,23 @@ def test_peek_takes_nothing(client: pgque.PgqueClient, queue: str, consumer: str
     assert len(client.receive(queue, consumer)) == 3
 
 
+def test_peek_shows_the_next_messages_of_the_slowest_consumer_or_of_the_one_named(
+    client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
+) -> None:
+    client.subscribe(queue, "quick")
+    sent = [client.send(queue, str(n)) for n in range(3)]
+    tick(queue)
+    batch = client.receive(queue, "quick")
+    assert client.ack(batch[0].batch_id) == 1
+    sent.append(client.send(queue, "later"))
+    assert [message.msg_id for message in client.peek(queue)] == sent
+    assert [message.msg_id for message in client.peek(queue, consumer=consumer)] == sent
+    assert [message.msg_id for message in client.peek(queue, 2, consumer=consumer)] == sent[:2]
+    assert [message.msg_id for message in client.peek(queue, consumer="quick")] == sent[3:]
+    with pytest.raises(pgque.PgqueConsumerNotFound):
+        client.peek(queue, consumer="nobody")
+
+
 def test_the_batch_functions_of_pgq_work(
     client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
 ) -> None:

@@ -344,8 +344,8 @@ def test_a_worker_whose_messages_wait_without_ticks_says_so(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pgque.consumer.TICK_CHECK", 0.1)
-    monkeypatch.setattr("pgque.consumer._TICK_MISSING", -3600.0)
+    monkeypatch.setattr("pgque._listen.TICK_CHECK", 0.1)
+    monkeypatch.setattr("pgque._listen._TICK_MISSING", -3600.0)
     worker = pgque.Worker(dsn, queue=pool, consumer="c", unknown_handler_policy="ack")
     client.send(pool, "x")
     said = f"queue {pool} has about 1 messages that wait for a tick"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import zipfile
+from graphlib import CycleError, TopologicalSorter
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pgque
 from pgque.install import sql_text
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "python" / "src"
 
 
 def test_the_packaged_sql_is_the_installable_file() -> None:
@@ -51,6 +54,75 @@ def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def _modules() -> dict[str, Path]:
+    """Return the modules of the package, packages too, by their full names."""
+    found = {}
+    for path in [*SOURCE.joinpath("pgque").rglob("*.py"), *SOURCE.joinpath("pyspark_pgque").rglob("*.py")]:
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def _imported(name: str, text: str, modules: set[str], *, is_package: bool) -> set[str]:
+    """Return the modules that a module imports anywhere: in its functions and for type checking too."""
+    package = name if is_package else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                submodule = f"{source}.{alias.name}"
+                found.add(submodule if submodule in modules else source)
+    return found & modules
+
+
+def _import_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Return the modules of an import cycle, or []."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1]
+        return cycle
+    return []
+
+
+def test_no_module_imports_one_that_imports_it_wherever_the_import_stands() -> None:
+    modules = _modules()
+    imports = {
+        name: _imported(name, path.read_text(), set(modules), is_package=path.name == "__init__.py")
+        for name, path in modules.items()
+    }
+    assert {"pgque.consumer", "pgque.demo.servers", "pgque.spark.source"} <= imports.keys()
+    assert "pgque.client" in imports["pgque.consumer"]
+    assert "pgque._processes" in imports["pgque._concurrency"]  # in a function
+    assert "pgque.demo" in imports["pgque.cli"]
+    assert _import_cycle(imports) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from .a import x",
+        "from . import a",
+        "import p.a",
+        "from p import a",
+        "def f():\n    from .a import x",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x",
+    ],
+)
+def test_an_import_cycle_is_found_in_every_form_of_import(back: str) -> None:
+    modules = {"p", "p.a", "p.b"}
+    texts = {"p.a": "from .b import y", "p.b": back}
+    imports = {name: _imported(name, text, modules, is_package=False) for name, text in texts.items()}
+    assert set(_import_cycle(imports)) == {"p.a", "p.b"}
+    texts["p.b"] = "x = 1"
+    imports = {name: _imported(name, text, modules, is_package=False) for name, text in texts.items()}
+    assert _import_cycle(imports) == []
 
 
 def _done(*arguments: str | Path, **options: Any) -> None:

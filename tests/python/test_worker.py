@@ -363,7 +363,7 @@ def test_a_lost_lease_is_logged_and_what_was_not_started_is_left_to_the_others(
         assert len(_left(client, pool)) == 3
         wait_until(lambda: "was lost" in caplog.text)
         release.set()
-        wait_until(lambda: worker._hands.waiting() == 0)
+        wait_until(lambda: worker._pool.queued() == 0)
     assert seen == ["a"]
 
 
@@ -582,7 +582,7 @@ def test_what_was_prefetched_does_not_start_after_its_lease_while_the_database_i
                 if meanwhile == "others take them":
                     assert sorted(map(str, _left(client, pool))) == ["a", "b", "c"]
                 release.set()
-                wait_until(lambda: worker._hands.waiting() == 0 and len(worker._finished) == 3)
+                wait_until(lambda: worker._pool.queued() == 0 and len(worker._finished) == 3)
                 assert seen == ["a"]
             wait_until(lambda: not worker._batches, "the worker is back", timeout=30)
             if meanwhile == "nobody takes them":

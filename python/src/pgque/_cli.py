@@ -24,11 +24,11 @@ from .errors import PgqueError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-NOTHING = 3
+EXIT_NOTHING = 3
 
-LONGEST_AGE = timedelta(days=36525)  # a century: dates so far away can still be calculated with
-LONGEST_CELL = 200  # characters that a table shows of a text; --wide and --json show all
-NARROW = 20  # characters a line that a long text gets at least, before a table leaves out a column
+MAX_AGE = timedelta(days=36525)  # a century: dates so far away can still be calculated with
+MAX_CELL = 200  # characters that a table shows of a text; --wide and --json show all
+MIN_TEXT_WIDTH = 20  # characters a line that a long text gets at least, before a table leaves out a column
 
 # Control characters and escape sequences, bidirectional overrides, and parts of characters. From a stranger's
 # message they would reach the terminal of an operator.
@@ -105,8 +105,8 @@ def age(text: str) -> timedelta:
     if match is None:
         raise click.BadParameter(f"{text!r} is not an age such as 90s, 15m, 12h or 30d")
     seconds = int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2][0]]
-    if seconds > LONGEST_AGE.total_seconds():
-        raise click.BadParameter(f"{text!r} is longer than {LONGEST_AGE.days} days")
+    if seconds > MAX_AGE.total_seconds():
+        raise click.BadParameter(f"{text!r} is longer than {MAX_AGE.days} days")
     return timedelta(seconds=seconds)
 
 
@@ -245,15 +245,15 @@ def line_width() -> int | None:
 def _widths(cells: Sequence[Sequence[str]], width: int | None) -> list[int]:
     """Return a width for each of the first columns, as many as fit. A column has its head first.
 
-    A column with more than NARROW characters may be folded, but not below that. What is left over goes to
-    those that want more.
+    A column with more than MIN_TEXT_WIDTH characters may be folded, but not below that. What is left over
+    goes to those that want more.
     """
     wanted = [max(map(cell_len, column)) for column in cells]
     if width is None:
         return wanted
     heads = [max(map(len, column[0].split() or [""])) for column in cells]
     widths = [
-        max(head, min(NARROW, max(map(cell_len, column[1:]))))
+        max(head, min(MIN_TEXT_WIDTH, max(map(cell_len, column[1:]))))
         for head, column in zip(heads, cells, strict=True)
     ]
     while len(widths) > 1 and sum(widths) + 3 * len(widths) + 1 > width:
@@ -294,7 +294,7 @@ def print_table(title: str, rows: Iterable[Mapping[str, object]]) -> None:
         if not wide:
             if names and not any(column):
                 continue
-            short = [text if len(text) <= LONGEST_CELL else text[: LONGEST_CELL - 1] + "…" for text in column]
+            short = [text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…" for text in column]
             shortened, column = shortened or short != column, short
         names.append(name)
         cells.append([name.replace("_", " "), *column])

@@ -8,11 +8,9 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from typing import TypeAlias, TypeGuard, TypeVar, overload
 
-import psycopg
 from psycopg import AsyncConnection, Connection
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from .errors import PgqueBadArgument, PgqueVersionError
+from .errors import PgqueVersionError
 from .types import Event, Message, Payload, Seconds, Setting
 
 T = TypeVar("T")
@@ -152,6 +150,11 @@ def interval(value: Seconds | None) -> timedelta | None:
     return timedelta(seconds=value)
 
 
+def total_seconds(value: Seconds) -> float:
+    """Return a length of time in seconds."""
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
 @overload
 def moment(value: datetime) -> datetime: ...
 
@@ -205,13 +208,13 @@ def message_ids(messages: Sequence[MessageOrId]) -> list[int]:
     return [message_id(message) for message in messages]
 
 
-def some_ids(messages: Sequence[MessageOrId] | None) -> list[int] | None:
+def ids_or_none(messages: Sequence[MessageOrId] | None) -> list[int] | None:
     """Return the ids of messages, or None for all of a batch."""
     return None if messages is None else message_ids(messages)
 
 
 # Characters of a reason that are kept.
-_LONGEST_REASON = 4000
+_MAX_REASON = 4000
 
 
 def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[object]) -> str | None:
@@ -219,36 +222,13 @@ def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[o
     encoding lacks, and not without end."""
     if reason is None or conn.closed:  # the call that follows raises what it is
         return reason
-    text = reason[:_LONGEST_REASON].replace("\x00", "")
+    text = reason[:_MAX_REASON].replace("\x00", "")
     server = conn.info.parameter_status("server_encoding")
     if server not in ("UTF8", "SQL_ASCII", conn.info.parameter_status("client_encoding")):
         codec = "ascii"  # the server converts, and Python does not know its names of encodings
     else:
         codec = "utf-8" if conn.info.encoding == "ascii" else conn.info.encoding
     return text.encode(codec, "replace").decode(codec)
-
-
-# So that a connection which silently died is noticed within half a minute and not after hours.
-_WATCHFUL = {
-    "connect_timeout": "10",
-    "keepalives_idle": "15",
-    "keepalives_interval": "5",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
-}
-
-
-def watchful(dsn: str, name: str) -> str:
-    """Return a connection string that notices a dead network, and has a name; what `dsn` says stays.
-
-    Raises PgqueBadArgument when it is not a connection string.
-    """
-    try:
-        given = conninfo_to_dict(dsn)
-    except psycopg.ProgrammingError as error:
-        raise PgqueBadArgument(f"not a connection string: {error}") from error
-    added = {key: value for key, value in _WATCHFUL.items() if key not in given}
-    return make_conninfo(dsn, fallback_application_name=name[:63], **added)
 
 
 # No call may fail before the answer is known: it would abort the caller's transaction. So look the function

@@ -1,4 +1,4 @@
-"""Workers in processes: started, started anew when killed, and told to stop."""
+"""The processes of a worker: started, restarted when they are killed, and stopped."""
 
 from __future__ import annotations
 
@@ -10,22 +10,47 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from . import _otel
+from ._handlers import Handlers
+from ._stopper import Stopper
 from .errors import PgqueError
 from .types import Message, Seconds
 
-if TYPE_CHECKING:
-    from .workers import Worker
-
 log = logging.getLogger("pgque.worker")
 
-# Seconds between starts of a process that does not live longer than that.
-_PAUSE = 1.0
+# Least seconds between two starts in one place, so that a process which fails at once is not a busy loop.
+_RESTART_INTERVAL = 1.0
 
 # Seconds that a process has beyond its `shutdown_timeout`, before it is killed.
-_MARGIN = 5.0
+_KILL_MARGIN = 5.0
+
+
+class ProcessWorker(Protocol):
+    """A worker that can run in several processes, with the settings that each of them gets."""
+
+    dsn: str
+    queue: str
+    consumer: str
+    concurrency: int
+    use: Literal["threads", "processes"]
+    prefetch: int
+    min_interval: float
+    visibility_timeout: Seconds
+    retry_after: Seconds | None
+    archive: bool
+    unknown_handler_policy: Literal["nack", "ack"]
+    worker: str
+    shutdown_timeout: float
+    _handlers: Handlers[Callable[[Message], object]]
+    _stopper: Stopper
+
+    def run(self) -> None:
+        """Work until `stop()`."""
+
+    def stop(self) -> None:
+        """Make `run` return."""
 
 
 class _Settings(TypedDict):
@@ -41,19 +66,22 @@ class _Settings(TypedDict):
     shutdown_timeout: float
 
 
-class _Child:
-    """Hold one place for a process, and the process in it."""
+class _Place:
+    """One of the places for a process, and the process in it."""
 
-    def __init__(self, worker: Worker, number: int) -> None:
+    def __init__(
+        self, worker_class: Callable[..., ProcessWorker], worker: ProcessWorker, number: int
+    ) -> None:
+        self._worker_class = worker_class
         self._worker = worker
         self._number = number
         self._started_at = float("-inf")
         self.process: BaseProcess | None = None
-        self._news: Connection | None = None
+        self._errors: Connection | None = None
 
     def start_if_due(self) -> None:
         """Start a process, unless one runs or was started a moment ago."""
-        if self.process is not None or time.monotonic() - self._started_at < _PAUSE:
+        if self.process is not None or time.monotonic() - self._started_at < _RESTART_INTERVAL:
             return
         worker = self._worker
         settings = _Settings(
@@ -69,66 +97,73 @@ class _Child:
             shutdown_timeout=worker.shutdown_timeout,
         )
         context = multiprocessing.get_context("spawn")
-        self._news, theirs = context.Pipe(duplex=False)
+        self._errors, sending = context.Pipe(duplex=False)
         self.process = context.Process(
-            target=_work,
-            args=(worker.dsn, settings, worker._handlers, _otel.is_enabled(), theirs),
+            target=_run,
+            args=(
+                self._worker_class,
+                worker.dsn,
+                settings,
+                worker._handlers.by_type,
+                _otel.is_enabled(),
+                sending,
+            ),
             name=f"pgque worker {self._number}",
         )
         self.process.start()
         self._started_at = time.monotonic()
-        theirs.close()
+        sending.close()
 
-    def look(self) -> PgqueError | None:
-        """Clear the place of a process that has ended, and return the error that it gave up for."""
-        if self.process is None or self.process.is_alive() or self._news is None:
+    def clear_if_ended(self) -> PgqueError | None:
+        """Clear the place of a process that has ended, and return the error that ended it."""
+        if self.process is None or self.process.is_alive() or self._errors is None:
             return None
         self.process.join()
         error: PgqueError | None = None
-        if self._news.poll():
+        if self._errors.poll():
             try:
-                error = self._news.recv()
+                error = self._errors.recv()
             except EOFError:
                 if self.process.exitcode != 0:
                     log.warning("%s ended with %s", self.process.name, self.process.exitcode)
-        self._news.close()
+        self._errors.close()
         self.process.close()
         self.process = None
         return error
 
 
-def supervise(worker: Worker) -> None:
-    """Run as many processes as the worker has hands, until it is told to stop.
+def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker) -> None:
+    """Run `concurrency` processes with a worker of the class in each, until `worker` is stopped.
 
-    Raises TypeError for handlers that a process cannot import, and the PgqueError that one gave up for.
+    Raises TypeError for handlers that a process cannot import, and the PgqueError that ended a process.
     """
     try:
-        pickle.dumps(worker._handlers)
+        pickle.dumps(worker._handlers.by_type)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"handlers in processes must be functions of a module: {error}") from error
     stopper = worker._stopper
-    children = [_Child(worker, number) for number in range(1, worker.concurrency + 1)]
+    places = [_Place(worker_class, worker, number) for number in range(1, worker.concurrency + 1)]
     failed: PgqueError | None = None
     try:
         while not stopper.is_set() and failed is None:
-            for child in children:
-                failed = failed or child.look()
+            for place in places:
+                failed = failed or place.clear_if_ended()
                 if failed is None:
-                    child.start_if_due()
-            sentinels = [child.process.sentinel for child in children if child.process is not None]
-            wait([*sentinels, *stopper.waitables()], 0.2 if len(sentinels) < len(children) else None)
+                    place.start_if_due()
+            sentinels = [place.process.sentinel for place in places if place.process is not None]
+            wait([*sentinels, *stopper.waitables()], 0.2 if len(sentinels) < len(places) else None)
     finally:
-        _end([child.process for child in children if child.process is not None], worker.shutdown_timeout)
-        for child in children:
-            failed = failed or child.look()
+        _end([place.process for place in places if place.process is not None], worker.shutdown_timeout)
+        for place in places:
+            failed = failed or place.clear_if_ended()
     if failed is not None:
         raise failed
 
 
-def _end(processes: list[BaseProcess], patience: float) -> None:
+def _end(processes: list[BaseProcess], shutdown_timeout: float) -> None:
     for process in processes:
         process.terminate()
-    deadline = time.monotonic() + patience + _MARGIN
+    deadline = time.monotonic() + shutdown_timeout + _KILL_MARGIN
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
@@ -137,29 +172,28 @@ def _end(processes: list[BaseProcess], patience: float) -> None:
             process.join()
 
 
-def _work(
+def _run(
+    worker_class: Callable[..., ProcessWorker],
     dsn: str,
     settings: Mapping[str, object],
     handlers: Mapping[str, Callable[[Message], object]],
     with_opentelemetry: bool,
-    news: Connection,
+    errors: Connection,
 ) -> None:
-    """Be one of the processes."""
-    from .workers import Worker
-
+    """Run a worker in this process, and send the error that ends it through the pipe."""
     if with_opentelemetry:
         _otel.enable_opentelemetry()
-    worker = Worker(dsn, concurrency=1, **settings)  # type: ignore[arg-type]
+    worker = worker_class(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
-        worker.handler(type_)(handler)
+        worker._handlers.register(type_)(handler)
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()
     try:
         worker.run()
     except PgqueError as error:
-        news.send(error)
+        errors.send(error)
 
 
-def _stop_without_parent(worker: Worker) -> None:
+def _stop_without_parent(worker: ProcessWorker) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -1,7 +1,6 @@
-"""How a consumer waits, and how it is told to stop: once for threads, once for asyncio, with the same
-names.
+"""Waiting for notifications, and stopping: with the same names for threads and for asyncio.
 
-Both wake at once from `set()`, which may be called from any thread and from a signal handler.
+`set()` ends a wait at once, and may be called from any thread and from a signal handler.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from types import FrameType
 import psycopg
 from psycopg import AsyncConnection, Connection
 
-from ._hands import call, call_async
+from ._handlers import call, call_async
 
-# After a stop, a batch is given this long to be finished, in seconds; then it is handed back.
+# Seconds after a stop in which a consumer may finish its batch; then the batch is redelivered.
 GRACE = 0.5
 
 # Seconds between checks whether something takes too long after a stop.
-_CHECK = 0.1
+_CHECK_INTERVAL = 0.1
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -45,16 +44,16 @@ def _drain_notifications(conn: Connection[object] | AsyncConnection[object]) -> 
         pass
 
 
-class _Breaker:
-    """Break a connection that is still in use some seconds after a stop: a lock or a server that does not
-    answer may keep it for any time."""
+class _StopDeadline:
+    """Shut down a connection that is still in use some seconds after a stop: a lock or a server that does
+    not answer may keep it for any time."""
 
-    _LONGEST_CANCEL = 0.3  # seconds
+    _CANCEL_TIMEOUT = 0.3  # seconds
 
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._stopped_at = 0.0
-        self._breaking = threading.Lock()
+        self._shutting_down = threading.Lock()
         self._bound: tuple[Connection[object] | AsyncConnection[object], float] | None = None
         self._timer: threading.Timer | None = None
 
@@ -66,19 +65,21 @@ class _Breaker:
         return time.monotonic() - self._stopped_at if self._stop.is_set() else 0.0
 
     def out_of_time(self) -> bool:
-        """Say whether the time for finishing the batch in hand is over."""
+        """Return whether the time to finish a batch after a stop is over."""
         return self.stopped_for() > GRACE
 
     @contextmanager
-    def breaking(self, conn: Connection[object] | AsyncConnection[object], seconds: float) -> Iterator[None]:
-        """Break the connection if the block runs longer than so many seconds after a stop."""
+    def stop_deadline(
+        self, conn: Connection[object] | AsyncConnection[object], seconds: float
+    ) -> Iterator[None]:
+        """Shut the connection down if the block runs longer than so many seconds after a stop."""
         self._bound = (conn, seconds)
         if self._stop.is_set():
             self._start_timer()
         try:
             yield
         finally:
-            with self._breaking:
+            with self._shutting_down:
                 self._bound = None
             if self._timer is not None:
                 self._timer.cancel()
@@ -93,18 +94,18 @@ class _Breaker:
         bound = self._bound
         if bound is not None:
             conn, seconds = bound
-            self._timer = threading.Timer(max(0.0, seconds - self.stopped_for()), self._break, [conn])
+            self._timer = threading.Timer(max(0.0, seconds - self.stopped_for()), self._shut_down, [conn])
             self._timer.daemon = True
             self._timer.start()
 
-    def _break(self, conn: Connection[object] | AsyncConnection[object]) -> None:
-        with self._breaking:
+    def _shut_down(self, conn: Connection[object] | AsyncConnection[object]) -> None:
+        with self._shutting_down:
             if self._bound is None or self._bound[0] is not conn:
                 return
             with suppress(psycopg.Error, OSError):
                 canceller = threading.Thread(target=_cancel, args=[conn], daemon=True)
                 canceller.start()  # so that the server does not wait on
-                canceller.join(self._LONGEST_CANCEL)
+                canceller.join(self._CANCEL_TIMEOUT)
                 with socket.socket(fileno=os.dup(conn.fileno())) as same:
                     same.shutdown(socket.SHUT_RDWR)
 
@@ -114,7 +115,7 @@ def _cancel(conn: Connection[object] | AsyncConnection[object]) -> None:
         conn.cancel()
 
 
-class Stopper(_Breaker):
+class Stopper(_StopDeadline):
     """Wait for notifications, and stop, in a thread."""
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ class Stopper(_Breaker):
         """Sleep, or less when stopped."""
         self._stop.wait(seconds)
 
-    def rest(self, seconds: float) -> None:
+    def sleep_to_end(self, seconds: float) -> None:
         """Sleep, stopped or not."""
         time.sleep(seconds)
 
@@ -188,7 +189,7 @@ class Stopper(_Breaker):
         def wait() -> None:
             thread.start()
             while thread.is_alive():
-                thread.join(_CHECK)
+                thread.join(_CHECK_INTERVAL)
                 if self.stopped_for() > seconds:
                     raise HandlerInterrupted("the time after the stop is over")
 
@@ -254,7 +255,7 @@ class Stopper(_Breaker):
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-class AsyncStopper(_Breaker):
+class AsyncStopper(_StopDeadline):
     """Wait for notifications, and stop, in an event loop. Everything but `set` and `is_set` belongs to that
     loop."""
 
@@ -290,7 +291,7 @@ class AsyncStopper(_Breaker):
             self._wake.clear()  # by `wake`, which is for `wait`
             await self._wait_for_wake(left)
 
-    async def rest(self, seconds: float) -> None:
+    async def sleep_to_end(self, seconds: float) -> None:
         """Sleep, stopped or not."""
         await asyncio.sleep(seconds)
 
@@ -351,7 +352,7 @@ class AsyncStopper(_Breaker):
 
         async def watch() -> None:
             while self.stopped_for() <= max(seconds, GRACE):  # noqa: ASYNC110
-                await asyncio.sleep(_CHECK)
+                await asyncio.sleep(_CHECK_INTERVAL)
             self._interrupt()
 
         watching = asyncio.ensure_future(watch())
@@ -403,12 +404,12 @@ class AsyncStopper(_Breaker):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        with _signals.told_to(self):
+        with _signals.forwarded_to(self):
             yield
 
 
 class _Signals:
-    """Tell all that run in the event loop of the main thread of signals.
+    """Forward signals to all that run in the event loop of the main thread.
 
     By signal.signal and not by the loop, which has one handler for a signal: if the program gave it one, that
     is called as well.
@@ -418,26 +419,26 @@ class _Signals:
         self._stoppers: list[AsyncStopper] = []
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
-    def _tell(self, signum: int, frame: FrameType | None) -> None:
+    def _forward(self, signum: int, frame: FrameType | None) -> None:
         for stopper in self._stoppers:
             stopper.stop_by_signal()
 
     @contextmanager
-    def told_to(self, stopper: AsyncStopper) -> Iterator[None]:
+    def forwarded_to(self, stopper: AsyncStopper) -> Iterator[None]:
         for number in SIGNALS:
-            if signal.getsignal(number) != self._tell:
-                self._before[number] = signal.signal(number, self._tell)
+            if signal.getsignal(number) != self._forward:
+                self._before[number] = signal.signal(number, self._forward)
         self._stoppers.append(stopper)
         try:
             yield
         finally:
             self._stoppers.remove(stopper)
             if not self._stoppers:
-                self._put_back()
+                self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._tell:
+            if signal.getsignal(number) == self._forward:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
 

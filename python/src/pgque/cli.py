@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
-from . import cli_health, cli_operate, cli_work
+from . import cli_health, cli_messaging, cli_operate
 from ._cli import (
     EXIT_CODES,
-    NOTHING,
+    EXIT_NOTHING,
     as_dict,
     confirm,
     dsn_option,
@@ -141,7 +141,7 @@ def status(dsn: str, as_json: bool) -> None:
         print_table("Status", parts)
         cli_health.print_checks([check for check in cli_health.worst_first(checks) if check.status != "ok"])
     if any(check.status == "fail" for check in checks):
-        sys.exit(NOTHING)
+        sys.exit(EXIT_NOTHING)
 
 
 _QUEUE_COLUMNS = ("queue_name", "ev_new", "ev_per_sec", "ticker_lag", "queue_paused", "last_tick_id")
@@ -191,7 +191,7 @@ def demo(dsn: str, server: str, workers: int | None, path: Path | None, keep: bo
     sys.exit(run_demo(dsn=dsn, server=server, workers=workers, path=path, keep=keep))
 
 
-for _command in [*cli_work.COMMANDS, *cli_operate.COMMANDS, *cli_health.COMMANDS]:
+for _command in [*cli_messaging.COMMANDS, *cli_operate.COMMANDS, *cli_health.COMMANDS]:
     main.add_command(_command)
 
 

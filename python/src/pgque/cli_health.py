@@ -13,14 +13,14 @@ from datetime import timedelta
 
 import click
 
-from ._cli import NOTHING, as_dict, dsn_option, dump, echo, length_option
+from ._cli import EXIT_NOTHING, as_dict, dsn_option, dump, echo, length_option
 from .client import PgqueClient, connect
 from .errors import PgqueError
 from .types import HealthCheck
 
-WARNINGS = 4
-PAUSE = 5.0  # seconds between two looks of --watch
-NARROWEST = 40  # characters a line, however narrow the terminal is
+EXIT_WARNINGS = 4
+WATCH_INTERVAL = 5.0  # seconds between two checks of --watch
+MIN_WIDTH = 40  # characters a line, however narrow the terminal is
 
 # -- the advice of health() as commands ---------------------------------------
 
@@ -85,12 +85,12 @@ def worst_first(checks: Sequence[HealthCheck]) -> list[HealthCheck]:
 
 def _exit_code(checks: Sequence[HealthCheck]) -> int:
     found = {check.status for check in checks}
-    return NOTHING if "fail" in found else WARNINGS if "warn" in found else 0
+    return EXIT_NOTHING if "fail" in found else EXIT_WARNINGS if "warn" in found else 0
 
 
 def print_checks(checks: Sequence[HealthCheck]) -> None:
     """Print the checks with their advice, wrapped at the terminal's width."""
-    width = max(shutil.get_terminal_size().columns, NARROWEST)
+    width = max(shutil.get_terminal_size().columns, MIN_WIDTH)
 
     def wrapped(text: str, indent: str) -> None:
         echo(
@@ -116,7 +116,7 @@ def print_checks(checks: Sequence[HealthCheck]) -> None:
 @dsn_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--all", "everything", is_flag=True, help="Show also the checks that are ok.")
-@click.option("--watch", is_flag=True, help=f"Look again every {PAUSE:.0f} seconds, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help=f"Look again every {WATCH_INTERVAL:.0f} seconds, until Ctrl-C.")
 def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
     """Show what is wrong, the worst first, and the commands that mend it.
 
@@ -124,7 +124,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
     """
     code = 0
 
-    def look() -> int:
+    def show() -> int:
         with connect(dsn) as client:
             found = worst_first(client.health())
         shown = [check for check in found if everything or check.status != "ok"]
@@ -143,7 +143,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
     try:
         while True:
             try:
-                code = look()
+                code = show()
             except PgqueError as error:
                 if not watch:
                     raise
@@ -151,7 +151,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
                 echo(f"pgque: {error}", err=True)
             if not watch:
                 break
-            time.sleep(PAUSE)
+            time.sleep(WATCH_INTERVAL)
     except KeyboardInterrupt:
         pass
     sys.exit(code)
@@ -185,7 +185,7 @@ def start(dsn: str, wait: timedelta) -> None:
         found = next(check for check in client.health() if check.check_name == "ticker")
     echo(f"pgque: the ticker is scheduled and does not run{' all the time' if runs else ''}", err=True)
     print_checks([found])
-    sys.exit(NOTHING)
+    sys.exit(EXIT_NOTHING)
 
 
 @click.command()

@@ -330,7 +330,7 @@ class PgqueClient:
         Calls `pgque.ack`."""
         if msgs is None:
             return self._value(int, "select pgque.ack(%(batch)s::bigint)", {"batch": batch_id})
-        return self._settle("ack", batch_id, msgs)
+        return self._report("ack", batch_id, msgs)
 
     def finish_batch(self, batch_id: int) -> int:
         """Finish a batch: 1, or 0 when it was not open. Calls `pgque.finish_batch`, the same under PgQ's
@@ -372,7 +372,7 @@ class PgqueClient:
             "reason": ("text", _encode.reason_text(reason, self._conn)),
         }
         if not isinstance(msg, (Message, int)):
-            return self._settle("nack", batch_id, msg, options)
+            return self._report("nack", batch_id, msg, options)
         sql, params = _encode.arguments(options)
         return self._value(
             int,
@@ -388,16 +388,16 @@ class PgqueClient:
         """Give messages up, the way of the queue's `drop_policy`, without more retries. Calls
         `pgque.dead`."""
         text = _encode.reason_text(reason, self._conn)
-        return self._settle("dead", batch_id, msgs, {"reason": ("text", text)})
+        return self._report("dead", batch_id, msgs, {"reason": ("text", text)})
 
     def archive(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> list[Outcome]:
         """Finish messages of a batch, or all, and keep them in the archive. Calls `pgque.archive`."""
-        return self._settle("archive", batch_id, msgs)
+        return self._report("archive", batch_id, msgs)
 
     def release(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> int:
         """Hand messages of a worker's batch back, or all, to come again at once; return their count. Calls
         `pgque.release`."""
-        sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.some_ids(msgs))})
+        sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.ids_or_none(msgs))})
         return self._value(
             int, f"select pgque.release(%(batch)s::bigint{sql})", {"batch": batch_id, **params}
         )
@@ -425,11 +425,17 @@ class PgqueClient:
             {"batch": batch_id, "to": _encode.interval(seconds)},
         )
 
-    def peek(self, queue: str, n: int = 10) -> list[Message]:
-        """Return up to `n` messages of a queue without taking them. Calls `pgque.peek`."""
+    def peek(self, queue: str, n: int = 10, *, consumer: str | None = None) -> list[Message]:
+        """Return the next `n` messages that a consumer has not finished, without receiving them. Calls
+        `pgque.peek`.
+
+        Without `consumer` they are those of the slowest consumer. Retries are among them when they are due.
+        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument for an `n` below 1.
+        """
+        sql, params = _encode.arguments({"consumer_name": ("text", consumer)})
         return self._rows(
-            f"select {_MESSAGE} from pgque.peek(%(queue)s::text, %(n)s::int) as m",
-            {"queue": queue, "n": n},
+            f"select {_MESSAGE} from pgque.peek(%(queue)s::text, %(n)s::int{sql}) as m",
+            {"queue": queue, "n": n, **params},
             Message,
         )
 
@@ -920,14 +926,16 @@ class PgqueClient:
             if idle and not self._conn.closed and not self._conn.autocommit:
                 self._conn.rollback()  # nothing but the two look-ups was in it
 
-    def _settle(
+    def _report(
         self,
         function: str,
         batch_id: int,
         msgs: Sequence[MessageOrId] | None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> list[Outcome]:
-        sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.some_ids(msgs)), **(options or {})})
+        sql, params = _encode.arguments(
+            {"msg_ids": ("bigint[]", _encode.ids_or_none(msgs)), **(options or {})}
+        )
         return self._rows(
             f"select {columns(Outcome, 'o')} from pgque.{function}(%(batch)s::bigint{sql}) as o",
             {"batch": batch_id, **params},

@@ -167,7 +167,7 @@ def prepare_threshold() -> int | None:
     return None if _behind_pooler.is_set() else 5
 
 
-def of_pooler(error: BaseException | None) -> psycopg.Error | None:
+def pooler_error(error: BaseException | None) -> psycopg.Error | None:
     """Return the error of a prepared statement that was not kept, if this is one or was raised from one."""
     while error is not None:
         if isinstance(error, psycopg.Error) and error.sqlstate in _POOLER_STATES:
@@ -203,7 +203,7 @@ _PERMANENT = (
 )
 
 
-_LONGEST = 2000  # characters of an error's text that are kept
+_MAX_ERROR_TEXT = 2000  # characters of an error's text that are kept
 
 
 def described(error: BaseException) -> str:
@@ -212,7 +212,7 @@ def described(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "its text cannot be read"
-    return f"{type(error).__name__}: {text}"[:_LONGEST]
+    return f"{type(error).__name__}: {text}"[:_MAX_ERROR_TEXT]
 
 
 def one_line(error: PgqueError) -> str:

@@ -8,7 +8,7 @@ from ._encode import interval
 from .errors import PgqueBadArgument, described
 from .types import Seconds
 
-_LONGEST = timedelta(days=3650)
+_MAX_RETRY_AFTER = timedelta(days=3650)
 
 
 def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | None:
@@ -20,7 +20,7 @@ def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | No
         length = interval(after)
     except (OverflowError, TypeError, ValueError):
         length = timedelta(-1)
-    if length is not None and not timedelta(0) <= length <= _LONGEST:
+    if length is not None and not timedelta(0) <= length <= _MAX_RETRY_AFTER:
         raise PgqueBadArgument(f"{name} must be from 0 seconds to ten years, not {after!r}")
     return length
 

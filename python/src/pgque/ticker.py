@@ -15,8 +15,8 @@ from pathlib import Path
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from ._encode import watchful
-from ._retry import pauses
+from ._backoff import pauses
+from ._dsn import with_keepalives
 from .client import PgqueClient
 from .errors import PgqueError, from_psycopg, is_permanent, one_line
 
@@ -24,10 +24,10 @@ log = logging.getLogger("pgque.ticker")
 
 # `ticker_loop` runs for just under a minute. One that comes back sooner found another ticker at work, or
 # was told to stop.
-_SHORTEST_RUN = 1.0
+_MIN_RUN = 1.0
 
 # Longest pause between attempts to reach the database, in seconds.
-_LONGEST_PAUSE = 5.0
+_MAX_PAUSE = 5.0
 
 
 _UNIT = """\
@@ -95,11 +95,11 @@ def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:
     """
     stopped = stop or threading.Event()
 
-    growing = pauses(_LONGEST_PAUSE)
+    growing = pauses(_MAX_PAUSE)
     while not stopped.is_set():
         try:
             _tick(dsn, stopped)
-            growing = pauses(_LONGEST_PAUSE)
+            growing = pauses(_MAX_PAUSE)
         except PgqueError as error:
             if is_permanent(error):
                 raise
@@ -114,7 +114,7 @@ def _tick(dsn: str, stop: threading.Event) -> None:
     error."""
     began = time.monotonic()
     try:
-        with PgqueClient.connect(watchful(dsn, "pgque ticker"), autocommit=True) as client:
+        with PgqueClient.connect(with_keepalives(dsn, "pgque ticker"), autocommit=True) as client:
             client.conn.execute("set statement_timeout = 0")
             log.info("ticking, pgque %s", client.version())
             finished = threading.Event()
@@ -124,8 +124,8 @@ def _tick(dsn: str, stop: threading.Event) -> None:
                 while not stop.is_set():
                     called = time.monotonic()
                     client.conn.execute("call pgque.ticker_loop()")
-                    if time.monotonic() - called < _SHORTEST_RUN:
-                        stop.wait(_SHORTEST_RUN)
+                    if time.monotonic() - called < _MIN_RUN:
+                        stop.wait(_MIN_RUN)
             finally:
                 finished.set()
                 stopping = stop.is_set()
@@ -135,7 +135,7 @@ def _tick(dsn: str, stop: threading.Event) -> None:
         if stop.is_set():
             return
         error = fault if isinstance(fault, PgqueError) else from_psycopg(fault)
-        if is_permanent(error) or time.monotonic() - began < _SHORTEST_RUN:
+        if is_permanent(error) or time.monotonic() - began < _MIN_RUN:
             if error is fault:
                 raise
             raise error from fault

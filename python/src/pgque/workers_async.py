@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -20,24 +19,18 @@ import psycopg
 from psycopg import AsyncCursor
 from psycopg.rows import args_row
 
-from . import _encode, _otel, _work
+from . import _batches, _encode, _otel
+from ._batches import Batch, MessageOutcome, Refused, Statement
+from ._concurrency import AsyncLock, TaskPool, run_worker_async
+from ._connection_async import Progress, keep_connected, open_client
 from ._decode import reading
-from ._hands import (
-    AsyncHands,
-    AsyncLock,
-    Unmatched,
-    call_async,
-    check_async_handler,
-    check_some,
-    check_type,
-    serve_async,
-)
-from ._retry import FIRST_PAUSE
+from ._handlers import Handlers, call_async, check_async_handler
+from ._listen_async import TickWatch, listen
+from ._min_interval import check_min_interval, next_receive_at
+from ._queue_settings import QueueSettings
 from ._stopper import AsyncStopper, HandlerInterrupted
-from ._work import Batch, Call, QueueSettings, Refused, Verdict
 from .client_async import AsyncPgqueClient
-from .consumer_async import TickWatch, keep_connected, listen
-from .errors import PgqueError, from_psycopg, is_permanent, one_line
+from .errors import PgqueError, from_psycopg, one_line
 from .outcomes import HandlerOutcome, retry_interval
 from .types import Event, Message, Payload, Seconds
 
@@ -47,31 +40,31 @@ M = TypeVar("M", bound=Message)
 
 log = logging.getLogger("pgque.worker")
 
-# Retries and lapsed messages are not announced, so the queue is looked at this often, in seconds.
-_LONGEST_WAIT = 1.0
+# Retries and expired leases are not notified, so the queue is polled this often, in seconds.
+_POLL_INTERVAL = 1.0
 
-# Outcomes of a batch that is not finished are told to the server after so many seconds.
-_LONGEST_SECRET = 1.0
+# Outcomes of a batch that is not finished are reported after so many seconds.
+_REPORT_INTERVAL = 1.0
 
-# Seconds beyond the end in which the server has to answer what it is told last.
-_LAST_WORD = 1.0
+# Seconds beyond the time of a stop in which the server has to answer the last report.
+_LAST_REPORT_TIMEOUT = 1.0
 
-# Batches that are handled within the first grow up to the worker's `prefetch`; those that take longer than
-# the second shrink.
-_QUICK, _SLOW = 0.2, 1.0
+# In seconds: batches that are handled within the first grow up to the worker's `prefetch`; those that take
+# longer than the second shrink.
+_QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
 
-_ACK = Verdict("ack")
-_ARCHIVE = Verdict("archive")
-_RELEASE = Verdict("release")
+_ACK = MessageOutcome("ack")
+_ARCHIVE = MessageOutcome("archive")
+_RELEASE = MessageOutcome("release")
 
 
 @dataclass(slots=True, eq=False)
-class _Hold:
-    """Lead from a message to the batch that it came in."""
+class _Delivery:
+    """A batch that a loop over messages received, which each of its messages refers to."""
 
     queue: AsyncWorkQueue
     batch: Batch[AsyncWorkMessage] | None = None
-    waiting: list[int] = field(default_factory=list)  # ids of what was not given yet
+    undelivered: list[int] = field(default_factory=list)  # ids of messages the loop has not yielded
 
     def message(self, *row: object) -> AsyncWorkMessage:
         return AsyncWorkMessage(*row, self)  # type: ignore[arg-type, call-arg]
@@ -81,44 +74,44 @@ class _Hold:
 class AsyncWorkMessage(Message):
     """Hold a message that `AsyncWorkQueue.messages` gave, with its possible outcomes.
 
-    Each outcome is told to the server at once, and returns whether it counts: False when the message has an
-    outcome already, or was lost because its visibility timeout had passed.
+    Each outcome is reported to the server at once, and returns whether it counts: False when the message has
+    an outcome already, or was lost because its visibility timeout had passed.
     """
 
-    _hold: _Hold | None = field(default=None, repr=False, compare=False)
+    _delivery: _Delivery | None = field(default=None, repr=False, compare=False)
 
     async def ack(self) -> bool:
         """Say that the message is done. Calls `pgque.ack`."""
-        return await self._settle(_ACK)
+        return await self._report(_ACK)
 
     async def archive(self) -> bool:
         """Say that the message is done, and keep it in the archive. Calls `pgque.archive`."""
-        return await self._settle(_ARCHIVE)
+        return await self._report(_ARCHIVE)
 
     async def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
         """Have the message come again after so many seconds; None leaves that to the queue. Calls
         `pgque.nack`. Raises PgqueBadArgument for a negative length of time, or one over ten years."""
-        return await self._settle(Verdict("nack", retry_interval(after), reason))
+        return await self._report(MessageOutcome("nack", retry_interval(after), reason))
 
     async def dead(self, reason: str | None = None) -> bool:
         """Give the message up, without more retries. Calls `pgque.dead`."""
-        return await self._settle(Verdict("dead", None, reason))
+        return await self._report(MessageOutcome("dead", None, reason))
 
     async def release(self) -> bool:
         """Hand the message back for any worker, at once. Calls `pgque.release`."""
-        return await self._settle(_RELEASE)
+        return await self._report(_RELEASE)
 
     async def extend(self, seconds: Seconds) -> bool:
         """Hide the messages of this batch for so many seconds more; False when they are lost. Calls
         `pgque.extend`."""
-        if self._hold is None:
+        if self._delivery is None:
             raise PgqueError("this message was not received from a work queue")
-        return await self._hold.queue._extend(self.batch_id, seconds)
+        return await self._delivery.queue._extend(self.batch_id, seconds)
 
-    async def _settle(self, verdict: Verdict) -> bool:
-        if self._hold is None or self._hold.batch is None:
+    async def _report(self, outcome: MessageOutcome) -> bool:
+        if self._delivery is None or self._delivery.batch is None:
             raise PgqueError("this message was not received from a work queue")
-        return await self._hold.queue._settle(self._hold.batch, self.msg_id, verdict)
+        return await self._delivery.queue._report(self._delivery.batch, self.msg_id, outcome)
 
 
 class AsyncWorkQueue:
@@ -150,7 +143,7 @@ class AsyncWorkQueue:
         self._stopper = AsyncStopper()
         # Of the connection: a loop that was left by `break` is closed by asyncio, in a task of its own.
         self._lock = AsyncLock()
-        self._holds: set[_Hold] = set()  # of the loops that stand at a message
+        self._deliveries: set[_Delivery] = set()  # of the loops that stand at a message
 
     async def __aenter__(self) -> AsyncWorkQueue:
         return self
@@ -166,8 +159,8 @@ class AsyncWorkQueue:
     async def close(self) -> None:
         """Hand back what `messages` received and did not give, and close the connection."""
         if self._client is not None:
-            for hold in list(self._holds):
-                await self._hand_back(hold)
+            for delivery in list(self._deliveries):
+                await self._end_delivery(delivery)
             await self._client.close()
 
     async def send(
@@ -236,10 +229,10 @@ class AsyncWorkQueue:
         """Give messages one at a time, as they come. Calls `pgque.receive`.
 
         A message is acked when the next one is asked for, unless an outcome was chosen for it: `ack`,
-        `nack`, `dead`, `release` or `archive`. These acks are told to the server together, after a second
-        or at the end of a batch. A loop that is left by `break` or an exception does not ack its last
+        `nack`, `dead`, `release` or `archive`. These acks are reported together, after a second or
+        at the end of a batch. A loop that is left by `break` or an exception does not ack its last
         message, which comes again when its visibility timeout has passed; messages that were received but
-        not given yet are handed back then.
+        not given yet are released then.
 
         The visibility timeout is extended between messages; for one that may take longer than that
         call its `extend`.
@@ -247,7 +240,7 @@ class AsyncWorkQueue:
         Args:
             worker: name of this worker; without it one that no other has.
             max_messages: most messages received in one call.
-            visibility_timeout: seconds until messages that are not settled go to others; None is the
+            visibility_timeout: seconds until messages without an outcome go to others; None is the
                 queue's setting.
             timeout: seconds without a message after which the loop ends; None waits for ever, 0 ends it
                 when the queue is empty.
@@ -256,79 +249,80 @@ class AsyncWorkQueue:
         """
         if self.consumer is None:
             raise ValueError("to receive, a work queue needs the name of its consumer")
-        name = worker or _work.worker_name()
+        name = worker or _batches.worker_name()
         async with self._lock:
             client = await self._listen()
             if visibility_timeout is None:
                 visibility_timeout = await _default_timeout(client, self.queue)
         waiting_since = time.monotonic()
-        hold: _Hold | None = None
+        delivery: _Delivery | None = None
         try:
             while True:
-                following = _Hold(self)
-                taking = _work.take(self.queue, self.consumer, name, max_messages, visibility_timeout)
+                following = _Delivery(self)
+                receive = _batches.receive(self.queue, self.consumer, name, max_messages, visibility_timeout)
                 async with self._lock:
                     asked_at = time.monotonic()
                     self._notified = False
-                    batches = [hold.batch] if hold is not None and hold.batch is not None else []
-                    taken = await _tell(client, batches, taking, following.message)
-                    self._holds.discard(hold)
-                    hold = None
-                    if not taken:
-                        patience = _LONGEST_WAIT
+                    finished = [delivery.batch] if delivery is not None and delivery.batch is not None else []
+                    received = await _report_and_receive(client, finished, receive, following.message)
+                    self._deliveries.discard(delivery)
+                    delivery = None
+                    if not received:
+                        pause = _POLL_INTERVAL
                         if timeout is not None:
-                            patience = min(patience, waiting_since + timeout - time.monotonic())
-                        if patience <= 0:
+                            pause = min(pause, waiting_since + timeout - time.monotonic())
+                        if pause <= 0:
                             return
                         if not self._notified:
-                            await _wait(self._stopper, client, patience)
+                            await _wait(self._stopper, client, pause)
                         continue
-                hold = following
-                batch = hold.batch = Batch(taken, asked_at)
-                hold.waiting = [message.msg_id for message in reversed(taken)]
-                self._holds.add(hold)
-                for message in taken:
+                delivery = following
+                batch = delivery.batch = Batch(received, asked_at)
+                delivery.undelivered = [message.msg_id for message in reversed(received)]
+                self._deliveries.add(delivery)
+                for message in received:
                     async with self._lock:
-                        if not await _extended(client, batch, visibility_timeout):
+                        if not await _extend_if_due(client, batch, visibility_timeout):
                             break
-                    hold.waiting.pop()
+                    delivery.undelivered.pop()
                     yield message
-                    if batch.holds(message.msg_id):
-                        batch.decide([message.msg_id], _ACK)
-                    if time.monotonic() - batch.told_at > _LONGEST_SECRET:
+                    if batch.is_open(message.msg_id):
+                        batch.record([message.msg_id], _ACK)
+                    if time.monotonic() - batch.reported_at > _REPORT_INTERVAL:
                         async with self._lock:
-                            await _tell(client, [batch], None, hold.message)
+                            await _report_and_receive(client, [batch], None, delivery.message)
                 waiting_since = time.monotonic()
         except BaseException:  # GeneratorExit too
-            if hold is not None:
-                await self._hand_back(hold)
+            if delivery is not None:
+                await self._end_delivery(delivery)
             raise
 
-    async def _hand_back(self, hold: _Hold) -> None:
-        """Tell what is known of a batch, and release what was not given; once. Connects again if that is
-        needed."""
+    async def _end_delivery(self, delivery: _Delivery) -> None:
+        """Report the outcomes of a batch, and release the messages that the loop has not yielded; once.
+        Connects again if that is needed."""
         async with self._lock:
-            if hold not in self._holds or hold.batch is None:
+            if delivery not in self._deliveries or delivery.batch is None:
                 return
-            hold.batch.decide(hold.waiting, _RELEASE)
+            batch = delivery.batch
+            batch.record(delivery.undelivered, _RELEASE)
             try:
-                if hold.batch.has_verdicts:
+                if batch.has_outcomes:
                     client = await self._connected()
                     stopper = AsyncStopper()
                     stopper.set()
-                    with stopper.breaking(client.conn, _LAST_WORD):  # a lock may keep it for any time
-                        await _tell(client, [hold.batch], None, hold.message)
+                    with stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):  # a lock may keep it
+                        await _report_and_receive(client, [batch], None, delivery.message)
             except PgqueError as error:
-                log.warning("batch %s could not be handed back: %s", hold.batch.batch_id, one_line(error))
+                log.warning("batch %s could not be handed back: %s", batch.batch_id, one_line(error))
                 if self._client is not None:
                     await self._client.close()  # it may be broken
             finally:
-                self._holds.discard(hold)
+                self._deliveries.discard(delivery)
 
     async def _connected(self) -> AsyncPgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = await AsyncPgqueClient.connect(_encode.watchful(self.dsn, name), autocommit=True)
+            self._client = await open_client(self.dsn, name)
         return self._client
 
     async def _listen(self) -> AsyncPgqueClient:
@@ -342,13 +336,14 @@ class AsyncWorkQueue:
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._notified = True
 
-    async def _settle(self, batch: Batch[AsyncWorkMessage], msg_id: int, verdict: Verdict) -> bool:
-        if not batch.holds(msg_id):
+    async def _report(self, batch: Batch[AsyncWorkMessage], msg_id: int, outcome: MessageOutcome) -> bool:
+        if not batch.is_open(msg_id):
             return False
+        statement = _batches.report(batch.batch_id, outcome, [msg_id])
         async with self._lock:
             client = await self._connected()
-            refused, _ = await _trip(client, [_work.settle(batch.batch_id, verdict, [msg_id])], None, Message)
-            batch.drop(msg_id, verdict)
+            refused, _ = await _round_trip(client, [statement], None, Message)
+            batch.mark_message_reported(msg_id, outcome)
         return not refused
 
     async def _extend(self, batch_id: int, seconds: Seconds) -> bool:
@@ -420,9 +415,9 @@ class AsyncWorker:
             )
         if concurrency < 1 or prefetch < 1:
             raise ValueError("concurrency and prefetch must be at least 1")
-        if _work.seconds(visibility_timeout) <= 0:
+        if _encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
-        _work.check_min_interval(min_interval)
+        check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
         self.dsn = dsn
         self.queue = queue
@@ -435,10 +430,11 @@ class AsyncWorker:
         self.retry_after = retry_after
         self.archive = archive
         self.unknown_handler_policy = unknown_handler_policy
-        self.worker = worker or _work.worker_name()
+        self.worker = worker or _batches.worker_name()
         self.shutdown_timeout = shutdown_timeout
-        self._handlers: dict[str, AsyncWorkHandler] = {}
-        self._unmatched = Unmatched(log, consumer, self._handlers)
+        self._handlers: Handlers[AsyncWorkHandler] = Handlers(
+            "Worker", "@worker.handler", check_async_handler, consumer, log
+        )
         self._settings = QueueSettings(queue)
         self._watch = TickWatch(queue, log)
         self._stopper = AsyncStopper()
@@ -446,40 +442,33 @@ class AsyncWorker:
         self._size = min(concurrency, prefetch)
         self._due_at = 0.0  # the earliest time of the next receive, by the monotonic clock
         self._batches: dict[int, Batch[Message]] = {}
-        # What the hands have to say; only the one who runs the session reads it.
-        self._finished: deque[tuple[Batch[Message], int, Verdict | None]] = deque()
+        # Written by the threads or tasks that run handlers, read by the session only; None of a lost batch.
+        self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
         one. Raises TypeError for what cannot be a handler."""
-        check_type(type, "@worker.handler")
-
-        def register(handler: H) -> H:
-            check_async_handler(handler, "Worker")
-            self._handlers[type] = handler
-            return handler
-
-        return register
+        return self._handlers.register(type)
 
     async def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT.
 
         The signals are caught in the main thread only, for all that run there, and their handlers put back
         when the last of them ends; a handler that the program gave to its event loop is called as well. Then
-        no more messages are taken, those that were not started are handed back, and handlers that run have
+        no more messages are taken, those that were not started are released, and handlers that run have
         `shutdown_timeout` seconds to finish.
 
         After a fault of the database the worker connects again, after a growing random pause, for as long
-        as it takes; after a stop for as long as handlers run or have done what was not told yet, and no
+        as it takes; after a stop for as long as handlers run or have outcomes that were not reported, and no
         longer than `shutdown_timeout`, and a second to hand messages back. Raises a PgqueError where trying
         again cannot help: PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right;
         PgqueQueueInUse where the consumer reads on its own; PgqueBadArgument without a handler, unless
         `unknown_handler_policy` is "ack".
         """
-        check_some(self._handlers, self.unknown_handler_policy, "@worker.handler")
+        self._handlers.check_any(self.unknown_handler_policy)
         async with self._stopper.running():
             try:
-                await serve_async(self, self._serve)
+                await run_worker_async(AsyncWorker, self, self._run_here)
             except PgqueError as error:
                 log.error("worker %s of queue %s ends: %s", self.worker, self.queue, one_line(error))
                 raise
@@ -488,234 +477,219 @@ class AsyncWorker:
         """Make `run` finish what is begun and return, for good; callable from any thread."""
         self._stopper.set()
 
-    async def _serve(self) -> None:
-        self._hands = AsyncHands(self.concurrency, self._handle)
+    async def _run_here(self) -> None:
+        """Run the handlers in this process."""
+        self._pool = TaskPool(self.concurrency, self._handle)
         try:
             while not self._is_done():
-                with suppress(HandlerInterrupted):  # it waited for a connection
-                    await keep_connected(self._stopper, self._session, self._is_done)
+                with suppress(HandlerInterrupted):  # while it waited for a connection
+                    await keep_connected(
+                        self._stopper, self._session, queue=self.queue, log=log, is_done=self._is_done
+                    )
         except BaseException:
-            # Cancelled, or an error: tell what is known, and hand back what was not started.
-            self._hand_back()
-            await self._hands.close()
+            # Cancelled, or an error: report the outcomes, and release the messages that were not started.
+            self._release_queued()
+            await self._pool.close()
             with suppress(PgqueError, psycopg.Error, HandlerInterrupted):
-                await self._tell_rest()
+                await self._report_remaining()
             raise
         finally:
-            self._hands.take_back()
-            await self._hands.close()
+            self._pool.cancel_queued()
+            await self._pool.close()
 
-    async def _tell_rest(self) -> None:
-        """Tell the server what is known, over a connection of its own."""
+    async def _report_remaining(self) -> None:
+        """Report the outcomes over a connection of its own."""
         self._collect()
-        told = [batch for batch in self._batches.values() if batch.has_verdicts and not batch.lost]
+        remaining = [batch for batch in self._batches.values() if batch.has_outcomes and not batch.lost]
         self._batches.clear()
-        if told:
+        if remaining:
             stopper = AsyncStopper()
             stopper.set()
-            client = await self._connect(stopper, _LAST_WORD)
+            client = await self._connect(stopper, _LAST_REPORT_TIMEOUT)
             try:
-                with stopper.breaking(client.conn, 2 * _LAST_WORD):
-                    await _tell(client, told, None, Message)
+                with stopper.stop_deadline(client.conn, 2 * _LAST_REPORT_TIMEOUT):
+                    await _report_and_receive(client, remaining, None, Message)
             finally:
                 await client.close()
 
-    async def _session(self) -> None:
-        """Work over one connection.
-
-        A fault before the first answer is raised; a later one ends the session, so that the pauses start
-        small again. What is in hand stays in hand.
-        """
-        worked = False
-        client: AsyncPgqueClient | None = None
+    async def _session(self, progress: Progress) -> None:
+        """Work over one connection. Progress is made with the first step; the batches outlive the session."""
+        client = await self._connect(self._stopper, self.shutdown_timeout)
         try:
-            client = await self._connect(self._stopper, self.shutdown_timeout)
-            with self._stopper.breaking(client.conn, self.shutdown_timeout + _LAST_WORD):
+            with self._stopper.stop_deadline(client.conn, self.shutdown_timeout + _LAST_REPORT_TIMEOUT):
                 client.conn.add_notify_handler(self._on_notify)
                 self._settings = await listen(client, self.queue)
                 while await self._step(client):
-                    worked = True
-        except (PgqueError, psycopg.Error) as fault:
-            error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, self.queue)
-            if not worked or is_permanent(error):
-                if error is fault:
-                    raise
-                raise error from fault
-            log.warning("lost the database, connecting again: %s", one_line(error))
-            await self._stopper.rest(random.uniform(0, FIRST_PAUSE))  # noqa: S311
+                    progress.made = True
         finally:
-            if client is not None:
-                await client.close()
+            await client.close()
 
     async def _connect(self, stopper: AsyncStopper, seconds: float) -> AsyncPgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
-        found: list[AsyncPgqueClient] = []
+        opened: list[AsyncPgqueClient] = []
         given_up = False
 
         async def connect() -> None:
-            dsn = _encode.watchful(self.dsn, f"pgque {self.queue}/{self.worker}")
-            found.append(await AsyncPgqueClient.connect(dsn, autocommit=True))
+            opened.append(await open_client(self.dsn, f"pgque {self.queue}/{self.worker}"))
             if given_up:
-                await found[0].close()
+                await opened[0].close()
 
         try:
             await stopper.give_up_after(seconds, connect)
         except BaseException:
             given_up = True
             raise
-        return found[0]
+        return opened[0]
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._notified = True
 
     async def _step(self, client: AsyncPgqueClient) -> bool:
-        """Tell the server what is known, take more messages if a hand is free, or else wait. False when
+        """Report outcomes, and receive messages if a handler is free; without either, wait. Return False when
         all is done after a stop."""
         stopping = self._stopper.is_set()
         if stopping:
-            self._hand_back()
+            self._release_queued()
         self._collect()
         for batch in list(self._batches.values()):
-            await _extended(client, batch, self.visibility_timeout)
+            await _extend_if_due(client, batch, self.visibility_timeout)
         now = time.monotonic()
         unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
-        has_room = unfinished < self.concurrency and self._hands.waiting() == 0
-        takes = has_room and not stopping and now >= self._due_at
-        told = [
+        has_room = unfinished < self.concurrency and self._pool.queued() == 0
+        receives = has_room and not stopping and now >= self._due_at
+        to_report = [
             batch
             for batch in self._batches.values()
-            if batch.unfinished == 0 or stopping or now - batch.told_at > _LONGEST_SECRET
+            if batch.unfinished == 0 or stopping or now - batch.reported_at > _REPORT_INTERVAL
         ]
-        taken: list[Message] = []
+        received: list[Message] = []
         self._notified = False
-        if takes or any(batch.has_verdicts for batch in told):
-            taking = None
-            if takes:
-                taking = _work.take(
+        if receives or any(batch.has_outcomes for batch in to_report):
+            receive = None
+            if receives:
+                receive = _batches.receive(
                     self.queue, self.consumer, self.worker, self._size, self.visibility_timeout
                 )
-            taken = await _tell(client, told, taking, Message)
+            received = await _report_and_receive(client, to_report, receive, Message)
         self._batches = {
-            key: batch for key, batch in self._batches.items() if not (batch.is_settled or batch.lost)
+            key: batch for key, batch in self._batches.items() if not (batch.is_finished or batch.lost)
         }
-        if taken:
+        if received:
             self._watch.reset()
-            self._due_at = _work.due_after(now, self.min_interval, len(taken), self._size)
-            batch = self._batches[taken[0].batch_id] = Batch(taken, now)
-            for message in taken:
-                self._hands.put((batch, message))
+            self._due_at = next_receive_at(now, self.min_interval, len(received), self._size)
+            batch = self._batches[received[0].batch_id] = Batch(received, now)
+            for message in received:
+                self._pool.put((batch, message))
             return True
         if stopping and self._is_over(unfinished):
             return False
-        if not self._finished and not (takes and self._notified):
-            await _wait(self._stopper, client, self._patience(now), stopping)
+        if not self._finished and not (receives and self._notified):
+            await _wait(self._stopper, client, self._wait_time(now), stopping)
             if unfinished == 0 and not stopping:
                 await self._watch.check(client)
         return True
 
     def _is_done(self) -> bool:
-        """Say whether, after a stop, the server need not be told any more, or not in time."""
+        """Return whether, after a stop, nothing is left to be reported, or no time is left for it."""
         if not self._stopper.is_set():
             return False
-        self._hand_back()
+        self._release_queued()
         self._collect()
         if self._stopper.stopped_for() > self.shutdown_timeout:
             return True
-        return not any(batch.is_owed for batch in self._batches.values() if not batch.lost)
+        return not any(batch.must_report for batch in self._batches.values() if not batch.lost)
 
-    def _hand_back(self) -> None:
-        for batch, message in self._hands.take_back():
+    def _release_queued(self) -> None:
+        for batch, message in self._pool.cancel_queued():
             self._finished.append((batch, message.msg_id, _RELEASE))
 
     def _collect(self) -> None:
-        """Take what the hands have to say into the batches, and learn from how long these took."""
+        """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
+        these took."""
         while self._finished:
-            batch, msg_id, verdict = self._finished.popleft()
-            if verdict is None:
+            batch, msg_id, outcome = self._finished.popleft()
+            if outcome is None:
                 continue
-            batch.decide([msg_id], verdict)
+            batch.record([msg_id], outcome)
             if batch.unfinished == 0:
                 took = time.monotonic() - batch.received_at
-                if took < _QUICK:
+                if took < _QUICK_BATCH:
                     self._size = min(2 * self._size, self.prefetch)
-                elif took > _SLOW:
+                elif took > _SLOW_BATCH:
                     self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
 
     def _is_over(self, unfinished: int) -> bool:
-        """Say whether nothing runs any more, or ran for too long after a stop; then it is handed back."""
+        """Return whether no handler runs any more. After `shutdown_timeout` the messages of those that do are
+        released."""
         if unfinished == 0:
-            return not any(batch.has_verdicts for batch in self._batches.values()) and not self._finished
+            return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are handed back", unfinished)
         for batch in self._batches.values():
-            batch.decide(batch.undecided(), _RELEASE)
+            batch.record(batch.open_messages(), _RELEASE)
         return False
 
-    def _patience(self, now: float) -> float:
-        """Return how many seconds may be waited for news after a step that began at `now`."""
-        half = _work.seconds(self.visibility_timeout) / 2
+    def _wait_time(self, now: float) -> float:
+        """Return how many seconds to wait for a notification after a step that began at `now`."""
+        half = _encode.total_seconds(self.visibility_timeout) / 2
         due = [batch.extended_at + half - time.monotonic() for batch in self._batches.values()]
         if now < self._due_at:
             due.append(self._due_at - time.monotonic())
         if self._stopper.is_set():
             due.append(self.shutdown_timeout - self._stopper.stopped_for())
-        return max(0.0, min([_LONGEST_WAIT, *due]))
+        return max(0.0, min([_POLL_INTERVAL, *due]))
 
     async def _handle(self, item: tuple[Batch[Message], Message]) -> None:
-        """Run the handler of one message, in one of the hands."""
+        """Run the handler of one message, in a thread or a task of the pool."""
         batch, message = item
         # Of a task that the end of the worker cancels; and of a message that others may have by now, as the
         # database was away for longer than its lease.
-        verdict: Verdict | None = _RELEASE
+        outcome: MessageOutcome | None = _RELEASE
         try:
             if batch.lost:
-                verdict = None
+                outcome = None
             elif not batch.has_expired(self.visibility_timeout):
-                verdict = await self._verdict(message)
+                outcome = await self._outcome(message)
             elif not batch.expiry_logged:
                 batch.expiry_logged = True
                 log.warning(
                     "batch %s: the visibility timeout of %g s passed before all of its messages were"
                     " started; those that were not are handed back",
                     batch.batch_id,
-                    _work.seconds(self.visibility_timeout),
+                    _encode.total_seconds(self.visibility_timeout),
                 )
         except Exception as error:
-            verdict = self._failed(message, error)
+            outcome = self._failed(message, error)
         except BaseException as error:
-            if not self._hands.is_closing:
-                verdict = self._failed(message, error)
+            if not self._pool.is_closing:
+                outcome = self._failed(message, error)
             raise
         finally:
-            self._finished.append((batch, message.msg_id, verdict))
-            if self._hands.waiting() == 0:
+            self._finished.append((batch, message.msg_id, outcome))
+            if self._pool.queued() == 0:
                 self._stopper.wake()
 
-    async def _verdict(self, message: Message) -> Verdict:
+    async def _outcome(self, message: Message) -> MessageOutcome:
         retry_after = _encode.interval(self.retry_after)
         success = _ARCHIVE if self.archive else _ACK
-        handler = self._handlers.get(message.type or "", self._handlers.get("*"))
+        handler = self._handlers.find(message)
         if handler is None:
-            what = "they are acknowledged" if self.unknown_handler_policy == "ack" else "they are rejected"
-            self._unmatched.note(message, what)
-            if self.unknown_handler_policy == "ack":
-                return _ACK
-            return Verdict("nack", retry_after, f"no handler for type {message.type!r}")
+            reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
+            return _ACK if reason is None else MessageOutcome("nack", retry_after, reason)
         try:
             with _otel.handling(message, self.consumer):
-                outcome = await call_async(handler, message)
+                returned = await call_async(handler, message)
         except HandlerOutcome as raised:
-            outcome = raised
+            returned = raised
         except SystemExit as error:
             return self._failed(message, error)
-        return _work.verdict_of(outcome, success, retry_after)
+        return _batches.outcome_of(returned, success, retry_after)
 
-    def _failed(self, message: Message, error: BaseException) -> Verdict:
-        log.warning(
-            "%s", self._settings.failure(message, self.consumer, error, self.retry_after, True), exc_info=True
-        )
-        return _work.failure(error, _encode.interval(self.retry_after))
+    def _failed(self, message: Message, error: BaseException) -> MessageOutcome:
+        text = self._settings.failure_text(message, self.consumer, error, self.retry_after, True)
+        log.warning("%s", text, exc_info=True)
+        return _batches.failure_outcome(error, _encode.interval(self.retry_after))
 
 
 async def _wait(
@@ -738,14 +712,14 @@ async def _default_timeout(client: AsyncPgqueClient, queue: str) -> Seconds:
     return value or timedelta(seconds=30)
 
 
-async def _extended(client: AsyncPgqueClient, batch: Batch[M], visibility_timeout: Seconds) -> bool:
-    """Add to the deadline of a batch what has passed, if that is half the visibility timeout. False when the
-    batch is lost."""
+async def _extend_if_due(client: AsyncPgqueClient, batch: Batch[M], visibility_timeout: Seconds) -> bool:
+    """Extend the lease of a batch by the time that has passed, if that is half the visibility timeout. Return
+    False when the batch is lost."""
     now = time.monotonic()
     passed = now - batch.extended_at
-    if batch.lost or passed < _work.seconds(visibility_timeout) / 2:
+    if batch.lost or passed < _encode.total_seconds(visibility_timeout) / 2:
         return not batch.lost
-    held = await client._maybe(int, *_work.extend(batch.batch_id, passed))
+    held = await client._maybe(int, *_batches.extend(batch.batch_id, passed))
     batch.lost = not held
     batch.extended_at = now
     if batch.lost:
@@ -753,47 +727,47 @@ async def _extended(client: AsyncPgqueClient, batch: Batch[M], visibility_timeou
     return not batch.lost
 
 
-async def _tell(
-    client: AsyncPgqueClient, batches: Sequence[Batch[M]], taking: Call | None, make: Callable[..., M]
+async def _report_and_receive(
+    client: AsyncPgqueClient, batches: Sequence[Batch[M]], receive: Statement | None, make: Callable[..., M]
 ) -> list[M]:
-    """Tell the server what is known of batches, and take messages."""
-    calls = [call for batch in batches for call in batch.calls()]
-    refused, taken = await _trip(client, calls, taking, make)
+    """Report the outcomes of batches, and return the messages that `receive` returns."""
+    reports = [statement for batch in batches for statement in batch.statements()]
+    refused, received = await _round_trip(client, reports, receive, make)
     for batch in batches:
-        batch.told()
+        batch.mark_reported()
     for msg_id, reason in refused:
         log.warning("the outcome of %s does not count: %s", msg_id or "a batch", reason)
-    return taken
+    return received
 
 
-async def _trip(
-    client: AsyncPgqueClient, calls: Sequence[Call], taking: Call | None, make: Callable[..., M]
+async def _round_trip(
+    client: AsyncPgqueClient, reports: Sequence[Statement], receive: Statement | None, make: Callable[..., M]
 ) -> tuple[list[Refused], list[M]]:
-    """Settle in one transaction and take messages in another, in one round trip.
+    """Report outcomes in one transaction and receive messages in another, in one round trip.
 
-    So that the lock under which messages are handed out is not held while the outcomes go to the disk.
+    So the lock under which messages are delivered is not held while the outcomes go to the disk.
     The connection has to be in autocommit mode; it is closed where an error or a cancellation leaves a
     transaction open.
     """
     conn = client.conn
-    told: list[AsyncCursor[Refused]] = []
-    taken: AsyncCursor[M] | None = None
+    reported: list[AsyncCursor[Refused]] = []
+    received: AsyncCursor[M] | None = None
     try:
         async with conn.pipeline():
-            if calls and taking:
+            if reports and receive:
                 await conn.execute("begin")
-            for statement, given in calls:
+            for statement, given in reports:
                 params = {
                     name: _encode.reason_text(str(value), conn) if name == "reason" else value
                     for name, value in given.items()
                 }
-                told.append(await conn.cursor(row_factory=args_row(Refused)).execute(statement, params))
-            if calls and taking:
+                reported.append(await conn.cursor(row_factory=args_row(Refused)).execute(statement, params))
+            if reports and receive:
                 await conn.execute("commit")
-            if taking:
-                taken = await reading(conn.cursor(row_factory=args_row(make))).execute(*taking)
-        refused = [row for cursor in told for row in await cursor.fetchall()]
-        return refused, await taken.fetchall() if taken else []
+            if receive:
+                received = await reading(conn.cursor(row_factory=args_row(make))).execute(*receive)
+        refused = [row for cursor in reported for row in await cursor.fetchall()]
+        return refused, await received.fetchall() if received else []
     except BaseException as error:
         # Perhaps between begin and commit.
         if conn.info.transaction_status is not psycopg.pq.TransactionStatus.IDLE:

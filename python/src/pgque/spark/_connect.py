@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from .._encode import watchful
+from .._dsn import with_keepalives
 from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError, from_psycopg
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
@@ -76,7 +76,7 @@ def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = Fals
     with errors():
         dsn = make_conninfo("", **parameters(connection))
         return psycopg.connect(
-            watchful(dsn, name),
+            with_keepalives(dsn, name),
             autocommit=autocommit,
             application_name=name[:63],
             client_encoding="utf8",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgque.spark")
 
 # How long a new stream waits for its predecessor's connection to end.
-_PATIENCE = 5.0
+_PREDECESSOR_TIMEOUT = 5.0
 # From the epoch of Unix to that of PostgreSQL, in microseconds.
 _EPOCH = 946_684_800_000_000
 _NO_LIMIT = 2**62
@@ -44,7 +44,7 @@ _KEEPALIVES = (
     " set_config('tcp_keepalives_interval', '5', false),"
     " set_config('tcp_keepalives_count', '3', false)"
 )
-_STANDS = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
+_POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 
 
 class PgqueDataSource(DataSource):
@@ -273,7 +273,7 @@ class _Stream:
         parsed = self._options
         row = self._do(
             lambda conn: conn.execute(
-                f"select pgque.next_tick(%s, %s, %s, %s, %s), pgque.tick_for(%s, 'latest'), ({_STANDS})",
+                f"select pgque.next_tick(%s, %s, %s, %s, %s), pgque.tick_for(%s, 'latest'), ({_POSITION})",
                 [
                     parsed.queue,
                     after,
@@ -337,7 +337,7 @@ class _Stream:
     def keeps(self, start: int) -> None:
         """Refuse to go on behind a tick that the consumer does not keep."""
         named = [self._options.queue, self._options.consumer]
-        row = self._do(lambda conn: conn.execute(f"select ({_STANDS})", named).fetchone())
+        row = self._do(lambda conn: conn.execute(f"select ({_POSITION})", named).fetchone())
         self._check(start, row[0])
 
     def commit(self, tick: int) -> None:
@@ -416,7 +416,7 @@ class _Stream:
         stands = max(self._committed, self._position)
         start = parsed.startingAt or "committed" if stands < 0 else str(stands)
         conn = _session(parsed, autocommit=True)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
         try:
             with _connect.errors(parsed.queue):
                 conn.execute(_KEEPALIVES)

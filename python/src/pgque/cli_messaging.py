@@ -1,4 +1,4 @@
-"""The commands that send, receive and settle messages."""
+"""The commands that create queues and consumers, send, receive, and report outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from ._cli import (
     EXIT_CODES,
-    NOTHING,
+    EXIT_NOTHING,
     age,
     as_dict,
     dsn_option,
@@ -51,7 +51,7 @@ def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[st
         else:
             echo(f"queue {queue} is there already{'; its settings stay' if settings else ''}")
         for consumer, new in subscribed:
-            _say_subscribed(queue, consumer, new)
+            _print_subscribed(queue, consumer, new)
         warn_unread(client, queue, "messages are kept only for consumers")
 
 
@@ -65,10 +65,10 @@ def subscribe(dsn: str, queue: str, consumer: str, start_at: str | None, keyed_o
     """Subscribe a consumer to a queue."""
     with connect(dsn) as client:
         new = client.subscribe(queue, consumer, start_at, keyed_order=keyed_order or None)
-    _say_subscribed(queue, consumer, new)
+    _print_subscribed(queue, consumer, new)
 
 
-def _say_subscribed(queue: str, consumer: str, new: int) -> None:
+def _print_subscribed(queue: str, consumer: str, new: int) -> None:
     if new:
         echo(f"consumer {consumer} is subscribed to queue {queue}")
     else:
@@ -176,11 +176,11 @@ def receive(
         for message in batch:
             echo(dump(as_dict(message)) if as_json else _text(message))
         sys.stdout.flush()
-        settled = client.ack(batch[0].batch_id) if batch and ack else len(batch)
-    if batch and settled == 0:
+        acked = client.ack(batch[0].batch_id) if batch and ack else len(batch)
+    if batch and acked == 0:
         echo("not acked: others have finished the batch, or taken messages of it", err=True)
-    if settled == 0:
-        sys.exit(NOTHING)
+    if acked == 0:
+        sys.exit(EXIT_NOTHING)
 
 
 @click.command()
@@ -188,10 +188,11 @@ def receive(
 @json_option
 @click.argument("queue")
 @click.option("-n", "count", type=click.IntRange(min=1), default=10, show_default=True, help="Most messages.")
-def peek(dsn: str, as_json: bool, queue: str, count: int) -> None:
-    """Show the next messages that the slowest consumer has not finished, without taking them."""
+@click.option("--consumer", help="The next messages of this consumer [default: of the slowest].")
+def peek(dsn: str, as_json: bool, queue: str, count: int, consumer: str | None) -> None:
+    """Show the next messages that a consumer has not finished, without receiving them."""
     with connect(dsn) as client:
-        rows = client.peek(queue, count)
+        rows = client.peek(queue, count, consumer=consumer)
     print_rows(f"Messages of {queue}", rows, as_json, ("msg_id", "type", "payload", "created_at", "key"))
 
 
@@ -207,11 +208,11 @@ def _outcome_arguments(command: Callable[P, R]) -> Callable[P, R]:
 def ack(dsn: str, batch: int, ids: Sequence[int]) -> None:
     """Finish a batch, or some of its messages."""
     with connect(dsn) as client:
-        settled = client.ack(batch, ids) if ids else client.ack(batch)
-    if settled == 0:
+        acked = client.ack(batch, ids) if ids else client.ack(batch)
+    if acked == 0:
         echo("batch not open", err=True)
-        sys.exit(NOTHING)
-    _report(settled if isinstance(settled, list) else [])
+        sys.exit(EXIT_NOTHING)
+    _report(acked if isinstance(acked, list) else [])
 
 
 @click.command(epilog=EXIT_CODES)
@@ -221,7 +222,7 @@ def ack(dsn: str, batch: int, ids: Sequence[int]) -> None:
 def nack(dsn: str, batch: int, ids: Sequence[int], after: timedelta | None, reason: str | None) -> None:
     """Give messages of a batch back, to come again."""
     with connect(dsn) as client:
-        outcomes = client.nack(batch, _some(ids), after, reason)
+        outcomes = client.nack(batch, _required(ids), after, reason)
     _report(outcomes)
 
 
@@ -231,7 +232,7 @@ def nack(dsn: str, batch: int, ids: Sequence[int], after: timedelta | None, reas
 def dead(dsn: str, batch: int, ids: Sequence[int], reason: str | None) -> None:
     """Give messages of a batch up, without more retries."""
     with connect(dsn) as client:
-        outcomes = client.dead(batch, _some(ids), reason)
+        outcomes = client.dead(batch, _required(ids), reason)
     _report(outcomes)
 
 
@@ -243,7 +244,7 @@ def release(dsn: str, batch: int, ids: Sequence[int]) -> None:
         released = client.release(batch, ids or None)
     echo(f"{released} released")
     if released == 0:
-        sys.exit(NOTHING)
+        sys.exit(EXIT_NOTHING)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -256,10 +257,10 @@ def extend(dsn: str, batch: int, length: timedelta) -> None:
         held = client.extend(batch, length)
     echo(f"{held} held")
     if held == 0:
-        sys.exit(NOTHING)
+        sys.exit(EXIT_NOTHING)
 
 
-def _some(ids: Sequence[int]) -> Sequence[int]:
+def _required(ids: Sequence[int]) -> Sequence[int]:
     if not ids:
         raise click.UsageError("give ids of messages")
     return ids
@@ -278,7 +279,7 @@ def _report(outcomes: Sequence[Outcome]) -> None:
         if not outcome.ok:
             echo(f"{outcome.msg_id}: {outcome.reason}", err=True)
     if not all(outcome.ok for outcome in outcomes):
-        sys.exit(NOTHING)
+        sys.exit(EXIT_NOTHING)
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:

@@ -9,8 +9,13 @@ from collections.abc import Iterator
 FIRST_PAUSE = 0.1
 
 
+def first_pause() -> float:
+    """Return a random pause in seconds before the first attempt to connect again."""
+    return random.uniform(0, FIRST_PAUSE)  # noqa: S311
+
+
 def pauses(longest: float) -> Iterator[float]:
-    """Give random pauses in seconds, whose bound doubles up to the longest."""
+    """Return random pauses in seconds, whose bound doubles up to the longest."""
     bound = FIRST_PAUSE
     while True:
         yield random.uniform(0, bound)  # noqa: S311

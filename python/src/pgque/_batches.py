@@ -1,0 +1,220 @@
+"""The batches that a worker has leased, and the statements that receive them and report their outcomes.
+
+Shared by the sync and the async side; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from . import _encode
+from .errors import described
+from .outcomes import Dead, HandlerOutcome, Release, Retry
+from .types import Message, Seconds, columns
+
+M = TypeVar("M", bound=Message)
+
+# A statement and its parameters.
+Statement = tuple[str, Mapping[str, object]]
+
+# A delivery that is lost in a crash of the server is only a redelivery, so it need not wait for the disk.
+_ASYNC_COMMIT = "(select set_config('synchronous_commit', 'off', true) offset 0) as async_commit"
+
+
+# What can be done to all that is left of a batch at once.
+_WHOLE_BATCH_ACTIONS = frozenset({"ack", "archive", "release"})
+_LEASE_LOST = "lost to another worker"
+
+
+class Refused(NamedTuple):
+    """An outcome that the server refused: of one message, or of the whole batch (None), and why."""
+
+    msg_id: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOutcome:
+    """The outcome of one message: what to do with it, when to retry it, and why."""
+
+    action: Literal["ack", "archive", "nack", "dead", "release"]
+    retry_after: timedelta | None = None
+    reason: str | None = None
+
+
+def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta | None) -> MessageOutcome:
+    """Return the outcome of a message, from what its handler returned or the HandlerOutcome it raised."""
+    if isinstance(returned, type) and issubclass(returned, HandlerOutcome):
+        returned = returned()
+    match returned:
+        case Retry(after=after, reason=reason):
+            return MessageOutcome("nack", retry_after if after is None else after, reason)
+        case Dead(reason=reason):
+            return MessageOutcome("dead", None, reason)
+        case Release():
+            return MessageOutcome("release")
+    return success
+
+
+def failure_outcome(error: BaseException, retry_after: timedelta | None) -> MessageOutcome:
+    """Return the outcome of a message whose handler failed."""
+    return MessageOutcome("nack", retry_after, described(error))
+
+
+class Batch(Generic[M]):
+    """Keep the messages of a leased batch that have no outcome, and the outcomes to be reported."""
+
+    def __init__(self, messages: Sequence[M], received_at: float) -> None:
+        self.batch_id = messages[0].batch_id
+        self.received_at = received_at  # before it was asked for, by the monotonic clock
+        self.extended_at = received_at
+        self.reported_at = received_at
+        self.lost = False
+        self.expiry_logged = False
+        self._has_released = False  # those could still be acked, with the whole batch
+        self._unreported = {message.msg_id for message in messages}
+        self._outcomes: dict[int, MessageOutcome] = {}
+
+    @property
+    def unfinished(self) -> int:
+        """Count the messages that have no outcome."""
+        return len(self._unreported) - len(self._outcomes)
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the outcomes of all messages were reported."""
+        return not self._unreported
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Return whether there are outcomes to be reported."""
+        return bool(self._outcomes)
+
+    @property
+    def must_report(self) -> bool:
+        """Return whether a handler still runs, or there is an outcome other than a release to be reported: a
+        message without an outcome is redelivered anyway."""
+        return self.unfinished > 0 or any(outcome.action != "release" for outcome in self._outcomes.values())
+
+    def has_expired(self, visibility_timeout: Seconds) -> bool:
+        """Return whether others may receive its messages: the server knows of no extension since."""
+        return time.monotonic() - self.extended_at > _encode.total_seconds(visibility_timeout)
+
+    def record(self, msg_ids: Iterable[int], outcome: MessageOutcome) -> None:
+        """Record the outcome of messages, to be reported."""
+        self._outcomes.update((msg_id, outcome) for msg_id in msg_ids if msg_id in self._unreported)
+
+    def statements(self) -> list[Statement]:
+        """Return the statements that report the outcomes; each returns those that the server refused."""
+        groups: dict[MessageOutcome, list[int]] = defaultdict(list)
+        for msg_id, outcome in self._outcomes.items():
+            groups[outcome].append(msg_id)
+        statements = []
+        can_be_whole = self.unfinished == 0 and not self._has_released
+        self._has_released |= any(outcome.action == "release" for outcome in groups)
+        # Acks last: where every message has an outcome, one call acks the rest of the batch.
+        for outcome in sorted(groups, key=lambda outcome: outcome.action == "ack"):
+            is_rest = outcome.action == "ack" and not self._has_released
+            if can_be_whole and outcome.action in _WHOLE_BATCH_ACTIONS and (is_rest or len(groups) == 1):
+                statements.append(_report_batch(self.batch_id, outcome, groups[outcome]))
+            else:
+                statements.append(report(self.batch_id, outcome, groups[outcome]))
+        return statements
+
+    def mark_reported(self) -> None:
+        """Forget the outcomes, after the transaction of `statements` was committed."""
+        self.reported_at = time.monotonic()
+        self._unreported -= self._outcomes.keys()
+        self._outcomes.clear()
+
+    def is_open(self, msg_id: int) -> bool:
+        """Return whether a message still has no outcome."""
+        return msg_id in self._unreported and msg_id not in self._outcomes
+
+    def open_messages(self) -> list[int]:
+        """Return the ids of the messages that have no outcome."""
+        return [msg_id for msg_id in self._unreported if msg_id not in self._outcomes]
+
+    def mark_message_reported(self, msg_id: int, outcome: MessageOutcome) -> None:
+        """Forget one message, after its outcome was reported."""
+        self._has_released |= outcome.action == "release"
+        self._unreported.discard(msg_id)
+        self._outcomes.pop(msg_id, None)
+
+
+def report(batch_id: int, outcome: MessageOutcome, msg_ids: Sequence[int] | None) -> Statement:
+    """Return the statement that reports the outcome of messages (a release: None is all); it returns those
+    that the server refused."""
+    if outcome.action == "release":
+        return (
+            f"select null::bigint, '{_LEASE_LOST}'"
+            " from pgque.release(%(batch)s::bigint, %(msg_ids)s::bigint[]) as r (done) where r.done = 0",
+            {"batch": batch_id, "msg_ids": msg_ids},
+        )
+    sql, params = _encode.arguments(
+        {
+            "msg_ids": ("bigint[]", msg_ids),
+            "retry_after": ("interval", outcome.retry_after),
+            "reason": ("text", outcome.reason),
+        }
+    )
+    return (
+        f"select o.msg_id, o.reason from pgque.{outcome.action}(%(batch)s::bigint{sql}) as o where not o.ok",
+        {"batch": batch_id, **params},
+    )
+
+
+def _report_batch(batch_id: int, outcome: MessageOutcome, msg_ids: Sequence[int]) -> Statement:
+    """Return the statement that reports the outcome of all that is left of a batch."""
+    if outcome.action == "ack":
+        # It is refused whole when others have some of it; then those that are still leased are acked. The
+        # case makes the second call wait for the first.
+        return (
+            "select o.msg_id, o.reason from (select pgque.ack(%(batch)s::bigint) offset 0) as r (done),"
+            " lateral pgque.ack(%(batch)s::bigint, case r.done when 0 then %(msg_ids)s::bigint[] end) as o"
+            " where r.done = 0 and not o.ok",
+            {"batch": batch_id, "msg_ids": msg_ids},
+        )
+    if outcome.action == "archive":
+        sql = "select o.msg_id, o.reason from pgque.archive(%(batch)s::bigint) as o where not o.ok"
+        return sql, {"batch": batch_id}
+    return report(batch_id, outcome, None)
+
+
+def receive(queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds) -> Statement:
+    """Return the statement that receives messages for a worker."""
+    return (
+        f"select {columns(Message, 'm')} from {_ASYNC_COMMIT},"
+        " lateral pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int,"
+        " worker => %(worker)s::text, visibility_timeout => %(timeout)s::interval) as m",
+        {
+            "queue": queue,
+            "consumer": consumer,
+            "max": count,
+            "worker": worker,
+            "timeout": _encode.interval(visibility_timeout),
+        },
+    )
+
+
+def extend(batch_id: int, by: float) -> Statement:
+    """Return the statement that adds seconds to the lease of a batch; it returns how many messages are still
+    leased."""
+    return (
+        f"select r.held from {_ASYNC_COMMIT},"
+        " lateral pgque.extend(%(batch)s::bigint, %(by)s::interval) as r (held)",
+        {"batch": batch_id, "by": _encode.interval(by)},
+    )
+
+
+def worker_name() -> str:
+    """Return a name for a worker that no other has."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -1,0 +1,75 @@
+"""Connections of consumers and workers: opened, and opened again after a fault of the database.
+
+`_connection.py` is generated from `_connection_async.py` by `tools/make_sync.py`; edit the async file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import psycopg
+
+from ._backoff import first_pause, pauses
+from ._dsn import with_keepalives
+from ._stopper import AsyncStopper
+from .client_async import AsyncPgqueClient
+from .errors import PgqueError, from_psycopg, is_permanent, one_line
+
+# Longest pauses between attempts to reach the database, in seconds; the second after a stop.
+_MAX_PAUSE = 15.0
+_MAX_PAUSE_AFTER_STOP = 1.0
+
+
+async def open_client(dsn: str, application_name: str) -> AsyncPgqueClient:
+    """Return a client over a connection of its own that notices a dead network; each call is a
+    transaction."""
+    return await AsyncPgqueClient.connect(with_keepalives(dsn, application_name), autocommit=True)
+
+
+class Progress:
+    """Whether a session has reached the database and done some work."""
+
+    made = False
+
+
+async def keep_connected(
+    stopper: AsyncStopper,
+    session: Callable[[Progress], Awaitable[object]],
+    *,
+    queue: str,
+    log: logging.Logger,
+    is_done: Callable[[], bool] | None = None,
+) -> None:
+    """Run `session`, which works over one connection, again and again until it `is_done`, by default until a
+    stop.
+
+    After a fault of the database there is a random pause, which grows until a session makes progress.
+    Raises a PgqueError where trying again cannot help.
+    """
+    done = is_done or stopper.is_set
+    growing = pauses(_MAX_PAUSE)
+    while not done():
+        progress = Progress()
+        try:
+            await session(progress)
+            growing = pauses(_MAX_PAUSE)
+        except (PgqueError, psycopg.Error) as fault:
+            error = fault if isinstance(fault, PgqueError) else from_psycopg(fault, queue)
+            if is_permanent(error):
+                if error is fault:
+                    raise
+                raise error from fault
+            if progress.made:
+                growing = pauses(_MAX_PAUSE)
+                log.warning("lost the database, connecting again: %s", one_line(error))
+                pause = first_pause()
+            elif done():
+                return
+            else:
+                pause = next(growing)
+                log.warning("failed, next try in %.1f s: %s", pause, one_line(error))
+            if not stopper.is_set():
+                await stopper.sleep(pause)
+            else:
+                await stopper.sleep_to_end(min(pause, _MAX_PAUSE_AFTER_STOP))

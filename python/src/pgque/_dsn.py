@@ -1,0 +1,30 @@
+"""Connection strings of long-lived connections."""
+
+from __future__ import annotations
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from .errors import PgqueBadArgument
+
+# So that a connection which silently died is noticed within half a minute and not after hours.
+_KEEPALIVES = {
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+
+
+def with_keepalives(dsn: str, application_name: str) -> str:
+    """Return a connection string that notices a dead network, and has a name; what `dsn` says stays.
+
+    Raises PgqueBadArgument when it is not a connection string.
+    """
+    try:
+        given = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        raise PgqueBadArgument(f"not a connection string: {error}") from error
+    added = {key: value for key, value in _KEEPALIVES.items() if key not in given}
+    return make_conninfo(dsn, fallback_application_name=application_name[:63], **added)

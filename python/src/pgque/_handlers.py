@@ -1,0 +1,164 @@
+"""The handlers of a consumer or a worker: which handler a message goes to, and how a handler is called."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import copy_context
+from typing import Generic, TypeVar
+
+from .errors import PgqueBadArgument
+from .types import Message
+
+F = TypeVar("F", bound=Callable[..., object])
+H = TypeVar("H", bound=Callable[..., object])
+
+# So many message types without a handler are remembered as logged; there may be any number of types.
+_MAX_LOGGED_TYPES = 100
+
+
+class Handlers(Generic[F]):
+    """Find the handler of a message by its type.
+
+    Args:
+        owner: name of the class that the handlers are registered with, without "Async".
+        decorator: the decorator that registers a handler, as error messages show it.
+        check: raises TypeError for a function that cannot be a handler.
+        consumer: name of the consumer, for the log.
+        log: where message types without a handler are logged, each once.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        decorator: str,
+        check: Callable[[Callable[..., object], str], None],
+        consumer: str,
+        log: logging.Logger,
+    ) -> None:
+        self._owner = owner
+        self._decorator = decorator
+        self._check = check
+        self._consumer = consumer
+        self._log = log
+        self._logged: set[str | None] = set()
+        self._by_type: dict[str, F] = {}
+
+    @property
+    def by_type(self) -> Mapping[str, F]:
+        """Return the handlers by message type."""
+        return self._by_type
+
+    def register(self, type: object) -> Callable[[H], H]:
+        """Return a decorator that registers the handler of a message type.
+
+        Raises TypeError where the decorator was given the handler itself in place of the type.
+        """
+        if not isinstance(type, str):
+            raise TypeError(
+                "the message type is missing:"
+                f' {self._decorator}("order.created"), or {self._decorator}("*") for all'
+            )
+
+        def decorate(handler: H) -> H:
+            self._check(handler, self._owner)
+            self._by_type[type] = handler  # type: ignore[assignment]
+            return handler
+
+        return decorate
+
+    def check_any(self, policy: str) -> None:
+        """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead
+        letter."""
+        if not self._by_type and policy != "ack":
+            raise PgqueBadArgument(
+                "there is no handler for any message",
+                hint=f'Register one with {self._decorator}("type"), or pass unknown_handler_policy="ack".',
+            )
+
+    def find(self, message: Message) -> F | None:
+        """Return the handler of a message, or else the one of all types, or None."""
+        return self._by_type.get(message.type or "", self._by_type.get("*"))
+
+    def reject_reason(self, message: Message, policy: str) -> str | None:
+        """Return the reason to reject a message that has no handler, or None to acknowledge it.
+
+        The first message of each such type is logged.
+        """
+        self._log_unhandled(message, "acknowledged" if policy == "ack" else "rejected")
+        return None if policy == "ack" else f"no handler for type {message.type!r}"
+
+    def _log_unhandled(self, message: Message, outcome: str) -> None:
+        if message.type in self._logged or len(self._logged) >= _MAX_LOGGED_TYPES:
+            return
+        self._logged.add(message.type)
+        self._log.warning(
+            "no handler for messages of type %r in queue %s, consumer %s: they are %s;"
+            " there are handlers for: %s",
+            message.type,
+            message.queue,
+            self._consumer,
+            outcome,
+            ", ".join(repr(type) for type in sorted(self._by_type)) or "none",
+        )
+
+
+def check_handler(handler: Callable[..., object], owner: str) -> None:
+    """Raise TypeError for a function that cannot be a handler of a Worker or a Consumer."""
+    check_async_handler(handler, owner)
+    if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
+        raise TypeError(f"{_name(handler)} is a coroutine function: use Async{owner}")
+
+
+def check_async_handler(handler: Callable[..., object], owner: str) -> None:
+    """Raise TypeError for a function that cannot be a handler of an AsyncWorker or an AsyncConsumer."""
+    if not callable(handler):
+        raise TypeError(f"a handler has to be a function: {handler!r}")
+    if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+        raise TypeError(
+            f"{_name(handler)} is a generator, which a call does not run: a handler has to be a function"
+        )
+
+
+def call(handler: Callable[..., object], *args: object) -> object:
+    """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet.
+
+    Context variables that the handler sets are gone afterwards.
+    """
+    outcome = copy_context().run(handler, *args)
+    if inspect.isawaitable(outcome):
+        if inspect.iscoroutine(outcome):
+            outcome.close()
+        raise TypeError(f"{_name(handler)} returned an awaitable, which only the async classes await")
+    return outcome
+
+
+async def call_async(handler: Callable[..., object], *args: object) -> object:
+    """Call a handler and return its outcome. Raises TypeError for a plain function.
+
+    The handler runs in a task of its own, so context variables that it sets are gone afterwards.
+    """
+    outcome = copy_context().run(handler, *args)
+    if not inspect.isawaitable(outcome):
+        raise TypeError(
+            f"{_name(handler)} has to be a coroutine function (async def): it returned"
+            f" {type(outcome).__name__}, which cannot be awaited"
+        )
+    result, exit_error = await asyncio.create_task(_result(outcome))
+    if exit_error is not None:
+        raise exit_error
+    return result
+
+
+async def _result(outcome: Awaitable[object]) -> tuple[object, BaseException | None]:
+    try:
+        return await outcome, None
+    except (KeyboardInterrupt, SystemExit) as error:
+        # One that leaves a task ends the whole loop.
+        return None, error
+
+
+def _name(handler: object) -> str:
+    return f"handler {getattr(handler, '__qualname__', repr(handler))}"
