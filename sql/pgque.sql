@@ -1630,6 +1630,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   perform pgque._fail('PQ001', format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
     'Create it again with pgque.create_queue(name).');
+  return false;
 end
 $$;
 
@@ -1733,7 +1734,12 @@ begin
         execute 'drop table ' || v_leaves;
       end if;
       execute pg_catalog.format('drop sequence if exists pgque.event_%s_seq, pgque.tick_%1$s_seq', v_id);
-      execute pg_catalog.format('drop function if exists pgque._ticks_%s, pgque._events_%1$s', v_id);
+      select 'drop function ' || pg_catalog.string_agg(p.oid::regprocedure::text, ', ') into v_leaves
+      from pg_catalog.pg_proc p
+      where p.pronamespace = 'pgque'::regnamespace and p.proname in ('_ticks_' || v_id, '_events_' || v_id);
+      if v_leaves is not null then
+        execute v_leaves;
+      end if;
       delete from pgque.dropped_queue d where d.queue_id = v_id;
       v_count := v_count + 1;
     exception
@@ -3615,10 +3621,9 @@ language plpgsql as $function$
 declare
   v_events  text;
 begin
-  execute pg_catalog.format('drop function if exists pgque._ticks_%s, pgque._events_%1$s', p_queue_id);
   execute pg_catalog.format(
     $template$
-    create function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
+    create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
     language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
       v_first  pgque.tick;
@@ -3644,7 +3649,7 @@ begin
   from pg_catalog.generate_series(0, 2) n;
   execute pg_catalog.format(
     $template$
-    create function pgque._events_%s(
+    create or replace function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
     language plpgsql set enable_seqscan = off set jit = off as $body$

@@ -151,10 +151,9 @@ language plpgsql as $function$
 declare
   v_events  text;
 begin
-  execute pg_catalog.format('drop function if exists pgque._ticks_%s, pgque._events_%1$s', p_queue_id);
   execute pg_catalog.format(
     $template$
-    create function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
+    create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
     language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
       v_first  pgque.tick;
@@ -180,7 +179,7 @@ begin
   from pg_catalog.generate_series(0, 2) n;
   execute pg_catalog.format(
     $template$
-    create function pgque._events_%s(
+    create or replace function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
     language plpgsql set enable_seqscan = off set jit = off as $body$

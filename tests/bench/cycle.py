@@ -112,7 +112,9 @@ def sides(bench: Bench) -> Iterator[tuple[Side, Side]]:
         theirs.close()
 
 
-def _alternating(rounds: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, float]:
+def _alternating(
+    rounds: int, ours: Callable[[], float], theirs: Callable[[], float]
+) -> tuple[float, float, float]:
     """Run both in turn; return both medians, and the median of the ratios."""
     ours(), theirs()
     pairs = [(ours(), theirs()) if n % 2 else (theirs(), ours())[::-1] for n in range(rounds)]

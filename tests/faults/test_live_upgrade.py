@@ -27,7 +27,6 @@ from sql.test_install import EARLIER, SOURCE, install_earlier
 pytestmark = pytest.mark.timeout(60)
 
 
-
 def upgrade(conn: Connection) -> None:
     with conn.transaction():
         conn.execute(SOURCE)

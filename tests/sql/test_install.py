@@ -333,7 +333,9 @@ def test_an_upgrade_from_before_0_4_3_is_refused_and_changes_nothing(own: Connec
         "create or replace function pgque.version() returns text language sql immutable as $$ select '0.4.2'::text $$"
     )
     before = schema(own_dsn)
-    with pytest.raises(psycopg.errors.FeatureNotSupported, match=r"cannot upgrade from pgque 0\.4\.2") as caught:
+    with pytest.raises(
+        psycopg.errors.FeatureNotSupported, match=r"cannot upgrade from pgque 0\.4\.2"
+    ) as caught:
         install(own_dsn)
     assert "Install 0.4.3 first" in str(caught.value.diag.message_hint)
     assert schema(own_dsn) == before
