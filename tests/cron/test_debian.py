@@ -212,6 +212,7 @@ def test_the_failed_connections_of_a_bad_night_are_cleared_away(
     assert left[0] <= 1010  # each second another one
 
 
+@pytest.mark.slow  # waits for the full minute, as pg_cron 1.4 does
 @pytest.mark.parametrize("works", [False, True], ids=["connection refused", "works"])
 def test_pgque_start_waits_for_the_first_tick_and_says_what_it_found(debian: Debian, works: bool) -> None:
     if works:

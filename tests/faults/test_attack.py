@@ -938,6 +938,7 @@ def calm(server: servers.TestServer, installed: str) -> Iterator[tuple[str, list
         drop_database(server, name)
 
 
+@pytest.mark.slow  # every setting of a session with every call
 def test_settings_of_the_session_change_no_answer(calm: tuple[str, list[Any]]) -> None:
     dsn, usual = calm
     wrong = {}

@@ -36,6 +36,7 @@ def populated(own: Connection) -> Connection:
     return own
 
 
+@pytest.mark.slow  # calls every function with every bad value
 def test_one_bad_argument_among_good_ones_is_answered_in_plain_words(populated: Connection) -> None:
     fuzzer = Fuzzer(populated, "one bad argument")
     populated.execute("set statement_timeout = '10s'; set lock_timeout = '2s'")
@@ -55,6 +56,7 @@ def test_one_bad_argument_among_good_ones_is_answered_in_plain_words(populated: 
     fuzzer.judge("one bad argument")
 
 
+@pytest.mark.slow  # some thousand random calls
 @pytest.mark.timeout(SECONDS + 150)
 def test_random_calls_raise_nothing_internal_and_leave_every_queue_working(populated: Connection) -> None:
     conn = populated

@@ -91,6 +91,7 @@ def _names() -> set[str]:
     return set(os.environ.get("PGQUE_HISTORY_FAULTS", "").split(",")) - {""} or set(faults.FAULTS)
 
 
+@pytest.mark.slow  # half a minute of random work
 @pytest.mark.timeout(180)
 def test_a_history_without_faults_is_as_promised(fresh_dsn: str) -> None:
     _check(harness.run(fresh_dsn, _script(), _seed(), _seconds(12)))
@@ -113,6 +114,7 @@ def test_a_run_that_fails_leaves_nobody_behind(fresh_dsn: str, monkeypatch: pyte
     assert row == (0,)
 
 
+@pytest.mark.slow  # some seconds of random work
 def test_who_ends_behind_a_savepoint_keeps_nobody_waiting(
     fresh_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,7 @@ def stress(
         assert sorted([*counts, *dead[name]]) == sorted(sent), name
 
 
+@pytest.mark.slow  # seconds of work by everybody
 @pytest.mark.timeout(120)
 def test_everything_at_once_for_some_seconds(
     own: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]

@@ -174,6 +174,7 @@ def start(*args: Any, target: Callable[..., None] = _drain) -> Any:
     return process
 
 
+@pytest.mark.slow  # starts 20 processes
 def test_20_processes_that_drain_10000_messages_see_each_exactly_once(own: Connection, own_dsn: str) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")

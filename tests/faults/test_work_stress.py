@@ -164,6 +164,7 @@ def stress(
     assert value(own, "select count(*) from pgque.retry_queue") == 0
 
 
+@pytest.mark.slow  # seconds of work by many processes
 @pytest.mark.parametrize("keyed", [False, True])
 def test_each_message_is_finished_exactly_once(
     own: Connection,

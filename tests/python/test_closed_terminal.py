@@ -55,6 +55,7 @@ def read_until(file: int, word: bytes) -> bytes:
     return text
 
 
+@pytest.mark.slow  # runs the demo
 def test_the_demo_leaves_nothing_when_its_terminal_is_closed(
     folder: Path, demo: tuple[list[str], dict[str, str]], wait_until: Wait
 ) -> None:
@@ -73,6 +74,7 @@ def test_the_demo_leaves_nothing_when_its_terminal_is_closed(
     assert list(folder.glob("pgque-*/data")) == []
 
 
+@pytest.mark.slow  # runs the demo
 def test_the_demo_heeds_nohup(folder: Path, demo: tuple[list[str], dict[str, str]], wait_until: Wait) -> None:
     command, environment = demo
     with subprocess.Popen(

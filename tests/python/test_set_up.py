@@ -168,6 +168,7 @@ def pip_of(venv: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # makes an environment without pip
 def test_pip_is_fetched_where_python_came_without_it(
     make_venv: Any, folder: Path, bin_: Path, python: Path, index: Index
 ) -> None:

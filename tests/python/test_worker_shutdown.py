@@ -115,6 +115,7 @@ def held(client: pgque.PgqueClient, queue: str) -> int:
     return sum(worker.messages for worker in client.list_workers(queue, "c"))
 
 
+@pytest.mark.slow  # starts and ends processes for half a minute
 @pytest.mark.parametrize(("prefetch", "signum"), [(1, signal.SIGTERM), (20, signal.SIGINT)])
 def test_processes_that_are_ended_under_load_lose_nothing_and_do_nothing_twice(
     client: pgque.PgqueClient,

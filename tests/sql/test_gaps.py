@@ -215,6 +215,7 @@ def test_the_loop_asks_for_a_rotation_at_each_thousandth_tick(ticked: Ticked) ->
     assert drain(conn, "q") == [last]
 
 
+@pytest.mark.slow  # the loop uses 3 % of a core
 def test_no_queue_starves_where_the_loop_may_use_hardly_anything(
     own: Connection,
     background: Callable[..., Any],

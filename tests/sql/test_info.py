@@ -628,6 +628,7 @@ def test_metrics_are_one_row_a_figure(own: Connection) -> None:
     assert value(own, "select value from pgque.metrics() where metric = 'pgque_consumer_open_batch'") == 1
 
 
+@pytest.mark.slow  # waits for rotations by the loop
 def test_a_consumer_beyond_the_retention_period_is_moved_and_lets_rotation_go_on(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     for consumer in ("alive", "dead", "stuck"):

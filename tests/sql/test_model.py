@@ -23,6 +23,7 @@ def prepared(own_dsn: str) -> Iterator[bench.Bench]:
     found.conn.close()
 
 
+@pytest.mark.slow  # random calls beside a model
 @pytest.mark.timeout(600)
 def test_any_calls_of_consumers_answer_as_the_model_says(prepared: bench.Bench) -> None:
     class Machine(Consumers):
@@ -32,6 +33,7 @@ def test_any_calls_of_consumers_answer_as_the_model_says(prepared: bench.Bench) 
     assert prepared.seen["batches"] > 20, prepared.seen
 
 
+@pytest.mark.slow  # random calls beside a model
 @pytest.mark.timeout(600)
 def test_any_calls_of_workers_answer_as_the_model_says(prepared: bench.Bench) -> None:
     class Machine(Workers):

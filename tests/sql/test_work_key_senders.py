@@ -246,6 +246,7 @@ def test_a_sender_with_an_old_snapshot_is_right_or_refused(
     assert sorted(got) == sorted(bodies.items())
 
 
+@pytest.mark.slow  # 20,000 locks
 def test_a_batch_of_20000_keys_is_sent_and_delivered(pool: Connection) -> None:
     keys: list[str | None] = [f"key {n}" for n in range(20_000)]
     pool.execute("set statement_timeout = '60s'")
