@@ -21,7 +21,7 @@ NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo pipeline test test-all test-long verify verify-long test-spark test-spark-long check lint bench sql schema reference \
-        generate format docker matrix cron clean
+        picture generate format docker matrix cron clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^(# )?[a-z-]+:.*## / { sub(/^# /, "", $$1); printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,8 +100,12 @@ reference: $(VENV)/.test ## Write sql/REFERENCE.md, the function reference
 	@PYTHONPATH=tests $(BIN)/python -m support.catalog reference > sql/REFERENCE.md.new
 	@mv sql/REFERENCE.md.new sql/REFERENCE.md
 
-generate: sql ## Write every generated file: the SQL file, the dump, the reference, the sync Python modules
-	@$(MAKE) --no-print-directory schema reference
+picture: $(VENV)/.test ## Write sql/message.svg, the picture of a message's way
+	@PYTHONPATH=tests $(BIN)/python -m support.picture > sql/message.svg.new
+	@mv sql/message.svg.new sql/message.svg
+
+generate: sql ## Write every generated file: the SQL file, the dump, the reference, the picture, the sync Python modules
+	@$(MAKE) --no-print-directory schema reference picture
 	@for tool in python/tools/*.py; do [ ! -e "$$tool" ] || $(BIN)/python "$$tool"; done
 
 format: $(VENV)/.lint ## Format the Python files

@@ -26,8 +26,8 @@ one_version() { # the control file, the SQL file and the Python package name one
   [ -n "$control" ] && [ "$control" = "$python" ] && grep -qF "'$control'" sql/pgque.sql && return
   echo "sql/pgque.control says '$control', the Python package '$python'; sql/pgque.sql must hold it too"; return 1
 }
-generated() { # KIND FILE: what make KIND would write
-  "$bin/python" -m support.catalog "$1" > "$tmp/new" || return
+generated() { # KIND FILE MODULE...: what make KIND would write
+  "$bin/python" -m "${@:3}" > "$tmp/new" || return
   diff -u "$2" "$tmp/new" > "$tmp/diff" && return
   head -n 60 "$tmp/diff"; echo "run: make $1"; return 1
 }
@@ -54,8 +54,9 @@ step "pglast parses sql/pgque.sql" parses
 # Not asked: qualified operators, and a pinned search_path, in functions that run with the caller's own rights
 # (PS001, PS005, PS016, PS017); plpgsql_check looks into the bodies, which pgspot's parser cannot follow.
 step "pgspot" pgspot
-step "sql/schema.txt is current (make schema)" generated schema sql/schema.txt
-step "sql/REFERENCE.md is current (make reference)" generated reference sql/REFERENCE.md
+step "sql/schema.txt is current (make schema)" generated schema sql/schema.txt support.catalog schema
+step "sql/REFERENCE.md is current (make reference)" generated reference sql/REFERENCE.md support.catalog reference
+step "sql/message.svg is current (make picture)" generated picture sql/message.svg support.picture
 step "sync Python is generated from async" sync
 step "python/SPARK.md has the options" options
 step "ruff check" "$bin/ruff" check --quiet python tests
