@@ -130,14 +130,12 @@ comment on domain pgque.caller is
 
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.6.0'::text $$;
-comment on function pgque.version() is
-  'The version of pgque in this database.';
+comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
-comment on function pgque.clock() is
-  'The time as pgque sees it. Tests replace it to move time.';
+comment on function pgque.clock() is 'Returns the current time as pgque sees it. Tests replace this function to move time.';
 
 -- Raises an error.  Every error has a code of its own kind, a message that names
 -- the object, and a hint that says what to do.
@@ -385,8 +383,13 @@ create table if not exists pgque.config (
 );
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
 comment on column pgque.config.config_id is 'Always 1.';
-comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_period_ms is
+  'Longest gap that the loop leaves between two ticks of a queue with messages. Set by set_tick_period_ms(). Unit: milliseconds.';
 comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
+comment on column pgque.config.expire_every is
+  'How often maint() deletes expired messages from the retry queue; none: never. Set by set_schedule(''expire'', interval).';
+comment on column pgque.config.delete_expired_every is
+  'How often maint() deletes dead letters whose message expired; none: never. Set by set_schedule(''delete_expired'', interval).';
 
 -- One row a queue.  queue_xid is the mark of the transaction that wrote the row,
 -- and every statement that updates a row sets it.  When the row is loaded from a
@@ -474,15 +477,22 @@ comment on column pgque.queue.queue_id is 'Number of the queue, as in the names 
 comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
 comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
 comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
-comment on column pgque.queue.queue_rotation_period is 'Least time between two rotations.';
+comment on column pgque.queue.queue_rotation_period is
+  'Shortest time between two rotations. The queue keeps between two and three periods of messages, and all that the slowest consumer has not '
+  'finished.';
 comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
-comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
-comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
-comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
-comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
-comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
-comment on column pgque.queue.queue_max_retries is 'How often a failed message is delivered again before it becomes a dead letter.';
-comment on column pgque.queue.queue_retention_period is 'A consumer that lags for longer is moved forward.';
+comment on column pgque.queue.queue_external_ticker is
+  'Whether another system chooses the ticks, with ticker(queue_name, tick_id, tick_time, event_seq); the loop does not tick the queue then.';
+comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker skips the queue: no message becomes visible to consumers while it is true.';
+comment on column pgque.queue.queue_ticker_max_count is 'How many new messages cause a tick before ticker_max_lag has passed. Unit: messages.';
+comment on column pgque.queue.queue_ticker_max_lag is
+  'How long new messages may wait for a tick while they are fewer than ticker_max_count; 0: they do not wait.';
+comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing is sent.';
+comment on column pgque.queue.queue_max_retries is
+  'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
+comment on column pgque.queue.queue_retention_period is
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and what it missed is given up (see drop_policy). 0 restores the '
+  'default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
 comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
@@ -491,6 +501,29 @@ comment on column pgque.queue.queue_created_at is 'When it was created.';
 comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
 comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
 comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
+comment on column pgque.queue.queue_visibility_timeout is
+  'How long a worker''s lease on a batch lasts, unless receive() is called with another time.';
+comment on column pgque.queue.queue_max_receive_attempts is
+  'How often a message is delivered to workers before it is given up; expired leases count too. Unit: deliveries.';
+comment on column pgque.queue.queue_drop_policy is
+  'What happens to a message that is given up. dead_letter: it becomes a dead letter, or goes to dead_letter_queue. hold: it becomes a dead letter '
+  'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
+comment on column pgque.queue.queue_dead_letter_queue is
+  'Name of the queue that takes messages that are given up under drop_policy dead_letter; none: they become dead letters. A name that ends in .dlq '
+  'creates that queue. Set it queue by queue.';
+comment on column pgque.queue.queue_retry_backoff is
+  'When a rejected message is redelivered, if nack() is called without a time: the n-th retry follows after base * factor ^ (n - 1) seconds, at most '
+  'cap seconds. A random share of that time, up to jitter, is subtracted. The value is a JSON object; its defaults are {"base": 1, "factor": 2, '
+  '"cap": 3600, "jitter": 0}. base and cap are 0 to 31536000, factor is 1 to 1000, jitter is 0 to 1. Without a value, every retry follows after a '
+  'minute.';
+comment on column pgque.queue.queue_message_ttl is
+  'How long after it was sent a message may be delivered, unless it is sent with a ttl of its own; 0: for ever.';
+comment on column pgque.queue.queue_max_depth is
+  'How many messages the slowest consumer may have ahead of it before send() fails with PQ003; 0: no limit. It has no effect without a consumer. '
+  'Unit: messages.';
+comment on column pgque.queue.queue_throughput_limit is
+  'How many messages a second each consumer with workers gets at most; 0: no limit. Unit: messages a second.';
+comment on column pgque.queue.queue_archive_on_ack is 'Whether acknowledged messages are kept in the archive; see archive_list().';
 
 -- Events and ticks are partitioned by slot = queue_id * 3 + table number, so
 -- that one static INSERT reaches every queue.  Each leaf has its own index, by
@@ -999,10 +1032,23 @@ begin
   end loop;
 end
 $$;
-comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
-comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
-comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
+comment on column pgque.config.tick_share is
+  'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
+comment on column pgque.queue.queue_tick_gap is
+  'Shortest time that the loop leaves between two ticks. With many consumers it is at least 4 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is
+  'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'The version that made the functions that read its tables.';
+comment on column pgque.queue.queue_max_consumers is
+  'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003, for roles that have a right to '
+  'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
+comment on column pgque.queue.queue_health_pending_warn is 'health() warns when a consumer''s oldest pending message is older; 0: never.';
+comment on column pgque.queue.queue_health_pending_fail is
+  'health() fails when a consumer''s oldest pending message is older than this or than retention_period; 0: only than retention_period.';
+comment on column pgque.queue.queue_health_tick_warn is 'health() warns when messages have waited longer for a tick; 0: never.';
+comment on column pgque.queue.queue_health_tick_fail is 'health() fails when messages have waited longer for a tick; 0: never.';
+comment on column pgque.queue.queue_health_depth_warn is
+  'health() warns when the queue is this full; 0: never. A full queue fails. Unit: percent of max_depth.';
 
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is
 -- there, and an upgrade must not.
@@ -1116,12 +1162,12 @@ end
 $$;
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
 comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
-comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
-comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
-comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
-comment on column pgque.delivery.type is 'What the sender called it; default if nothing.';
+comment on type pgque.delivery is 'A message as receive() delivers it to a consumer.';
+comment on column pgque.delivery.msg_id is 'Id of the message in its queue; it stays through retries and dead letters.';
+comment on column pgque.delivery.batch_id is 'The batch it was delivered with: the argument of ack() and nack().';
+comment on column pgque.delivery.type is 'Type that the sender gave; default if none.';
 comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
-comment on column pgque.delivery.retry_count is 'How often it was failed before: 0 at first.';
+comment on column pgque.delivery.retry_count is 'How often the message was rejected before: 0 at first.';
 comment on column pgque.delivery.created_at is 'When it was sent.';
 comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
 comment on column pgque.delivery.extra2 is 'Free text of the sender.';
@@ -1131,12 +1177,12 @@ comment on column pgque.delivery.headers is 'Metadata of the sender.';
 comment on column pgque.delivery.key is 'Key of a keyed message.';
 comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
 comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
-comment on column pgque.delivery.last_error is 'The reason given when it was failed last.';
-comment on column pgque.delivery.expires_at is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.delivery.last_error is 'Reason given when the message was rejected last.';
+comment on column pgque.delivery.expires_at is 'When the message expires; NULL: never.';
 comment on column pgque.delivery.queue is 'Name of its queue.';
-comment on type pgque.outcome is 'What became of one message of a call that settles several.';
+comment on type pgque.outcome is 'Outcome of one message of a call for several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
-comment on column pgque.outcome.ok is 'Whether this call settled it.';
+comment on column pgque.outcome.ok is 'Whether this call had the effect on the message.';
 comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';
 -- ---------------------------------------------------------------------------
 -- queues: create, configure, pause, drop
@@ -1369,8 +1415,8 @@ begin
 end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
-  'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
-  'parameters of set_queue_config, or null for none. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
+  'Creates a queue and returns 1. Returns 0 if the name is taken; the settings of that queue stay. queue_name: 1 to 57 bytes, any characters. config: '
+  'a JSON object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -1480,8 +1526,8 @@ exception
 end
 $$;
 comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
-  'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
-  'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
+  'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
+  'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
 -- Notes for good that messages of a queue may expire.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
@@ -1493,13 +1539,9 @@ $$;
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 comment on function pgque.set_queue_config(text, text, text) is
-  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
-  'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
-  'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
-  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), tick_gap (20 milliseconds), tick_storage (67108864 bytes), ticker_max_count (500 events), '
-  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
-  'health_depth_warn (80 percent). Periods are intervals. '
-  'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
+  'Sets one setting of a queue and returns 1; NULL restores its default. Periods are intervals. The comments on the columns of pgque.queue (column '
+  'queue_NAME) say what each setting does, its unit and its range; queue_config() lists the values in force. Errors: PQ001 no such queue; PQ005 '
+  'unknown setting or invalid value.';
 
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1518,7 +1560,8 @@ begin
 end
 $$;
 comment on function pgque.queue_config(text, pgque.caller) is
-  'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
+  'Returns the settings of a queue with the values in force, one a row. dead_letter_queue is NULL for a role that has no right to that queue. Errors: '
+  'PQ001 no such queue.';
 
 create or replace function pgque.set_default_config(param text, value text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1563,7 +1606,9 @@ exception
 end
 $$;
 comment on function pgque.set_default_config(text, text) is
-  'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
+  'Sets the default of a setting for all queues that have no value of their own, and returns the number of queues changed. It applies from the next '
+  'call of any session; NULL restores the built-in default. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no default '
+  'for all queues.';
 
 -- Names are those of all queues, so a right to one is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
@@ -1579,7 +1624,9 @@ exception
     perform pgque._fail('PQ002', format('queue exists: %I', $2), 'Choose another name.');
 end
 $$;
-comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.rename_queue(text, text) is
+  'Renames a queue and returns 1. queue_uid stays. Only for the role pgque_admin. Sessions that listen on pgque_<old name> get no more notifications. '
+  'Errors: PQ001 no such queue; PQ002 the new name is taken; PQ004 invalid name.';
 
 create or replace function pgque.pause(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1590,7 +1637,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
+  'Closes a queue for senders; consumers still receive what is there. Errors: PQ001 no such queue; senders get PQ013.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1600,8 +1647,7 @@ begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
-comment on function pgque.resume(text, pgque.caller) is
-  'Opens a paused queue again. PQ001 no such queue.';
+comment on function pgque.resume(text, pgque.caller) is 'Opens a paused queue again. Errors: PQ001 no such queue.';
 
 -- Refuses to drop a queue that somebody still needs.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
@@ -1691,9 +1737,10 @@ exception
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its events, retries and dead letters, and returns 1. It needs force while it has consumers, delayed messages, retries or dead letters, '
-  'or takes those of another queue; messages in the log that no consumer is to get do not count. '
-  'Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it is needed.';
+  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, delayed messages, retries '
+  'or dead letters, or takes the dead letters of another queue; messages in the log that no consumer will get do not count. The call waits for open '
+  'transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; PQ006 the queue is needed and force is '
+  'not true.';
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
@@ -1843,9 +1890,10 @@ begin
 end
 $$;
 comment on function pgque.grant_queue(text, text, text) is
-  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
-  'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
-  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+  'Grants a role a right to one queue. Returns 1, or 0 if the role has the right already. Rights: produce (send); consume (subscribe, receive, '
+  'acknowledge and reject, read); admin (both, and the queue''s settings, ticks, dead letters, archive, purge and drop, but not its name and '
+  'max_consumers). The role becomes a member of pgque_user. It needs none of the roles pgque_reader, pgque_writer and pgque_admin, which are for all '
+  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1860,9 +1908,8 @@ begin
 end
 $$;
 comment on function pgque.revoke_queue(text, text, text) is
-  'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
-  'The role stays a member of pgque_user, which is no right to any queue. '
-  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role stays '
+  'a member of pgque_user, which is no right to any queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 -- The queue of a right that is named as it should be.  One such change at a
 -- time; rights of roles that are gone go too.
@@ -2342,34 +2389,32 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'PgQ''s name for send, with the four extra texts of an event. Returns the event''s id. '
-  'PQ001 no such queue, PQ013 the queue is paused.';
+  'Sends one message and returns its id: PgQ''s name for send(), with the four extra texts of an event. Errors: PQ001 no such queue; PQ013 the queue '
+  'is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
-comment on function pgque.insert_event(text, text, text) is
-  'Same as insert_event with seven arguments; the extra texts are NULL.';
+comment on function pgque.insert_event(text, text, text) is 'The same without the extra texts, which are NULL.';
 
 create or replace function pgque.send(queue_name text, payload text) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
 comment on function pgque.send(text, text) is
-  'Appends one message of type default and returns its id. The payload is kept byte for byte. It is delivered to every consumer '
-  'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
+  'Sends one message of type default and returns its id. The payload is kept byte for byte. Every consumer of the queue gets the message after this '
+  'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ013 the queue is paused.';
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
-comment on function pgque.send(text, jsonb) is
-  'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
+comment on function pgque.send(text, jsonb) is 'The same for JSON, which is stored in its canonical form.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
 comment on function pgque.send(text, text, text, text) is
-  'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
+  'Sends one message with a type and a partition key, which consumers find in extra1, and returns its id. Errors: as of send(queue_name, payload).';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
 comment on function pgque.send(text, text, jsonb, text) is
-  'The same for JSON. PQ005 the key begins with { and may be meant as headers: name it headers or partition_key.';
+  'The same for JSON. Errors: also PQ005 if the key begins with { and may be meant as headers; name the argument headers or partition_key.';
 
 -- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
 -- place was taken for headers: those are not to become a partition key in silence.
@@ -2395,10 +2440,11 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
-  '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
-  'ttl: not delivered after, both at most 100 years; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
-  'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
+  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: while a message with this key is '
+  'pending (delivered to no consumer yet), the new one replaces its body and headers, and its id is returned. delay (from now) or deliver_at: the '
+  'message is not delivered before. ttl: the message is not delivered after; 0 is never, NULL is the queue''s message_ttl. delay and ttl are at most '
+  '100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; PQ003 the queue is full; '
+  'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -2411,7 +2457,7 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for jsonb, stored in its canonical form.';
+  'The same for JSON, stored in its canonical form.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
@@ -2419,7 +2465,7 @@ create or replace function pgque.send(
 ) returns bigint
 language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
 comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for bytes: received in payload_bytes, payload is null.';
+  'The same for bytes: consumers get them in payload_bytes, and payload is NULL.';
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
@@ -2475,12 +2521,11 @@ $$;
 create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2) $$;
 comment on function pgque.send_batch(text, text[]) is
-  'Same as send_batch(queue_name, type_name, payloads) with type default.';
+  'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: as of send().';
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
-comment on function pgque.send_batch(text, jsonb[]) is
-  'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
+comment on function pgque.send_batch(text, jsonb[]) is 'The same for JSON.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -2494,7 +2539,8 @@ language sql as $$
   end
 $$;
 comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many messages with options, all or none; ids in input order. Each option is an array as long as payloads, or null; see send(). PQ005 for another length.';
+  'Sends many messages, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
+  'meaning is that of send(). Errors: as of send(); PQ005 also for an array of another length.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -2507,8 +2553,7 @@ language sql as $$
     else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
   end
 $$;
-comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'The same for jsonb.';
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for JSON.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -2517,8 +2562,7 @@ create or replace function pgque.send_batch(
 language sql as $$
   select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
 $$;
-comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'The same for bytes.';
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for bytes.';
 
 -- Of two senders of one key the second waits; one whose snapshot does not show
 -- what the first did gets 40001.
@@ -2561,9 +2605,9 @@ exception
 end
 $$;
 comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
-  'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
-  'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
-  'PQ001 no such queue, PQ005 no key, or a ttl that is not positive or above 100 years, PQ013 the queue is paused.';
+  'Sends one message unless one with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if deduped is true, '
+  'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
+  'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
 
 -- Which leaf of the idempotency keys is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int
@@ -2583,16 +2627,16 @@ create or replace function pgque.send_idem(
   out event_id bigint, out deduped boolean
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
-comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
-  'Same as send_idem with a text payload, for JSON.';
+comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is 'The same for JSON.';
 
 create or replace function pgque.current_event_table(queue_name text) returns text
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is
-  'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
-  'ev_data a complete event; an ev_id of an earlier transaction may be ticked a minute late. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
+  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. Its column defaults make a row of ev_type and '
+  'ev_data a complete event. Call it again in each transaction: rotation changes the table. An ev_id taken in an earlier transaction may be covered '
+  'by a tick only a minute later. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
 -- sink: INSERT, COPY and Spark send
 -- ---------------------------------------------------------------------------
@@ -2649,12 +2693,13 @@ begin
 end
 $$;
 comment on view pgque.sink is
-  'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
-  'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
-  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ005 epoch, part or parts without sink_id, '
-  'PQ016 see sink_commit(), 23514 under session_replication_role = replica, where the view could do nothing.';
+  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text of '
+  'a JSON object), partition_key. With sink_id, epoch and part: rows of a part that another transaction has already written for this epoch are left '
+  'out. parts, if given, must be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 '
+  'under session_replication_role = replica, where the view cannot send.';
 comment on view pgque.sink_bulk is
-  'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
+  'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
+  'payload, headers.';
 
 -- The table that a message of this queue goes to, for a statement whose own
 -- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
@@ -2894,9 +2939,9 @@ begin
 end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
-  'Begins an attempt to write a share of an epoch. COPY the messages into the table named by stage, with this attempt and n = 0, 1, 2, ... in the order '
-  'they are to have; nothing is sent before sink_commit(). epoch NULL: a write that is never replayed. '
-  'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
+  'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
+  'attempt and n = 0, 1, 2, ... in the order to be sent. Nothing is sent before sink_commit(). epoch NULL: a write that is never repeated. Errors: '
+  'PQ005 invalid sink_id or epoch; PQ016 the epoch is older than the sink''s newest.';
 
 -- The attempts of both leaves.
 create or replace function pgque._attempts() returns setof pgque.sink_attempt
@@ -2964,10 +3009,10 @@ begin
 end
 $$;
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
-  'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
-  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
-  'also through a crash of the server. PQ001 no such queue, PQ003 a queue is full, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
-  '25000 not READ COMMITTED.';
+  'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
+  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. Attempts of the epoch that are not named are invalid '
+  'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
+  'is paused; PQ016 rows are missing, or the epoch is older than the sink''s newest; 25000 not READ COMMITTED.';
 
 -- The attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
@@ -3276,9 +3321,9 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
-  'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
-  'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks one queue if there is a reason, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
+  'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
+  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Each queue keeps two locks until the transaction ends, with a tick eight: of more
 -- than the server has room for it serves some, whichever, and the next calls the
@@ -3303,8 +3348,8 @@ begin
 end
 $$;
 comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
-  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
+  'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Which of these queues the loop has to look at now, by what it knows of them, and
 -- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
@@ -3447,8 +3492,8 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
-  'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Stores a tick whose id, time and event sequence another system chose, for a queue with external_ticker, and returns its id. Errors: PQ001 no such '
+  'queue; PQ005 no external ticker, or a tick that does not follow the last; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- The wish is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
@@ -3462,12 +3507,11 @@ begin
 end
 $$;
 comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
+  'Makes the next ticker() tick the queue, whether or not anything was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
-comment on function pgque.force_tick(text) is
-  'Same as force_next_tick.';
+comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick().';
 -- ---------------------------------------------------------------------------
 -- window: which rows lie between two snapshots
 -- ---------------------------------------------------------------------------
@@ -4037,9 +4081,10 @@ begin
 end
 $$;
 comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
-  'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
-  'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
-  'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after the '
+  'newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
+  'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
+  'max_consumers consumers; PQ004 a name that has not 1 to 1000 bytes; PQ005 no such start_at.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -4091,8 +4136,7 @@ $$;
 
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
-comment on function pgque.register_consumer(text, text) is
-  'PgQ''s name for subscribe(queue_name, consumer_name).';
+comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
 
 create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -4121,8 +4165,8 @@ begin
 end
 $$;
 comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
-  'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
-  'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
+  'Subscribes a consumer at a tick and returns 1. A consumer that is subscribed already is moved to that tick, its open batch is dropped, and 0 is '
+  'returned. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is gone.';
 
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -4150,13 +4194,12 @@ begin
 end
 $$;
 comment on function pgque.unsubscribe(text, text, pgque.caller) is
-  'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
-  'went, 0 if it was none. PQ001 no such queue.';
+  'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
+  'it was not subscribed. Errors: PQ001 no such queue.';
 
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
-comment on function pgque.unregister_consumer(text, text) is
-  'PgQ''s name for unsubscribe.';
+comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
 
 -- Opens the window that follows a position: up to the furthest of the next 100
 -- ticks before which no more than p_max events were numbered, so that a
@@ -4490,12 +4533,14 @@ begin
 end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
-  'Hands out the consumer''s next messages, at most max_return, as one batch, in the order of their ids (to a worker first those that come again, then new ones); no rows if there are none. Until '
-  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
-  '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
-  'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
-  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
-  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer has received a batch on its own and a worker is named, PQ011 no such consumer.';
+  'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. Without worker, the '
+  'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
+  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages, redeliveries first, '
+  'then new ones. When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
+  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. Call it in a '
+  'transaction of its own, or in one with the work and the ack for exactly-once. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
+  'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
+  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
 
 -- The messages of a batch of a queue with keys or expiry: those that are to be
 -- delivered, and those of the slice that are not.  p_max null: all of p_rows;
@@ -4652,13 +4697,12 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
 comment on function pgque.ack(bigint) is
-  'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
-  'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
+  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is
-  'PgQ''s name for ack.';
+comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
 -- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
 -- what receive() left of one.  An open batch comes again.  Null if there is no
@@ -4760,8 +4804,8 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
-  'is no condition.';
+  'Opens a batch as next_batch_info() does, for a bigger window: it ends at a tick that is at least min_lag old, and spans at least min_count events '
+  'or min_interval of time. NULL is no condition.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -4771,13 +4815,14 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Same as next_batch, with the ids, times and event sequences of the two ticks.';
+  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
-  'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
+  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick. An open batch is returned again. Read it '
+  'with get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
+  'subscribed.';
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.
@@ -4900,7 +4945,7 @@ begin
 end
 $$;
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
-  'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
+  'Returns the events of an open batch in the order of their ids, as stored. Errors: PQ012 the batch is not open.';
 
 -- The query of an open batch: where messages may be left out as it is opened,
 -- without those that have an outcome.
@@ -4948,8 +4993,8 @@ begin
 end
 $$;
 comment on function pgque.get_batch_cursor(bigint, text, int, text) is
-  'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
-  'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
+  'Opens a cursor over an open batch and returns its first quick_limit events. Fetch the rest from cursor_name in the same transaction. extra_where: '
+  'an SQL condition on the event columns; never build it from untrusted input. Errors: PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int,
@@ -4958,8 +5003,7 @@ create or replace function pgque.get_batch_cursor(
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
-comment on function pgque.get_batch_cursor(bigint, text, int) is
-  'Same as get_batch_cursor without extra_where.';
+comment on function pgque.get_batch_cursor(bigint, text, int) is 'The same without extra_where.';
 
 create or replace function pgque.get_batch_info(
   batch_id bigint, caller pgque.caller default current_user,
@@ -4987,7 +5031,8 @@ begin
 end
 $$;
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
-  'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
+  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
+  'PQ012 the batch is not open.';
 
 -- A consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
@@ -5025,7 +5070,8 @@ begin
 end
 $$;
 comment on function pgque.tick_for(text, text, pgque.caller) is
-  'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
+  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). Errors: PQ001 no such queue; PQ005 no such '
+  'start_at; PQ015 the tick is gone.';
 
 create or replace function pgque.next_tick(
   queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
@@ -5060,8 +5106,9 @@ begin
 end
 $$;
 comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
-  'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
-  'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
+  'Returns the tick that ends the next piece of work after after_tick; NULL if there is no further tick. The piece is whole ticks: at least one, at '
+  'most max_ticks, none beyond upto, and as many as hold max_events events. One tick can hold more than max_events. Errors: PQ001 no such queue; '
+  'PQ005 a limit is below 1; PQ015 the tick is gone.';
 
 -- The same window is cut the same way as long as its ticks are there.
 create or replace function pgque.split_window(
@@ -5105,8 +5152,9 @@ begin
 end
 $$;
 comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
-  'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
-  'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
+  'Splits the window between two ticks into at most parts pieces with about as many events each. Each row holds the arguments of a call of '
+  'read_window(). A piece is a run of ticks, or one remainder of the ids of a tick with many events. Errors: PQ001 no such queue; PQ005 no such '
+  'window; PQ015 a tick is gone.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
@@ -5161,9 +5209,9 @@ begin
 end
 $$;
 comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
-  'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
-  'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
+  'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too. types: only events of these '
+  'types. parts and part: only ids whose remainder by parts is part. While a consumer stands at from_tick or before, each call returns the same rows. '
+  'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is gone.';
 
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
@@ -5181,7 +5229,7 @@ begin
 end
 $$;
 comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
+  'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
 -- Senders that replace a body are waited for as in subscribe(): what they commit
 -- later would be passed unread.
@@ -5208,8 +5256,8 @@ begin
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
-  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
-  'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
+  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
+  'nothing. An open batch is dropped. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
 
 create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -5237,8 +5285,9 @@ begin
 end
 $$;
 comment on function pgque.open_stream(text, text, text, pgque.caller) is
-  'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
-  'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
+  'Opens a stream for a reader that keeps its own offsets, and returns the tick where the consumer stands. Subscribes the consumer at start_at if it '
+  'is new, and reserves it for this session until the session ends. Errors: PQ001 no such queue; PQ005 no such start_at, or the consumer has workers; '
+  'PQ006 another session has it.';
 
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -5270,8 +5319,9 @@ begin
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
-  'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
-  'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
+  'Dead-letters messages that the consumer has passed, each with its reason. Returns one row a message: msg_id, ok, and the reason if not ok. A '
+  'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
+  'not subscribed.';
 -- ---------------------------------------------------------------------------
 -- workers: competing processes, leases, redelivery
 -- ---------------------------------------------------------------------------
@@ -6564,16 +6614,16 @@ exception
 end
 $$;
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
-  'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
-  'convert_normal is true; the worker then gets its open batch, under a new id, less what was settled. '
-  'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
+  'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
+  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
+  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
+  'convert_normal is not true.';
 
 create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
 ) returns int
 language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
-  'Same as register_subconsumer.';
+comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'The same as register_subconsumer().';
 
 create or replace function pgque.unregister_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
@@ -6602,15 +6652,14 @@ begin
 end
 $$;
 comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker and returns 1; 0 if there is none. If it holds a batch: with batch_handling 0 that is an error, with 1 its messages go through retry and dead letters. '
-  'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
+  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
+  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
 
 create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
 ) returns int
 language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
-  'Same as unregister_subconsumer.';
+comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -6623,7 +6672,7 @@ begin
 end
 $$;
 comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
-  'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
+  'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
 -- Gives the open batch of one subscriber to a worker that has none, under a new
 -- batch id and with its outcomes.  The caller holds the locks of both.
@@ -6714,9 +6763,9 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'receive() for one of several workers (subconsumers) that share a consumer; each gets messages of its own. Registers the worker on first use. With dead_interval, the batch of a worker '
-  'that was silent for longer is taken over first, under a new batch id. '
-  'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
+  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
+  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
+  'such queue; PQ004 invalid name; PQ005 max_return is below 1; PQ006 the consumer reads on its own.';
 
 -- next_batch_custom() for one of several workers, in the same way.
 create or replace function pgque.next_batch_custom(
@@ -6730,16 +6779,16 @@ begin
 end
 $$;
 comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Same as next_batch with a subconsumer, for a bigger window: see next_batch_custom without one. Returns the id of the batch only.';
+  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
 language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
 comment on function pgque.next_batch(text, text, text, interval) is
-  'next_batch() for one of several workers (subconsumers) that share a consumer: each gets windows of its own. Registers the worker on first use. With '
-  'dead_interval, the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. '
-  'PQ001 no such queue, PQ004 invalid name, PQ006 the consumer reads on its own.';
+  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
+  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
+  'such queue; PQ004 invalid name; PQ006 the consumer reads on its own.';
 -- ---------------------------------------------------------------------------
 -- outcomes: what becomes of a message, retry, dead letters, archive
 -- ---------------------------------------------------------------------------
@@ -7035,7 +7084,7 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
+  'The same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7045,10 +7094,10 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
-  'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
-  'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
-  'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
-  'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
+  'Rejects one message of an open batch and returns 1, also when repeated. The message is redelivered to this consumer after retry_after (NULL: the '
+  'queue''s retry_backoff), or becomes a dead letter once the queue''s max_retries are used up. The rest of the batch stays open: acknowledge it when '
+  'done. Of msg only msg_id counts. For a worker''s batch whose lease expired, the call waits for a transaction that may be taking the message over. '
+  'Errors: PQ005 retry_after is negative; PQ007 the message is not in this batch; PQ012 the batch is not open.';
 
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
@@ -7058,8 +7107,8 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
-  'PQ005 retry_after is negative or above 100 years.';
+  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
+  'Errors: PQ005 retry_after is negative or above 100 years.';
 
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7074,9 +7123,9 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
-  'lost to another worker, batch not open. After an answer "lost to another worker" an ack of the whole batch returns 0: it would finish that message too, if the '
-  'other one let go of it. With archive_on_ack they are kept in the archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
+  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
+  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
 
 -- Gives messages up at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -7089,7 +7138,8 @@ $$;
 create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
 language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 comment on function pgque.dead(bigint, bigint[], text) is
-  'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
+  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
+  'message as ack(batch_id, msg_ids) does.';
 
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7098,7 +7148,8 @@ begin
 end
 $$;
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
+  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
+  'msg_ids) does.';
 
 -- Leases are of workers only.
 create or replace function pgque._need_pool(p_batch bigint) returns void
@@ -7120,7 +7171,8 @@ begin
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
+  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
+  'Errors: PQ005 the batch is not a worker''s.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7156,7 +7208,8 @@ begin
 end
 $$;
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when null, negative or above 100 years.';
+  'Sets when the lease on a worker''s batch expires, counted from now; 0 releases the batch. Returns the number of messages still leased, 0 if the '
+  'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
 
 create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7198,7 +7251,8 @@ begin
 end
 $$;
 comment on function pgque.extend(bigint, interval, pgque.caller) is
-  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
+  'Extends the lease on a worker''s batch by an interval; it never shortens the lease. Returns the number of messages still leased, 0 if the batch is '
+  'lost. Errors: PQ005 the interval is negative or above 100 years.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7214,13 +7268,13 @@ begin
 end
 $$;
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Delivers one event of an open batch to this consumer again at retry_time (NULL: as nack() does), however often it failed before. Returns 1, or 0 if it was failed already. '
-  'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
+  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
+  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
+  'not open.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
-comment on function pgque.event_retry(bigint, bigint, int) is
-  'Same as event_retry with a time, in so many seconds from now.';
+comment on function pgque.event_retry(bigint, bigint, int) is 'The same with a number of seconds from now.';
 
 -- Whether a batch is open in any way.
 create or replace function pgque._is_open(p_batch bigint) returns boolean
@@ -7247,8 +7301,8 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now (NULL: as nack() does), and returns their number. Finish the batch '
-  'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
+  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
 
 -- The consumers on their own, whose retries come back through the log, and 0:
 -- delayed messages are for everybody.  Workers take theirs where they wait.
@@ -7282,7 +7336,8 @@ begin
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Puts messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; a ticker delivers them.';
+  'Moves messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; the next '
+  'tick delivers them.';
 
 -- Claims messages with keys that wait for their consumer's first delivery, in rows
 -- that the caller has locked.  Gives back those that may leave: they have their
@@ -7382,7 +7437,7 @@ begin
 end
 $$;
 comment on function pgque.dlq_inspect(text, int, pgque.caller) is
-  'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
+  'Returns the newest dead letters of a queue, at most limit_count, with consumer and reason. Errors: PQ001 no such queue.';
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.
@@ -7413,8 +7468,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay(bigint, pgque.caller) is
-  'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
-  'PQ008 no such dead letter, PQ013 the queue is paused.';
+  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
+  'letter; PQ013 the queue is paused.';
 
 create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7437,7 +7492,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay_all(text, pgque.caller) is
-  'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
+  'Replays all dead letters of a queue. Returns replayed (how many were sent), failed (how many could not be sent, and stay) and first_error. Errors: '
+  'PQ001 no such queue.';
 
 create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7471,9 +7527,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Its age stays: beyond retention_period it is delivered, '
-  'but a dead letter again with its first failure. Returns the message''s id. '
-  'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
+  'Requeues a dead letter: the next tick delivers the message to the consumer that failed it. Returns the message''s id, which stays. Its retries '
+  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7496,7 +7552,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Dead letters of unsubscribed consumers '
+  'stay. Errors: PQ001 no such queue.';
 
 -- A null would delete none without a word.
 create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
@@ -7516,7 +7573,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
+  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, and returns their number. Held ones '
+  '(drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7543,7 +7601,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
+comment on function pgque.archive_poison(text, pgque.caller) is
+  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
 
 create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -7559,7 +7618,8 @@ begin
 end
 $$;
 comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
+  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
+  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
 
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7593,7 +7653,8 @@ begin
 end
 $$;
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
-  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
+  'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
+  'number of batches. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7642,7 +7703,9 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
+  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
+  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
+  'READ COMMITTED.';
 
 create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7671,7 +7734,9 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
+comment on function pgque.purge_key(text, text, pgque.caller) is
+  'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
+  'COMMITTED.';
 -- ---------------------------------------------------------------------------
 -- archive: messages that are done with and kept
 -- ---------------------------------------------------------------------------
@@ -7743,7 +7808,8 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
-comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is
+  'Returns the newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
 
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7770,7 +7836,9 @@ begin
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
 end
 $$;
-comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
+comment on function pgque.archive_replay(bigint, pgque.caller) is
+  'Sends an archived message again, as a new one for every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in '
+  'the archive.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -7784,7 +7852,8 @@ begin
   return pgque._drop_archive(v_queue.queue_id, $2);
 end
 $$;
-comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
+  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
 
 -- The leaves of the archive, each with its queue and its day as in _bucket().
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
@@ -7975,8 +8044,9 @@ begin
 end
 $$;
 comment on function pgque.maint_rotate_tables_step1(text) is
-  'Empties the queue''s oldest table and makes it the current one, if rotation_period has passed and every consumer is done with it. Returns 1, or 0 if there was nothing to do, '
-  'a consumer is behind, or the table is locked. PQ001 no such queue, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Rotates a queue: empties its oldest table and makes it the current one, if rotation_period has passed and every consumer has passed the table''s '
+  'messages. Returns 1. Returns 0 if there was nothing to do, a consumer still needs the table, or the table is locked. Errors: PQ001 no such queue; '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Gives messages with keys that wait and were delivered to nobody the body that
 -- was sent last, and takes out what was purged: those whose newest row lies in one
@@ -8029,8 +8099,7 @@ $$;
 
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
-comment on function pgque.maint_rotate_tables_step2() is
-  'PgQ''s second half of a rotation: nothing to do here. Returns 0.';
+comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and returns 0: PgQ''s second half of a rotation.';
 
 -- The bytes of one leaf of the journal, and of what turns with it.
 create or replace function pgque._journal_size(p_leaf int) returns bigint
@@ -8454,7 +8523,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
+comment on function pgque.expire_messages(text, pgque.caller) is
+  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call.';
 
 create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8467,7 +8537,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
+comment on function pgque.delete_expired(text, pgque.caller) is
+  'Deletes dead letters whose message has expired since, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8491,7 +8562,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
+comment on function pgque.maint_expire() is
+  'Runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed. Part of maint().';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8514,8 +8586,9 @@ exception
 end
 $$;
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
-  'every is an interval; an empty string turns the reaper off, null restores its default. PQ005 for an invalid one, and the old one stays.';
+  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages from '
+  'the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). every: an '
+  'interval; an empty string turns the job off, NULL restores its default. Errors: PQ005 an invalid job or interval; the old one stays.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8549,7 +8622,9 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
+comment on function pgque.maint_lapsed() is
+  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for. Returns their number. Part '
+  'of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  What each
@@ -8781,15 +8856,15 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
-comment on function pgque.maint_operations() is
-  'What maint() does, one call a row, for a scheduler that commits after each.';
+comment on function pgque.maint_operations() is 'Returns what maint() does, one call a row, for a scheduler that commits after each.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never saw, and returns how many; get_consumer_info counts what they skipped. PQ001 no such queue.';
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never received, and returns the number of consumers '
+  'moved. get_consumer_info() counts what they skipped. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8817,7 +8892,7 @@ begin
 end
 $$;
 comment on function pgque.maint_tables() is
-  'Maintains the tables that all queues share. Returns how much there was to do.';
+  'Maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
 
 -- Does one of maint_operations(); what fails is reported and left for the next
 -- time.
@@ -8867,8 +8942,8 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
-  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Does all maintenance now: due retries, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
+  'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 -- ---------------------------------------------------------------------------
 -- schedule: the loop and pg_cron
 -- ---------------------------------------------------------------------------
@@ -8885,7 +8960,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (default 100), and returns it. A '
+  'running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8900,7 +8976,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_share(int) is
-  'Sets how much of one core the loop may use for looks and ticks, 1 to 100 percent (15); above it, gaps between ticks grow. The running loop follows at once. Returns it. PQ005 out of range.';
+  'Sets how much of one core the loop may use for checks and ticks, 1 to 100 percent (default 15), and returns it. Above it, gaps between ticks grow. '
+  'A running loop follows at once. Errors: PQ005 out of range.';
 
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
@@ -9172,8 +9249,9 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'The ticker: ticks, moves due retries and maintains, for 55 seconds or run_for, and commits after each step. A queue ticks as soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction; pg_cron (start()) and the '
-  'command pgque ticker do. A second loop waits for the first.';
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves due retries and maintains, and commits after each step. A queue ticks as soon as its '
+  'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
+  'A second loop waits for the first.';
 
 -- Whether there is pg_cron for the owner of pgque: null if it is not in this
 -- database, false if its schema is closed.
@@ -9250,7 +9328,8 @@ begin
 end
 $$;
 comment on function pgque.start() is
-  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
+  'Makes pg_cron run the loop in this database, once however often it is called, and returns the job''s id. Errors: PQ014 pg_cron is not in this '
+  'database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -9261,7 +9340,7 @@ begin
 end
 $$;
 comment on function pgque.stop() is
-  'Ends the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
+  'Stops the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
 
 -- Removes our jobs of this database, and of those that are gone: one that was
 -- renamed leaves them behind.
@@ -9452,8 +9531,7 @@ begin
   return next;
 end
 $$;
-comment on function pgque.status() is
-  'What is installed, scheduled and running: version, scheduler, ticker, queues.';
+comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: version, scheduler, ticker, queues.';
 
 -- Tables and columns outside the schema that would go with its types and tables.
 create or replace function pgque._foreign_data() returns setof text
@@ -9496,8 +9574,8 @@ begin
 end
 $$;
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501. '
-  '2BP01 while tables outside the schema have columns of its types, which would go too.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Errors: 42501 the caller does not own the schema; 2BP01 '
+  'tables outside the schema have columns of its types, which would be dropped too.';
 -- ---------------------------------------------------------------------------
 -- observe: information, metrics, health
 -- ---------------------------------------------------------------------------
@@ -9515,7 +9593,7 @@ select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
 cross join lateral pgque._position_of(s.sub_id) p;
-comment on view pgque.subscription is 'Who reads what, and how far: consumers of queues, and their workers.';
+comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
 comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
@@ -9629,7 +9707,8 @@ begin
 end
 $$;
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
+  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
+  'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
 -- The subscribers of a queue, or those of a name, each with its newest position.
 -- Both leaves in one statement: a position may move from one to the other.
@@ -9810,9 +9889,10 @@ begin
 end
 $$;
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (how long the oldest pending message has been pending; 0 if none is), last_seen, ticks, open batch, '
-  'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
-  'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
+  'Returns one row for each consumer and worker, of all queues or of one, or for one consumer: lag (age of the oldest pending message; 0 if none is '
+  'pending), last_seen, ticks, open batch, pending_events (with workers also what may be redelivered) and skipped_events (lost to retention). lag and '
+  'pending_events are NULL if another session has a table of the queue locked. A worker is named consumer.worker. Errors: PQ001 no such queue; PQ011 '
+  'not subscribed.';
 
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -9874,8 +9954,9 @@ begin
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
-  'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
+  'Returns the next n messages that a consumer has not finished, without receiving them: of the consumer named, or else of the slowest. Messages '
+  'count whether a tick covers them or not, retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 not '
+  'subscribed.';
 
 -- Everything a queue knows about its messages, or about one: a row for each
 -- consumer that has to do with it.  At most p_limit of each kind.
@@ -10009,8 +10090,9 @@ begin
 end
 $$;
 comment on function pgque.list_messages(text, text, int, pgque.caller) is
-  'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
-  'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
+  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, processing, '
+  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. available_at: when the message can be received, or its lease '
+  'expires. Errors: PQ005 another status.';
 
 create or replace function pgque.message_status(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
@@ -10033,7 +10115,7 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
+  'Returns the state of one message, a row for each consumer that still has it; status as in list_messages(). Errors: PQ010 no consumer has it.';
 
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
@@ -10068,7 +10150,8 @@ begin
 end
 $$;
 comment on function pgque.list_workers(text, text, pgque.caller) is
-  'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
+  'Returns the workers that have messages now: batches, messages, last_seen (when the worker last received), lease_until (when the first of its '
+  'leases expires).';
 
 create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
@@ -10088,7 +10171,8 @@ begin
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
-  'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
+  'Returns messages that were delivered more than once without an outcome, or were given up for that reason: they may kill their workers. dl_id is '
+  'set if the message is a dead letter.';
 
 -- How many consumers of a queue metrics() and health() look at one by one: those
 -- that are furthest back.  A queue with more has the rest in its sums only.
@@ -10209,7 +10293,9 @@ begin
 end
 $$;
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value. Of a queue with more than 100 consumers (pgque_queue_consumers) it names the 100 that are furthest back, and sums the others. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
+  'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
+  '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
+  'tables: the figures of their queues are left out.';
 
 -- The checks of one queue.
 create or replace function pgque._queue_health(
@@ -10473,7 +10559,8 @@ begin
 end
 $$;
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it. The settings health_* of a queue say when it warns and fails. Of a queue whose tables somebody keeps locked it says who.';
+  'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
+  'thresholds. For a queue whose tables are locked, it names the session that holds the lock.';
 -- ---------------------------------------------------------------------------
 -- triggers: table changes as events
 -- ---------------------------------------------------------------------------
@@ -10589,10 +10676,10 @@ begin
 end
 $$;
 comment on function pgque.jsontriga() is
-  'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
-  'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '
-  'I:, U: or D: and the key columns, or R for TRUNCATE; ev_extra1 is the table. '
-  'PQ001 no such queue, PQ005 no queue, an unknown option or a key that is no column, PQ013 the queue is paused or the change is denied.';
+  'Sends each change of a table as JSON, as a row or TRUNCATE trigger: create trigger ... execute function pgque.jsontriga(''queue'', options...). '
+  'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
+  'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
+  'paused, or the change is denied.';
 
 create or replace function pgque.logutriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10605,8 +10692,7 @@ begin
   return coalesce(new, old);
 end
 $$;
-comment on function pgque.logutriga() is
-  'Same as jsontriga(), with the row as URL-encoded pairs.';
+comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
 
 create or replace function pgque.sqltriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10620,7 +10706,8 @@ begin
 end
 $$;
 comment on function pgque.sqltriga() is
-  'Same as jsontriga(), with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, D or R.';
+  'Sends each change of a table as jsontriga() does, with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, '
+  'D or R.';
 -- ---------------------------------------------------------------------------
 -- earlier: what calls of an earlier version ask that an upgrade overtakes
 -- ---------------------------------------------------------------------------

@@ -89,14 +89,12 @@ comment on domain pgque.caller is
 
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.6.0'::text $$;
-comment on function pgque.version() is
-  'The version of pgque in this database.';
+comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
 create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
-comment on function pgque.clock() is
-  'The time as pgque sees it. Tests replace it to move time.';
+comment on function pgque.clock() is 'Returns the current time as pgque sees it. Tests replace this function to move time.';
 
 -- Raises an error.  Every error has a code of its own kind, a message that names
 -- the object, and a hint that says what to do.

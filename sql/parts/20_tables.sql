@@ -81,8 +81,13 @@ create table if not exists pgque.config (
 );
 comment on table pgque.config is 'Settings of the loop: one row, or none while all are default.';
 comment on column pgque.config.config_id is 'Always 1.';
-comment on column pgque.config.tick_period_ms is 'The longest gap between two ticks of a queue with messages, in milliseconds; see set_tick_period_ms().';
+comment on column pgque.config.tick_period_ms is
+  'Longest gap that the loop leaves between two ticks of a queue with messages. Set by set_tick_period_ms(). Unit: milliseconds.';
 comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
+comment on column pgque.config.expire_every is
+  'How often maint() deletes expired messages from the retry queue; none: never. Set by set_schedule(''expire'', interval).';
+comment on column pgque.config.delete_expired_every is
+  'How often maint() deletes dead letters whose message expired; none: never. Set by set_schedule(''delete_expired'', interval).';
 
 -- One row a queue.  queue_xid is the mark of the transaction that wrote the row,
 -- and every statement that updates a row sets it.  When the row is loaded from a
@@ -170,15 +175,22 @@ comment on column pgque.queue.queue_id is 'Number of the queue, as in the names 
 comment on column pgque.queue.queue_name is 'Name of the queue, 1 to 57 bytes.';
 comment on column pgque.queue.queue_ntables is 'Number of tables that its events rotate through: 3.';
 comment on column pgque.queue.queue_cur_table is 'Number of the table that events go to now: 0 to 2.';
-comment on column pgque.queue.queue_rotation_period is 'Least time between two rotations.';
+comment on column pgque.queue.queue_rotation_period is
+  'Shortest time between two rotations. The queue keeps between two and three periods of messages, and all that the slowest consumer has not '
+  'finished.';
 comment on column pgque.queue.queue_switch_time is 'Time of the last rotation.';
-comment on column pgque.queue.queue_external_ticker is 'Whether another system decides the ticks.';
-comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker leaves it alone.';
-comment on column pgque.queue.queue_ticker_max_count is 'So many events bring a tick before ticker_max_lag has passed.';
-comment on column pgque.queue.queue_ticker_max_lag is 'Least time between two ticks while fewer events come; 0: no wait.';
-comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing happens.';
-comment on column pgque.queue.queue_max_retries is 'How often a failed message is delivered again before it becomes a dead letter.';
-comment on column pgque.queue.queue_retention_period is 'A consumer that lags for longer is moved forward.';
+comment on column pgque.queue.queue_external_ticker is
+  'Whether another system chooses the ticks, with ticker(queue_name, tick_id, tick_time, event_seq); the loop does not tick the queue then.';
+comment on column pgque.queue.queue_ticker_paused is 'Whether the ticker skips the queue: no message becomes visible to consumers while it is true.';
+comment on column pgque.queue.queue_ticker_max_count is 'How many new messages cause a tick before ticker_max_lag has passed. Unit: messages.';
+comment on column pgque.queue.queue_ticker_max_lag is
+  'How long new messages may wait for a tick while they are fewer than ticker_max_count; 0: they do not wait.';
+comment on column pgque.queue.queue_ticker_idle_period is 'Time between two ticks while nothing is sent.';
+comment on column pgque.queue.queue_max_retries is
+  'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
+comment on column pgque.queue.queue_retention_period is
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and what it missed is given up (see drop_policy). 0 restores the '
+  'default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
 comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
@@ -187,6 +199,29 @@ comment on column pgque.queue.queue_created_at is 'When it was created.';
 comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
 comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
 comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
+comment on column pgque.queue.queue_visibility_timeout is
+  'How long a worker''s lease on a batch lasts, unless receive() is called with another time.';
+comment on column pgque.queue.queue_max_receive_attempts is
+  'How often a message is delivered to workers before it is given up; expired leases count too. Unit: deliveries.';
+comment on column pgque.queue.queue_drop_policy is
+  'What happens to a message that is given up. dead_letter: it becomes a dead letter, or goes to dead_letter_queue. hold: it becomes a dead letter '
+  'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
+comment on column pgque.queue.queue_dead_letter_queue is
+  'Name of the queue that takes messages that are given up under drop_policy dead_letter; none: they become dead letters. A name that ends in .dlq '
+  'creates that queue. Set it queue by queue.';
+comment on column pgque.queue.queue_retry_backoff is
+  'When a rejected message is redelivered, if nack() is called without a time: the n-th retry follows after base * factor ^ (n - 1) seconds, at most '
+  'cap seconds. A random share of that time, up to jitter, is subtracted. The value is a JSON object; its defaults are {"base": 1, "factor": 2, '
+  '"cap": 3600, "jitter": 0}. base and cap are 0 to 31536000, factor is 1 to 1000, jitter is 0 to 1. Without a value, every retry follows after a '
+  'minute.';
+comment on column pgque.queue.queue_message_ttl is
+  'How long after it was sent a message may be delivered, unless it is sent with a ttl of its own; 0: for ever.';
+comment on column pgque.queue.queue_max_depth is
+  'How many messages the slowest consumer may have ahead of it before send() fails with PQ003; 0: no limit. It has no effect without a consumer. '
+  'Unit: messages.';
+comment on column pgque.queue.queue_throughput_limit is
+  'How many messages a second each consumer with workers gets at most; 0: no limit. Unit: messages a second.';
+comment on column pgque.queue.queue_archive_on_ack is 'Whether acknowledged messages are kept in the archive; see archive_list().';
 
 -- Events and ticks are partitioned by slot = queue_id * 3 + table number, so
 -- that one static INSERT reaches every queue.  Each leaf has its own index, by
@@ -695,10 +730,23 @@ begin
   end loop;
 end
 $$;
-comment on column pgque.config.tick_share is 'How much of one core the loop may use for looks and ticks, in percent; see set_tick_share().';
-comment on column pgque.queue.queue_tick_gap is 'Least time that the loop leaves between two ticks; a queue with many consumers takes 4 ms for each, at most the tick period.';
-comment on column pgque.queue.queue_tick_storage is 'Bytes of ticks; a third of it in the current table brings the next rotation early.';
+comment on column pgque.config.tick_share is
+  'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
+comment on column pgque.queue.queue_tick_gap is
+  'Shortest time that the loop leaves between two ticks. With many consumers it is at least 4 ms for each, at most the tick period.';
+comment on column pgque.queue.queue_tick_storage is
+  'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'The version that made the functions that read its tables.';
+comment on column pgque.queue.queue_max_consumers is
+  'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003, for roles that have a right to '
+  'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
+comment on column pgque.queue.queue_health_pending_warn is 'health() warns when a consumer''s oldest pending message is older; 0: never.';
+comment on column pgque.queue.queue_health_pending_fail is
+  'health() fails when a consumer''s oldest pending message is older than this or than retention_period; 0: only than retention_period.';
+comment on column pgque.queue.queue_health_tick_warn is 'health() warns when messages have waited longer for a tick; 0: never.';
+comment on column pgque.queue.queue_health_tick_fail is 'health() fails when messages have waited longer for a tick; 0: never.';
+comment on column pgque.queue.queue_health_depth_warn is
+  'health() warns when the queue is this full; 0: never. A full queue fails. Unit: percent of max_depth.';
 
 -- Indexes.  CREATE INDEX locks its table against writers even if the index is
 -- there, and an upgrade must not.
@@ -812,12 +860,12 @@ end
 $$;
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
 comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
-comment on type pgque.delivery is 'A message as receive() hands it to a consumer.';
-comment on column pgque.delivery.msg_id is 'Id of the message in its queue. It keeps it through retries and dead letters.';
-comment on column pgque.delivery.batch_id is 'The batch it was handed out with; what ack() and nack() take.';
-comment on column pgque.delivery.type is 'What the sender called it; default if nothing.';
+comment on type pgque.delivery is 'A message as receive() delivers it to a consumer.';
+comment on column pgque.delivery.msg_id is 'Id of the message in its queue; it stays through retries and dead letters.';
+comment on column pgque.delivery.batch_id is 'The batch it was delivered with: the argument of ack() and nack().';
+comment on column pgque.delivery.type is 'Type that the sender gave; default if none.';
 comment on column pgque.delivery.payload is 'The text or JSON that was sent.';
-comment on column pgque.delivery.retry_count is 'How often it was failed before: 0 at first.';
+comment on column pgque.delivery.retry_count is 'How often the message was rejected before: 0 at first.';
 comment on column pgque.delivery.created_at is 'When it was sent.';
 comment on column pgque.delivery.extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
 comment on column pgque.delivery.extra2 is 'Free text of the sender.';
@@ -827,10 +875,10 @@ comment on column pgque.delivery.headers is 'Metadata of the sender.';
 comment on column pgque.delivery.key is 'Key of a keyed message.';
 comment on column pgque.delivery.payload_bytes is 'The payload, if it was sent as bytes; payload is NULL then.';
 comment on column pgque.delivery.receive_count is 'Number of this delivery: 1 at first.';
-comment on column pgque.delivery.last_error is 'The reason given when it was failed last.';
-comment on column pgque.delivery.expires_at is 'When it is worth nothing any more; NULL: never.';
+comment on column pgque.delivery.last_error is 'Reason given when the message was rejected last.';
+comment on column pgque.delivery.expires_at is 'When the message expires; NULL: never.';
 comment on column pgque.delivery.queue is 'Name of its queue.';
-comment on type pgque.outcome is 'What became of one message of a call that settles several.';
+comment on type pgque.outcome is 'Outcome of one message of a call for several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
-comment on column pgque.outcome.ok is 'Whether this call settled it.';
+comment on column pgque.outcome.ok is 'Whether this call had the effect on the message.';
 comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';

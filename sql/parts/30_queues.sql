@@ -229,8 +229,8 @@ begin
 end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
-  'Creates a queue and returns 1; 0 if the name is taken, whose settings stay. A name has 1 to 57 bytes of any characters. config is an object of the '
-  'parameters of set_queue_config, or null for none. PQ004 invalid name, PQ005 unknown parameter or invalid value.';
+  'Creates a queue and returns 1. Returns 0 if the name is taken; the settings of that queue stay. queue_name: 1 to 57 bytes, any characters. config: '
+  'a JSON object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -340,8 +340,8 @@ exception
 end
 $$;
 comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
-  'Sets several parameters of a queue, all or none, and returns their number: {"max_retries": 3, "rotation_period": "1 hour"}; null restores a default. '
-  'PQ001 no such queue, PQ005 not an object, unknown parameter or invalid value.';
+  'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
+  'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
 -- Notes for good that messages of a queue may expire.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
@@ -353,13 +353,9 @@ $$;
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 comment on function pgque.set_queue_config(text, text, text) is
-  'Sets one parameter of a queue; NULL restores its default. Parameters: max_retries (5), retry_backoff (none: a minute), max_receive_attempts (5), '
-  'visibility_timeout (30 seconds), drop_policy (dead_letter; drop, hold), dead_letter_queue (none), archive_on_ack (false), message_ttl (0: none), max_depth (0: none), '
-  'max_consumers (1000; 0: no limit; for roles without a right to all queues), '
-  'throughput_limit (0: none; messages a second), retention_period (7 days; 0 is the default), rotation_period (2 hours), tick_gap (20 milliseconds), tick_storage (67108864 bytes), ticker_max_count (500 events), '
-  'ticker_max_lag (0 seconds), ticker_idle_period (1 minute), ticker_paused (false), external_ticker (false), health_pending_warn (5 minutes), health_pending_fail (1 hour), health_tick_warn (5 seconds), health_tick_fail (1 minute), '
-  'health_depth_warn (80 percent). Periods are intervals. '
-  'PQ001 no such queue, PQ005 unknown parameter or invalid value.';
+  'Sets one setting of a queue and returns 1; NULL restores its default. Periods are intervals. The comments on the columns of pgque.queue (column '
+  'queue_NAME) say what each setting does, its unit and its range; queue_config() lists the values in force. Errors: PQ001 no such queue; PQ005 '
+  'unknown setting or invalid value.';
 
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -378,7 +374,8 @@ begin
 end
 $$;
 comment on function pgque.queue_config(text, pgque.caller) is
-  'The parameters of a queue with the values in force; dead_letter_queue is null for a role that has no right to that queue. PQ001 no such queue.';
+  'Returns the settings of a queue with the values in force, one a row. dead_letter_queue is NULL for a role that has no right to that queue. Errors: '
+  'PQ001 no such queue.';
 
 create or replace function pgque.set_default_config(param text, value text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -423,7 +420,9 @@ exception
 end
 $$;
 comment on function pgque.set_default_config(text, text) is
-  'Sets a parameter for every queue that has no value of its own, from the next call of any session on; null restores the built-in default. Returns the number of queues changed. PQ005 for an unknown parameter or a bad value.';
+  'Sets the default of a setting for all queues that have no value of their own, and returns the number of queues changed. It applies from the next '
+  'call of any session; NULL restores the built-in default. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no default '
+  'for all queues.';
 
 -- Names are those of all queues, so a right to one is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
@@ -439,7 +438,9 @@ exception
     perform pgque._fail('PQ002', format('queue exists: %I', $2), 'Choose another name.');
 end
 $$;
-comment on function pgque.rename_queue(text, text) is 'Gives a queue another name; queue_uid stays. It needs the role pgque_admin. Returns 1. PQ001 no such queue, PQ002 the name is taken, PQ004 invalid name. Listeners on pgque_<old name> hear nothing more.';
+comment on function pgque.rename_queue(text, text) is
+  'Renames a queue and returns 1. queue_uid stays. Only for the role pgque_admin. Sessions that listen on pgque_<old name> get no more notifications. '
+  'Errors: PQ001 no such queue; PQ002 the new name is taken; PQ004 invalid name.';
 
 create or replace function pgque.pause(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -450,7 +451,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Closes a queue for senders, who get PQ013; consumers drain what is there. PQ001 no such queue.';
+  'Closes a queue for senders; consumers still receive what is there. Errors: PQ001 no such queue; senders get PQ013.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -460,8 +461,7 @@ begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
 end
 $$;
-comment on function pgque.resume(text, pgque.caller) is
-  'Opens a paused queue again. PQ001 no such queue.';
+comment on function pgque.resume(text, pgque.caller) is 'Opens a paused queue again. Errors: PQ001 no such queue.';
 
 -- Refuses to drop a queue that somebody still needs.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
@@ -551,9 +551,10 @@ exception
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its events, retries and dead letters, and returns 1. It needs force while it has consumers, delayed messages, retries or dead letters, '
-  'or takes those of another queue; messages in the log that no consumer is to get do not count. '
-  'Waits for open transactions that sent to it. Its empty tables go with the next maintenance. PQ001 no such queue, PQ006 it is needed.';
+  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, delayed messages, retries '
+  'or dead letters, or takes the dead letters of another queue; messages in the log that no consumer will get do not count. The call waits for open '
+  'transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; PQ006 the queue is needed and force is '
+  'not true.';
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)

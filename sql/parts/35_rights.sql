@@ -84,9 +84,10 @@ begin
 end
 $$;
 comment on function pgque.grant_queue(text, text, text) is
-  'Gives a role a right to one queue: produce (send), consume (subscribe, receive, settle, read), or admin (both, and its '
-  'settings, ticks, dead letters, archive, purge and drop, but not its name and max_consumers). The role becomes a member of pgque_user; it needs none of the other roles, which are for all queues. 1, or 0 if it has the right. '
-  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+  'Grants a role a right to one queue. Returns 1, or 0 if the role has the right already. Rights: produce (send); consume (subscribe, receive, '
+  'acknowledge and reject, read); admin (both, and the queue''s settings, ticks, dead letters, archive, purge and drop, but not its name and '
+  'max_consumers). The role becomes a member of pgque_user. It needs none of the roles pgque_reader, pgque_writer and pgque_admin, which are for all '
+  'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -101,9 +102,8 @@ begin
 end
 $$;
 comment on function pgque.revoke_queue(text, text, text) is
-  'Takes a right back that grant_queue gave, by default all of the role''s rights to the queue, and returns their number. '
-  'The role stays a member of pgque_user, which is no right to any queue. '
-  'PQ001 no such queue, PQ005 no such right, 42704 no such role.';
+  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role stays '
+  'a member of pgque_user, which is no right to any queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 -- The queue of a right that is named as it should be.  One such change at a
 -- time; rights of roles that are gone go too.

@@ -456,34 +456,32 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'PgQ''s name for send, with the four extra texts of an event. Returns the event''s id. '
-  'PQ001 no such queue, PQ013 the queue is paused.';
+  'Sends one message and returns its id: PgQ''s name for send(), with the four extra texts of an event. Errors: PQ001 no such queue; PQ013 the queue '
+  'is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
-comment on function pgque.insert_event(text, text, text) is
-  'Same as insert_event with seven arguments; the extra texts are NULL.';
+comment on function pgque.insert_event(text, text, text) is 'The same without the extra texts, which are NULL.';
 
 create or replace function pgque.send(queue_name text, payload text) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2, null, null, null, null, null, null) $$;
 comment on function pgque.send(text, text) is
-  'Appends one message of type default and returns its id. The payload is kept byte for byte. It is delivered to every consumer '
-  'of the queue after this transaction commits and a tick follows. PQ001 no such queue, PQ013 the queue is paused.';
+  'Sends one message of type default and returns its id. The payload is kept byte for byte. Every consumer of the queue gets the message after this '
+  'transaction commits and a tick follows. Errors: PQ001 no such queue; PQ013 the queue is paused.';
 
 create or replace function pgque.send(queue_name text, payload jsonb) returns bigint
 language sql as $$ select pgque._send($1, 'default', $2::pg_catalog.text, null, null, null, null, null, null) $$;
-comment on function pgque.send(text, jsonb) is
-  'Same as send(queue_name, payload text) for JSON, which is stored in its canonical form.';
+comment on function pgque.send(text, jsonb) is 'The same for JSON, which is stored in its canonical form.';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload text, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, null, null, null, null, null) $$;
 comment on function pgque.send(text, text, text, text) is
-  'Same as send(queue_name, type_name, payload), with a partition key that consumers find in extra1.';
+  'Sends one message with a type and a partition key, which consumers find in extra1, and returns its id. Errors: as of send(queue_name, payload).';
 
 create or replace function pgque.send(i_queue text, i_type text, i_payload jsonb, i_partition_key text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_headers($1, $4), null, null, null, null, null) $$;
 comment on function pgque.send(text, text, jsonb, text) is
-  'The same for JSON. PQ005 the key begins with { and may be meant as headers: name it headers or partition_key.';
+  'The same for JSON. Errors: also PQ005 if the key begins with { and may be meant as headers; name the argument headers or partition_key.';
 
 -- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
 -- place was taken for headers: those are not to become a partition key in silence.
@@ -509,10 +507,11 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends a message with options and returns its id. headers: a JSON object that travels with it. key: while a message with that key is pending '
-  '(given to nobody yet) this one replaces its body and headers, and the same id comes back. delay (from now) or deliver_at: not delivered before. '
-  'ttl: not delivered after, both at most 100 years; 0 is never, null the queue''s message_ttl. partition_key: kept in extra1, and the key for a consumer with keyed_order. '
-  'PQ001 no such queue, PQ003 queue full, PQ005 bad option, PQ013 queue paused; 40001 when a transaction that is not READ COMMITTED missed a change to the key.';
+  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: while a message with this key is '
+  'pending (delivered to no consumer yet), the new one replaces its body and headers, and its id is returned. delay (from now) or deliver_at: the '
+  'message is not delivered before. ttl: the message is not delivered after; 0 is never, NULL is the queue''s message_ttl. delay and ttl are at most '
+  '100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; PQ003 the queue is full; '
+  'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -525,7 +524,7 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, jsonb, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for jsonb, stored in its canonical form.';
+  'The same for JSON, stored in its canonical form.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload bytea, headers jsonb default null, key text default null, delay interval default null,
@@ -533,7 +532,7 @@ create or replace function pgque.send(
 ) returns bigint
 language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $9) $$;
 comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
-  'The same for bytes: received in payload_bytes, payload is null.';
+  'The same for bytes: consumers get them in payload_bytes, and payload is NULL.';
 
 -- Appends one event per element with one statement; ids in input order.  To
 -- take the ids first is faster than to have them returned.
@@ -589,12 +588,11 @@ $$;
 create or replace function pgque.send_batch(queue_name text, payloads text[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2) $$;
 comment on function pgque.send_batch(text, text[]) is
-  'Same as send_batch(queue_name, type_name, payloads) with type default.';
+  'Sends many texts of type default without options, all or none, and returns their ids in the order of payloads. Errors: as of send().';
 
 create or replace function pgque.send_batch(queue_name text, payloads jsonb[]) returns bigint[]
 language sql as $$ select pgque._send_many($1, 'default', $2::pg_catalog.text[]) $$;
-comment on function pgque.send_batch(text, jsonb[]) is
-  'Same as send_batch(queue_name, type_name, payloads) for JSON with type default.';
+comment on function pgque.send_batch(text, jsonb[]) is 'The same for JSON.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads text[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -608,7 +606,8 @@ language sql as $$
   end
 $$;
 comment on function pgque.send_batch(text, text, text[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'Sends many messages with options, all or none; ids in input order. Each option is an array as long as payloads, or null; see send(). PQ005 for another length.';
+  'Sends many messages, all or none, and returns their ids in the order of payloads. Each option is an array as long as payloads, or NULL; their '
+  'meaning is that of send(). Errors: as of send(); PQ005 also for an array of another length.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads jsonb[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -621,8 +620,7 @@ language sql as $$
     else pgque._send_all($1, $2, $3::pg_catalog.text[], null, $4, $5, $6, $7, $8, $9)
   end
 $$;
-comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'The same for jsonb.';
+comment on function pgque.send_batch(text, text, jsonb[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for JSON.';
 
 create or replace function pgque.send_batch(
   queue_name text, type_name text, payloads bytea[], headers jsonb[] default null, keys text[] default null, delays interval[] default null,
@@ -631,8 +629,7 @@ create or replace function pgque.send_batch(
 language sql as $$
   select case when pgque._no_payloads($1, pg_catalog.cardinality($3)) then '{}' else pgque._send_all($1, $2, null, $3, $4, $5, $6, $7, $8, $9) end
 $$;
-comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is
-  'The same for bytes.';
+comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for bytes.';
 
 -- Of two senders of one key the second waits; one whose snapshot does not show
 -- what the first did gets 40001.
@@ -675,9 +672,9 @@ exception
 end
 $$;
 comment on function pgque.send_idem(text, text, text, text, interval, text, pgque.caller) is
-  'Sends unless a message with the same idem_key was sent to the queue within its ttl: then event_id is that message''s id and '
-  'deduped is true. Two senders of one key wait for each other. partition_key goes to extra1. '
-  'PQ001 no such queue, PQ005 no key, or a ttl that is not positive or above 100 years, PQ013 the queue is paused.';
+  'Sends one message unless one with the same idem_key was sent to the queue within its ttl. Returns event_id and deduped: if deduped is true, '
+  'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
+  'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
 
 -- Which leaf of the idempotency keys is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int
@@ -697,13 +694,13 @@ create or replace function pgque.send_idem(
   out event_id bigint, out deduped boolean
 )
 language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4, $5, $6) $$;
-comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is
-  'Same as send_idem with a text payload, for JSON.';
+comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is 'The same for JSON.';
 
 create or replace function pgque.current_event_table(queue_name text) returns text
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is
-  'The table that the queue''s events go to now, schema-qualified, for the owner''s COPY; its column defaults make a row of ev_type and '
-  'ev_data a complete event; an ev_id of an earlier transaction may be ticked a minute late. Ask again in each transaction: the answer changes with rotation. PQ001 no such queue.';
+  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. Its column defaults make a row of ev_type and '
+  'ev_data a complete event. Call it again in each transaction: rotation changes the table. An ev_id taken in an earlier transaction may be covered '
+  'by a tick only a minute later. Errors: PQ001 no such queue.';

@@ -54,12 +54,13 @@ begin
 end
 $$;
 comment on view pgque.sink is
-  'An INSERT or COPY into it sends: one message a row, with all that send() offers. Columns: queue, type (NULL: default), payload or '
-  'payload_bytes, headers (text of a JSON object), partition_key. With sink_id, epoch and part, what another transaction has written of that '
-  'part of the epoch is left out, and parts, if given, must be the same each time. Errors as of send(); PQ005 epoch, part or parts without sink_id, '
-  'PQ016 see sink_commit(), 23514 under session_replication_role = replica, where the view could do nothing.';
+  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text of '
+  'a JSON object), partition_key. With sink_id, epoch and part: rows of a part that another transaction has already written for this epoch are left '
+  'out. parts, if given, must be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 '
+  'under session_replication_role = replica, where the view cannot send.';
 comment on view pgque.sink_bulk is
-  'The same for plain messages, by a rewrite rule and so about twice as fast: queue, type, payload, headers.';
+  'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
+  'payload, headers.';
 
 -- The table that a message of this queue goes to, for a statement whose own
 -- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
@@ -299,9 +300,9 @@ begin
 end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
-  'Begins an attempt to write a share of an epoch. COPY the messages into the table named by stage, with this attempt and n = 0, 1, 2, ... in the order '
-  'they are to have; nothing is sent before sink_commit(). epoch NULL: a write that is never replayed. '
-  'PQ005 no valid sink_id or epoch, PQ016 the epoch is older than the sink''s newest.';
+  'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
+  'attempt and n = 0, 1, 2, ... in the order to be sent. Nothing is sent before sink_commit(). epoch NULL: a write that is never repeated. Errors: '
+  'PQ005 invalid sink_id or epoch; PQ016 the epoch is older than the sink''s newest.';
 
 -- The attempts of both leaves.
 create or replace function pgque._attempts() returns setof pgque.sink_attempt
@@ -369,10 +370,10 @@ begin
 end
 $$;
 comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
-  'Sends what these attempts staged, in one transaction and so in one tick, and returns applied; duplicate, sending nothing, if this epoch of the sink was '
-  'committed before. row_count is how many messages that must be. Attempts that are not named are dead then; staged rows live for a day, '
-  'also through a crash of the server. PQ001 no such queue, PQ003 a queue is full, PQ013 a queue is paused, PQ016 rows are missing or the epoch is older than the sink''s newest, '
-  '25000 not READ COMMITTED.';
+  'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
+  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. Attempts of the epoch that are not named are invalid '
+  'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
+  'is paused; PQ016 rows are missing, or the epoch is older than the sink''s newest; 25000 not READ COMMITTED.';
 
 -- The attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt

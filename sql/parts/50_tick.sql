@@ -207,9 +207,9 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if there is a reason, and returns the tick''s id; else NULL. What was sent in the same transaction is not in it: send, commit, tick. '
-  'A queue that was loaded from a dump is made usable, also one that is paused or has an external ticker. '
-  'PQ001 no such queue, PQ005 it has an external ticker, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks one queue if there is a reason, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
+  'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
+  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Each queue keeps two locks until the transaction ends, with a tick eight: of more
 -- than the server has room for it serves some, whichever, and the next calls the
@@ -234,8 +234,8 @@ begin
 end
 $$;
 comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken gives a warning and holds up no other. '
-  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
+  'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Which of these queues the loop has to look at now, by what it knows of them, and
 -- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
@@ -378,8 +378,8 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick whose id, time and event sequence another system decided, for a queue with external_ticker. Returns the id. '
-  'PQ001 no such queue, PQ005 no external ticker or a tick that does not follow the last, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Stores a tick whose id, time and event sequence another system chose, for a queue with external_ticker, and returns its id. Errors: PQ001 no such '
+  'queue; PQ005 no external ticker, or a tick that does not follow the last; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- The wish is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
@@ -393,9 +393,8 @@ begin
 end
 $$;
 comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue whether or not anything happened. Returns the id of its newest tick. PQ001 no such queue.';
+  'Makes the next ticker() tick the queue, whether or not anything was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
-comment on function pgque.force_tick(text) is
-  'Same as force_next_tick.';
+comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick().';

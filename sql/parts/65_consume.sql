@@ -172,9 +172,10 @@ begin
 end
 $$;
 comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
-  'Makes a consumer of the queue and returns 1; 0 if it was one already, whose position stays. start_at is latest (what comes after the '
-  'newest tick), earliest (all that is still there), the id of a tick, or a timestamp. '
-  'PQ001 no such queue, PQ004 the consumer''s name has not 1 to 1000 bytes, PQ005 no such place to start at.';
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after the '
+  'newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
+  'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
+  'max_consumers consumers; PQ004 a name that has not 1 to 1000 bytes; PQ005 no such start_at.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -226,8 +227,7 @@ $$;
 
 create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
-comment on function pgque.register_consumer(text, text) is
-  'PgQ''s name for subscribe(queue_name, consumer_name).';
+comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
 
 create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -256,8 +256,8 @@ begin
 end
 $$;
 comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
-  'Subscribes a consumer at a tick and returns 1, or moves one that is subscribed to that tick and returns 0: its open batch is dropped. '
-  'A tick_id of NULL is the newest tick and moves nobody. PQ001 no such queue, PQ005 the tick is not there any more.';
+  'Subscribes a consumer at a tick and returns 1. A consumer that is subscribed already is moved to that tick, its open batch is dropped, and 0 is '
+  'returned. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is gone.';
 
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -285,13 +285,12 @@ begin
 end
 $$;
 comment on function pgque.unsubscribe(text, text, pgque.caller) is
-  'Removes a consumer from the queue with its workers and its waiting retries; its dead letters stay. Returns how many subscribers '
-  'went, 0 if it was none. PQ001 no such queue.';
+  'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
+  'it was not subscribed. Errors: PQ001 no such queue.';
 
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
-comment on function pgque.unregister_consumer(text, text) is
-  'PgQ''s name for unsubscribe.';
+comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
 
 -- Opens the window that follows a position: up to the furthest of the next 100
 -- ticks before which no more than p_max events were numbered, so that a
@@ -625,12 +624,14 @@ begin
 end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
-  'Hands out the consumer''s next messages, at most max_return, as one batch, in the order of their ids (to a worker first those that come again, then new ones); no rows if there are none. Until '
-  'ack(batch_id) the same batch comes again, with its id, whole, less what was nacked. With worker, any name, messages are leased to it for visibility_timeout '
-  '(null: the queue''s, 30 seconds): every call of every worker gets others, and what was not settled in time comes again to whoever asks, with receive_count + 1, '
-  'the older deliveries'' batch ids being dead from then on. ack_batch is finished first, in the same transaction. '
-  'Call it in a transaction of its own, or with the work and the ack in one for exactly-once; with worker in READ COMMITTED (25000). PQ001 no such queue, PQ004 no valid worker name, PQ005 max_return is below 1, '
-  'visibility_timeout is not positive, or above 100 years, or the consumer has workers and none is named, PQ006 the consumer has received a batch on its own and a worker is named, PQ011 no such consumer.';
+  'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. Without worker, the '
+  'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
+  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages, redeliveries first, '
+  'then new ones. When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
+  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. Call it in a '
+  'transaction of its own, or in one with the work and the ack for exactly-once. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
+  'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
+  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
 
 -- The messages of a batch of a queue with keys or expiry: those that are to be
 -- delivered, and those of the slice that are not.  p_max null: all of p_rows;
@@ -787,13 +788,12 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
 comment on function pgque.ack(bigint) is
-  'Finishes a batch: exactly the messages that were handed out with it, all of them or none. Returns 1; or 0 if it was finished before, or, '
-  'with workers, as soon as one message of it was taken over by another worker or taken out: ack(batch_id, msg_ids) finishes the others then.';
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
+  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is
-  'PgQ''s name for ack.';
+comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
 -- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
 -- what receive() left of one.  An open batch comes again.  Null if there is no
@@ -895,8 +895,8 @@ create or replace function pgque.next_batch_custom(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
 comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
-  'Same as next_batch_info, for a bigger window: it ends at a tick at least min_lag old and takes in at least min_count events or min_interval of time; NULL '
-  'is no condition.';
+  'Opens a batch as next_batch_info() does, for a bigger window: it ends at a tick that is at least min_lag old, and spans at least min_count events '
+  'or min_interval of time. NULL is no condition.';
 
 create or replace function pgque.next_batch_info(
   queue_name text, consumer_name text,
@@ -906,13 +906,14 @@ create or replace function pgque.next_batch_info(
 )
 language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
 comment on function pgque.next_batch_info(text, text) is
-  'Same as next_batch, with the ids, times and event sequences of the two ticks.';
+  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
 
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; an open batch comes again. NULL if there is no further tick. Read it with '
-  'get_batch_events and close it with finish_batch. It may be empty. PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed.';
+  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick. An open batch is returned again. Read it '
+  'with get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
+  'subscribed.';
 
 -- The subscriber that owns a batch and its position, without a lock; PQ012
 -- when the batch is not open.
@@ -1035,7 +1036,7 @@ begin
 end
 $$;
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
-  'The events of an open batch in the order of their ids, as stored. PQ012 the batch is not open.';
+  'Returns the events of an open batch in the order of their ids, as stored. Errors: PQ012 the batch is not open.';
 
 -- The query of an open batch: where messages may be left out as it is opened,
 -- without those that have an outcome.
@@ -1083,8 +1084,8 @@ begin
 end
 $$;
 comment on function pgque.get_batch_cursor(bigint, text, int, text) is
-  'Opens a cursor over an open batch and returns its first quick_limit events; fetch the rest from cursor_name in the same transaction. extra_where is an SQL condition '
-  'on the event columns: never build it from input of strangers. PQ012 the batch is not open.';
+  'Opens a cursor over an open batch and returns its first quick_limit events. Fetch the rest from cursor_name in the same transaction. extra_where: '
+  'an SQL condition on the event columns; never build it from untrusted input. Errors: PQ012 the batch is not open.';
 
 create or replace function pgque.get_batch_cursor(
   batch_id bigint, cursor_name text, quick_limit int,
@@ -1093,8 +1094,7 @@ create or replace function pgque.get_batch_cursor(
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
-comment on function pgque.get_batch_cursor(bigint, text, int) is
-  'Same as get_batch_cursor without extra_where.';
+comment on function pgque.get_batch_cursor(bigint, text, int) is 'The same without extra_where.';
 
 create or replace function pgque.get_batch_info(
   batch_id bigint, caller pgque.caller default current_user,
@@ -1122,7 +1122,8 @@ begin
 end
 $$;
 comment on function pgque.get_batch_info(bigint, pgque.caller) is
-  'What an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and its lag, the age of its end. PQ012 the batch is not open.';
+  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
+  'PQ012 the batch is not open.';
 
 -- A consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text

@@ -29,7 +29,8 @@ begin
 end
 $$;
 comment on function pgque.tick_for(text, text, pgque.caller) is
-  'The id of a tick: earliest, latest, an id, or a timestamp (the last tick before it). PQ001 no such queue, PQ005 no such place, PQ015 the tick is gone.';
+  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). Errors: PQ001 no such queue; PQ005 no such '
+  'start_at; PQ015 the tick is gone.';
 
 create or replace function pgque.next_tick(
   queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
@@ -64,8 +65,9 @@ begin
 end
 $$;
 comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
-  'The end of the next piece of work behind after_tick: whole ticks, as many as hold max_events events and at most max_ticks, but at least one, and none beyond '
-  'upto; NULL if there is no further tick. One tick can hold more than max_events. PQ001 no such queue, PQ005 a limit below 1, PQ015 the tick is gone.';
+  'Returns the tick that ends the next piece of work after after_tick; NULL if there is no further tick. The piece is whole ticks: at least one, at '
+  'most max_ticks, none beyond upto, and as many as hold max_events events. One tick can hold more than max_events. Errors: PQ001 no such queue; '
+  'PQ005 a limit is below 1; PQ015 the tick is gone.';
 
 -- The same window is cut the same way as long as its ticks are there.
 create or replace function pgque.split_window(
@@ -109,8 +111,9 @@ begin
 end
 $$;
 comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
-  'Cuts the window between two ticks into at most parts pieces with about as many events: runs of ticks, and a heavy tick into residues of the ids. Each row is '
-  'arguments of read_window(). PQ001 no such queue, PQ005 no such window, PQ015 a tick is gone.';
+  'Splits the window between two ticks into at most parts pieces with about as many events each. Each row holds the arguments of a call of '
+  'read_window(). A piece is a run of ticks, or one remainder of the ids of a tick with many events. Errors: PQ001 no such queue; PQ005 no such '
+  'window; PQ015 a tick is gone.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
@@ -165,9 +168,9 @@ begin
 end
 $$;
 comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'The events between two ticks in the order of their ids; with a consumer_name its retries too, with types only those types, with parts only ids whose remainder is part. '
-  'No side effects; the same rows for ever while a consumer stands at from_tick or before. '
-  'PQ001 no such queue, PQ005 no such window, PQ011 not subscribed, PQ015 a tick is gone.';
+  'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too. types: only events of these '
+  'types. parts and part: only ids whose remainder by parts is part. While a consumer stands at from_tick or before, each call returns the same rows. '
+  'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is gone.';
 
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
@@ -185,7 +188,7 @@ begin
 end
 $$;
 comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'Opens a cursor named cursor_name over the rows of read_window(), to be read with FETCH in the same transaction.';
+  'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
 -- Senders that replace a body are waited for as in subscribe(): what they commit
 -- later would be passed unread.
@@ -212,8 +215,8 @@ begin
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
-  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands: one it has passed changes nothing. An open batch is dropped. '
-  'PQ001 no such queue, PQ005 the consumer has workers, PQ011 not subscribed, PQ015 the tick is gone.';
+  'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
+  'nothing. An open batch is dropped. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
 
 create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -241,8 +244,9 @@ begin
 end
 $$;
 comment on function pgque.open_stream(text, text, text, pgque.caller) is
-  'For a reader that keeps its own offsets: subscribes the consumer at start_at if it is new, holds it for this session until the session ends, and returns the tick '
-  'where it stands. PQ001 no such queue, PQ005 no such place or the consumer has workers, PQ006 another session holds it.';
+  'Opens a stream for a reader that keeps its own offsets, and returns the tick where the consumer stands. Subscribes the consumer at start_at if it '
+  'is new, and reserves it for this session until the session ends. Errors: PQ001 no such queue; PQ005 no such start_at, or the consumer has workers; '
+  'PQ006 another session has it.';
 
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -274,5 +278,6 @@ begin
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
-  'Puts messages behind the consumer''s position among its dead letters, each with its reason; one row each: ok, or why not. A message that is dead already stays as it is, '
-  'so a repetition is harmless. PQ001 no such queue, PQ005 not as many reasons as msg_ids, PQ011 not subscribed.';
+  'Dead-letters messages that the consumer has passed, each with its reason. Returns one row a message: msg_id, ok, and the reason if not ok. A '
+  'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
+  'not subscribed.';

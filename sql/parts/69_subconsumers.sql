@@ -86,16 +86,16 @@ exception
 end
 $$;
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
-  'Makes a worker of a consumer, and the consumer if it is new. Returns 1, or 0 if it was registered already. A consumer that reads on its own is turned into one with workers only if '
-  'convert_normal is true; the worker then gets its open batch, under a new id, less what was settled. '
-  'PQ001 no such queue, PQ004 the name has not 1 to 1000 bytes, PQ006 the consumer reads on its own.';
+  'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
+  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
+  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
+  'convert_normal is not true.';
 
 create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
 ) returns int
 language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is
-  'Same as register_subconsumer.';
+comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'The same as register_subconsumer().';
 
 create or replace function pgque.unregister_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
@@ -124,15 +124,14 @@ begin
 end
 $$;
 comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker and returns 1; 0 if there is none. If it holds a batch: with batch_handling 0 that is an error, with 1 its messages go through retry and dead letters. '
-  'PQ001 no such queue, PQ006 it holds a batch, PQ011 not subscribed.';
+  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
+  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
 
 create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
 ) returns int
 language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is
-  'Same as unregister_subconsumer.';
+comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -145,7 +144,7 @@ begin
 end
 $$;
 comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
-  'Says that a worker is alive: dead_interval counts from now. Returns 1. PQ001 no such queue, PQ011 no such worker.';
+  'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
 -- Gives the open batch of one subscriber to a worker that has none, under a new
 -- batch id and with its outcomes.  The caller holds the locks of both.
@@ -236,9 +235,9 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'receive() for one of several workers (subconsumers) that share a consumer; each gets messages of its own. Registers the worker on first use. With dead_interval, the batch of a worker '
-  'that was silent for longer is taken over first, under a new batch id. '
-  'PQ001 no such queue, PQ004 invalid name, PQ005 max_return is below 1, PQ006 the consumer reads on its own.';
+  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
+  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
+  'such queue; PQ004 invalid name; PQ005 max_return is below 1; PQ006 the consumer reads on its own.';
 
 -- next_batch_custom() for one of several workers, in the same way.
 create or replace function pgque.next_batch_custom(
@@ -252,13 +251,13 @@ begin
 end
 $$;
 comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Same as next_batch with a subconsumer, for a bigger window: see next_batch_custom without one. Returns the id of the batch only.';
+  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
 language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
 comment on function pgque.next_batch(text, text, text, interval) is
-  'next_batch() for one of several workers (subconsumers) that share a consumer: each gets windows of its own. Registers the worker on first use. With '
-  'dead_interval, the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. '
-  'PQ001 no such queue, PQ004 invalid name, PQ006 the consumer reads on its own.';
+  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
+  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
+  'such queue; PQ004 invalid name; PQ006 the consumer reads on its own.';

@@ -293,7 +293,7 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'Same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
+  'The same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -303,10 +303,10 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
-  'Fails one message of an open batch: it is delivered to this consumer again after retry_after, or becomes a dead letter once the queue''s max_retries are used '
-  'up. The rest of the batch is as before; ack it when done. Of msg only msg_id counts. Returns 1, also when repeated. '
-  'Of a worker''s batch that lapsed, it waits for a transaction that may be taking the message over. '
-  'PQ005 retry_after is negative, PQ007 the message is not in this batch, PQ012 the batch is not open.';
+  'Rejects one message of an open batch and returns 1, also when repeated. The message is redelivered to this consumer after retry_after (NULL: the '
+  'queue''s retry_backoff), or becomes a dead letter once the queue''s max_retries are used up. The rest of the batch stays open: acknowledge it when '
+  'done. Of msg only msg_id counts. For a worker''s batch whose lease expired, the call waits for a transaction that may be taking the message over. '
+  'Errors: PQ005 retry_after is negative; PQ007 the message is not in this batch; PQ012 the batch is not open.';
 
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
@@ -316,8 +316,8 @@ begin
 end
 $$;
 comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Fails many messages of an open batch at once, by id. One row a message: msg_id, ok, and if not ok the reason, as of ack(). '
-  'PQ005 retry_after is negative or above 100 years.';
+  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
+  'Errors: PQ005 retry_after is negative or above 100 years.';
 
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -332,9 +332,9 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Finishes some messages of a batch; the others stay with it. One row a message: msg_id, ok, and if not ok the reason: not in this batch, settled already, '
-  'lost to another worker, batch not open. After an answer "lost to another worker" an ack of the whole batch returns 0: it would finish that message too, if the '
-  'other one let go of it. With archive_on_ack they are kept in the archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
+  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
+  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
 
 -- Gives messages up at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -347,7 +347,8 @@ $$;
 create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
 language sql as $$ select * from pgque._dead($1, $2, $3) $$;
 comment on function pgque.dead(bigint, bigint[], text) is
-  'Gives messages of a batch up at once: they go the way of drop_policy (dead letters by default) with the reason. One row a message, as of ack().';
+  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
+  'message as ack(batch_id, msg_ids) does.';
 
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -356,7 +357,8 @@ begin
 end
 $$;
 comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Finishes messages of a batch, all by default, and keeps them in the archive; see archive_list(). One row a message, as of ack().';
+  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
+  'msg_ids) does.';
 
 -- Leases are of workers only.
 create or replace function pgque._need_pool(p_batch bigint) returns void
@@ -378,7 +380,8 @@ begin
 end
 $$;
 comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Hands messages of a worker''s batch back, all by default: any worker can take them at once, and their receive_count stays. Returns their number. PQ005 for a batch that is not a worker''s.';
+  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
+  'Errors: PQ005 the batch is not a worker''s.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -414,7 +417,8 @@ begin
 end
 $$;
 comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch ends, counted from now; 0 hands it back. Returns the number of messages still held: 0 when the batch is lost. PQ005 when null, negative or above 100 years.';
+  'Sets when the lease on a worker''s batch expires, counted from now; 0 releases the batch. Returns the number of messages still leased, 0 if the '
+  'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
 
 create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -456,7 +460,8 @@ begin
 end
 $$;
 comment on function pgque.extend(bigint, interval, pgque.caller) is
-  'Adds to the lease on a worker''s batch and never shortens it. Returns the number of messages still held: 0 when the batch is lost. PQ005 when negative or above 100 years.';
+  'Extends the lease on a worker''s batch by an interval; it never shortens the lease. Returns the number of messages still leased, 0 if the batch is '
+  'lost. Errors: PQ005 the interval is negative or above 100 years.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -472,13 +477,13 @@ begin
 end
 $$;
 comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Delivers one event of an open batch to this consumer again at retry_time (NULL: as nack() does), however often it failed before. Returns 1, or 0 if it was failed already. '
-  'PQ005 more than 100 years from now, PQ007 the event is not in this batch, PQ012 the batch is not open.';
+  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
+  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
+  'not open.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
 language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
-comment on function pgque.event_retry(bigint, bigint, int) is
-  'Same as event_retry with a time, in so many seconds from now.';
+comment on function pgque.event_retry(bigint, bigint, int) is 'The same with a number of seconds from now.';
 
 -- Whether a batch is open in any way.
 create or replace function pgque._is_open(p_batch bigint) returns boolean
@@ -505,8 +510,8 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Delivers every event of an open batch that was not failed already again, in retry_seconds from now (NULL: as nack() does), and returns their number. Finish the batch '
-  'afterwards. PQ005 the number is negative, PQ012 the batch is not open.';
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
+  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
 
 -- The consumers on their own, whose retries come back through the log, and 0:
 -- delayed messages are for everybody.  Workers take theirs where they wait.
@@ -540,7 +545,8 @@ begin
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Puts messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; a ticker delivers them.';
+  'Moves messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; the next '
+  'tick delivers them.';
 
 -- Claims messages with keys that wait for their consumer's first delivery, in rows
 -- that the caller has locked.  Gives back those that may leave: they have their
@@ -640,7 +646,7 @@ begin
 end
 $$;
 comment on function pgque.dlq_inspect(text, int, pgque.caller) is
-  'The newest dead letters of a queue, at most limit_count, with consumer and reason. PQ001 no such queue.';
+  'Returns the newest dead letters of a queue, at most limit_count, with consumer and reason. Errors: PQ001 no such queue.';
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.
@@ -671,8 +677,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay(bigint, pgque.caller) is
-  'Sends a dead letter as a new event to every consumer of its queue and returns the new id; the dead letter is gone. '
-  'PQ008 no such dead letter, PQ013 the queue is paused.';
+  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
+  'letter; PQ013 the queue is paused.';
 
 create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -695,7 +701,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay_all(text, pgque.caller) is
-  'Replays all dead letters of a queue. Returns how many were sent, how many could not be and stay, and the first error. PQ001 no such queue.';
+  'Replays all dead letters of a queue. Returns replayed (how many were sent), failed (how many could not be sent, and stay) and first_error. Errors: '
+  'PQ001 no such queue.';
 
 create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -729,9 +736,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Gives a dead letter back to the consumer that failed it, with its id and with retries counted anew; it is delivered at the next tick. Its age stays: beyond retention_period it is delivered, '
-  'but a dead letter again with its first failure. Returns the message''s id. '
-  'PQ008 no such dead letter, PQ011 that consumer was unsubscribed.';
+  'Requeues a dead letter: the next tick delivers the message to the consumer that failed it. Returns the message''s id, which stays. Its retries '
+  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'unsubscribed.';
 
 create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -754,7 +761,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Those of unsubscribed consumers stay. PQ001 no such queue.';
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Dead letters of unsubscribed consumers '
+  'stay. Errors: PQ001 no such queue.';
 
 -- A null would delete none without a word.
 create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
@@ -774,7 +782,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that died longer ago than older_than, but not held ones (drop_policy hold), and returns their number. PQ001 no such queue, PQ005 older_than is NULL.';
+  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, and returns their number. Held ones '
+  '(drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -801,7 +810,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.archive_poison(text, pgque.caller) is 'Moves the dead letters that list_poison() shows to the archive, outcome poison. Returns their number.';
+comment on function pgque.archive_poison(text, pgque.caller) is
+  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
 
 create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -817,7 +827,8 @@ begin
 end
 $$;
 comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message that waits for another attempt of a consumer due now, such as after a repair, or after a clock that was ahead. Returns their number. PQ001 no such queue, PQ011 not subscribed.';
+  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
+  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
 
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -851,7 +862,8 @@ begin
 end
 $$;
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
-  'Hands back the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases ended. Returns the number of batches. PQ005 when older_than is null.';
+  'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
+  'number of batches. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -900,7 +912,9 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed, to be retried. Dead letters and the archive stay; open batches report false from then on. Returns what the slowest consumer had before it.';
+  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
+  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
+  'READ COMMITTED.';
 
 create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -929,4 +943,6 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.purge_key(text, text, pgque.caller) is 'Removes the pending message with a key; returns 1, or 0 if there is none.';
+comment on function pgque.purge_key(text, text, pgque.caller) is
+  'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
+  'COMMITTED.';

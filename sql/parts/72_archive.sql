@@ -69,7 +69,8 @@ begin
     limit case when $2 < 0 then 0 else $2 end;
 end
 $$;
-comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is 'The newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is
+  'Returns the newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
 
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -96,7 +97,9 @@ begin
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
 end
 $$;
-comment on function pgque.archive_replay(bigint, pgque.caller) is 'Sends an archived message again, as a new one for every consumer, and returns its id; it stays in the archive. PQ010 when it is not there.';
+comment on function pgque.archive_replay(bigint, pgque.caller) is
+  'Sends an archived message again, as a new one for every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in '
+  'the archive.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -110,7 +113,8 @@ begin
   return pgque._drop_archive(v_queue.queue_id, $2);
 end
 $$;
-comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is 'Drops the days of a queue''s archive (UTC) that ended before a time. Returns the number of days.';
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
+  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
 
 -- The leaves of the archive, each with its queue and its day as in _bucket().
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)

@@ -113,8 +113,9 @@ begin
 end
 $$;
 comment on function pgque.maint_rotate_tables_step1(text) is
-  'Empties the queue''s oldest table and makes it the current one, if rotation_period has passed and every consumer is done with it. Returns 1, or 0 if there was nothing to do, '
-  'a consumer is behind, or the table is locked. PQ001 no such queue, 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Rotates a queue: empties its oldest table and makes it the current one, if rotation_period has passed and every consumer has passed the table''s '
+  'messages. Returns 1. Returns 0 if there was nothing to do, a consumer still needs the table, or the table is locked. Errors: PQ001 no such queue; '
+  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Gives messages with keys that wait and were delivered to nobody the body that
 -- was sent last, and takes out what was purged: those whose newest row lies in one
@@ -167,8 +168,7 @@ $$;
 
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
-comment on function pgque.maint_rotate_tables_step2() is
-  'PgQ''s second half of a rotation: nothing to do here. Returns 0.';
+comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and returns 0: PgQ''s second half of a rotation.';
 
 -- The bytes of one leaf of the journal, and of what turns with it.
 create or replace function pgque._journal_size(p_leaf int) returns bigint
@@ -592,7 +592,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.expire_messages(text, pgque.caller) is 'Takes expired messages out of the retry queue now; in the log they are passed over anyway. Returns their number.';
+comment on function pgque.expire_messages(text, pgque.caller) is
+  'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call.';
 
 create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -605,7 +606,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.delete_expired(text, pgque.caller) is 'Deletes dead letters whose message has expired meanwhile, but not held ones (drop_policy hold). Returns their number.';
+comment on function pgque.delete_expired(text, pgque.caller) is
+  'Deletes dead letters whose message has expired since, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -629,7 +631,8 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.maint_expire() is 'Runs the reapers that are due, see set_schedule(). Part of maint(). Returns how much they removed.';
+comment on function pgque.maint_expire() is
+  'Runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed. Part of maint().';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -652,8 +655,9 @@ exception
 end
 $$;
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often a reaper runs within maint(): job expire (takes expired messages out of the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
-  'every is an interval; an empty string turns the reaper off, null restores its default. PQ005 for an invalid one, and the old one stays.';
+  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages from '
+  'the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). every: an '
+  'interval; an empty string turns the job off, NULL restores its default. Errors: PQ005 an invalid job or interval; the old one stays.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -687,7 +691,9 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.maint_lapsed() is 'Judges messages whose last lease ended and whose attempts are used up, also of consumers nobody receives for. Part of maint(). Returns their number.';
+comment on function pgque.maint_lapsed() is
+  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for. Returns their number. Part '
+  'of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  What each
@@ -919,15 +925,15 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
-comment on function pgque.maint_operations() is
-  'What maint() does, one call a row, for a scheduler that commits after each.';
+comment on function pgque.maint_operations() is 'Returns what maint() does, one call a row, for a scheduler that commits after each.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never saw, and returns how many; get_consumer_info counts what they skipped. PQ001 no such queue.';
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never received, and returns the number of consumers '
+  'moved. get_consumer_info() counts what they skipped. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -955,7 +961,7 @@ begin
 end
 $$;
 comment on function pgque.maint_tables() is
-  'Maintains the tables that all queues share. Returns how much there was to do.';
+  'Maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
 
 -- Does one of maint_operations(); what fails is reported and left for the next
 -- time.
@@ -1005,5 +1011,5 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: due retries, retention, rotation, compaction. For a scheduler that does not run the loop; two at once do no harm. Returns how much there was to do. '
-  '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Does all maintenance now: due retries, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
+  'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';

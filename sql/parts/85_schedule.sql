@@ -14,7 +14,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_period_ms(int) is
-  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (100); the running loop follows at once. Returns it. PQ005 out of range.';
+  'Sets the longest gap that the loop leaves between two ticks of a queue with messages, 1 to 60000 milliseconds (default 100), and returns it. A '
+  'running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -29,7 +30,8 @@ exception
 end
 $$;
 comment on function pgque.set_tick_share(int) is
-  'Sets how much of one core the loop may use for looks and ticks, 1 to 100 percent (15); above it, gaps between ticks grow. The running loop follows at once. Returns it. PQ005 out of range.';
+  'Sets how much of one core the loop may use for checks and ticks, 1 to 100 percent (default 15), and returns it. Above it, gaps between ticks grow. '
+  'A running loop follows at once. Errors: PQ005 out of range.';
 
 -- The queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
@@ -301,8 +303,9 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'The ticker: ticks, moves due retries and maintains, for 55 seconds or run_for, and commits after each step. A queue ticks as soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction; pg_cron (start()) and the '
-  'command pgque ticker do. A second loop waits for the first.';
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves due retries and maintains, and commits after each step. A queue ticks as soon as its '
+  'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
+  'A second loop waits for the first.';
 
 -- Whether there is pg_cron for the owner of pgque: null if it is not in this
 -- database, false if its schema is closed.
@@ -379,7 +382,8 @@ begin
 end
 $$;
 comment on function pgque.start() is
-  'Has pg_cron run the loop in this database, once however often it is called. Returns the job''s id. PQ014 pg_cron is not in this database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
+  'Makes pg_cron run the loop in this database, once however often it is called, and returns the job''s id. Errors: PQ014 pg_cron is not in this '
+  'database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
 
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -390,7 +394,7 @@ begin
 end
 $$;
 comment on function pgque.stop() is
-  'Ends the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
+  'Stops the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
 
 -- Removes our jobs of this database, and of those that are gone: one that was
 -- renamed leaves them behind.
@@ -581,8 +585,7 @@ begin
   return next;
 end
 $$;
-comment on function pgque.status() is
-  'What is installed, scheduled and running: version, scheduler, ticker, queues.';
+comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: version, scheduler, ticker, queues.';
 
 -- Tables and columns outside the schema that would go with its types and tables.
 create or replace function pgque._foreign_data() returns setof text
@@ -625,5 +628,5 @@ begin
 end
 $$;
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Only the owner of the schema: 42501. '
-  '2BP01 while tables outside the schema have columns of its types, which would go too.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Errors: 42501 the caller does not own the schema; 2BP01 '
+  'tables outside the schema have columns of its types, which would be dropped too.';

@@ -15,7 +15,7 @@ select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
 cross join lateral pgque._position_of(s.sub_id) p;
-comment on view pgque.subscription is 'Who reads what, and how far: consumers of queues, and their workers.';
+comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
 comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
@@ -129,7 +129,8 @@ begin
 end
 $$;
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'All queues, or one: settings, ticker_lag (age of the last tick), ev_per_sec over the last minute, ev_new (events since the last tick), last tick; NULL where somebody keeps a table of the queue locked. PQ001 no such queue.';
+  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
+  'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
 -- The subscribers of a queue, or those of a name, each with its newest position.
 -- Both leaves in one statement: a position may move from one to the other.
@@ -310,9 +311,10 @@ begin
 end
 $$;
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
-  'All consumers and workers, or those of a queue, or one: lag (how long the oldest pending message has been pending; 0 if none is), last_seen, ticks, open batch, '
-  'pending_events (with workers also what may be handed out again), and skipped_events lost to retention. Lag and pending_events are NULL where somebody keeps a table of the queue locked. '
-  'A worker is named consumer.worker. PQ001 no such queue, PQ011 not subscribed.';
+  'Returns one row for each consumer and worker, of all queues or of one, or for one consumer: lag (age of the oldest pending message; 0 if none is '
+  'pending), last_seen, ticks, open batch, pending_events (with workers also what may be redelivered) and skipped_events (lost to retention). lag and '
+  'pending_events are NULL if another session has a table of the queue locked. A worker is named consumer.worker. Errors: PQ001 no such queue; PQ011 '
+  'not subscribed.';
 
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -374,8 +376,9 @@ begin
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'The next n messages that the slowest consumer, or the one named, has not finished, whether a tick covers them or not, and of what comes again that which is due. Changes nothing; batch_id is NULL. '
-  'PQ001 no such queue, PQ005 n is below 1, PQ011 not subscribed.';
+  'Returns the next n messages that a consumer has not finished, without receiving them: of the consumer named, or else of the slowest. Messages '
+  'count whether a tick covers them or not, retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 not '
+  'subscribed.';
 
 -- Everything a queue knows about its messages, or about one: a row for each
 -- consumer that has to do with it.  At most p_limit of each kind.
@@ -509,8 +512,9 @@ begin
 end
 $$;
 comment on function pgque.list_messages(text, text, int, pgque.caller) is
-  'The messages of a queue by id, without touching them, at most limit_count; one row for each consumer. only_status: pending, processing, delayed, retry, expired, '
-  'dead, failed (dead with drop_policy hold), archived. available_at is when a message can be taken, or its lease ends. PQ005 for another status.';
+  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, processing, '
+  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. available_at: when the message can be received, or its lease '
+  'expires. Errors: PQ005 another status.';
 
 create or replace function pgque.message_status(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
@@ -533,7 +537,7 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Where one message stands, a row for each consumer that still knows it; status as in list_messages(). PQ010 when nobody does.';
+  'Returns the state of one message, a row for each consumer that still has it; status as in list_messages(). Errors: PQ010 no consumer has it.';
 
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
@@ -568,7 +572,8 @@ begin
 end
 $$;
 comment on function pgque.list_workers(text, text, pgque.caller) is
-  'Workers that hold messages now: batches, messages, last_seen (when they last received), lease_until (when the first of their leases ends).';
+  'Returns the workers that have messages now: batches, messages, last_seen (when the worker last received), lease_until (when the first of its '
+  'leases expires).';
 
 create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
@@ -588,7 +593,8 @@ begin
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
-  'Messages that were delivered more than once without an outcome, or died of that: they may kill their workers. dl_id is set when it is a dead letter.';
+  'Returns messages that were delivered more than once without an outcome, or were given up for that reason: they may kill their workers. dl_id is '
+  'set if the message is a dead letter.';
 
 -- How many consumers of a queue metrics() and health() look at one by one: those
 -- that are furthest back.  A queue with more has the rest in its sums only.
@@ -709,7 +715,9 @@ begin
 end
 $$;
 comment on function pgque.metrics() is
-  'One figure a row for a monitoring system: name, queue, consumer, value. Of a queue with more than 100 consumers (pgque_queue_consumers) it names the 100 that are furthest back, and sums the others. It does not wait for the tables of a queue that somebody keeps locked: their figures are left out.';
+  'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
+  '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
+  'tables: the figures of their queues are left out.';
 
 -- The checks of one queue.
 create or replace function pgque._queue_health(
@@ -973,4 +981,5 @@ begin
 end
 $$;
 comment on function pgque.health() is
-  'One check a row: ok, warn or fail, what was found, and what to do about it. The settings health_* of a queue say when it warns and fails. Of a queue whose tables somebody keeps locked it says who.';
+  'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
+  'thresholds. For a queue whose tables are locked, it names the session that holds the lock.';

@@ -113,10 +113,10 @@ begin
 end
 $$;
 comment on function pgque.jsontriga() is
-  'Row or TRUNCATE trigger that sends each change of its table as JSON: create trigger ... execute function '
-  'pgque.jsontriga(''queue'', options...). Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is '
-  'I:, U: or D: and the key columns, or R for TRUNCATE; ev_extra1 is the table. '
-  'PQ001 no such queue, PQ005 no queue, an unknown option or a key that is no column, PQ013 the queue is paused or the change is denied.';
+  'Sends each change of a table as JSON, as a row or TRUNCATE trigger: create trigger ... execute function pgque.jsontriga(''queue'', options...). '
+  'Options: backup (the old row to ev_extra2), ignore=columns, pkey=columns, deny, skip. ev_type is I:, U: or D: and the key columns, or R for '
+  'TRUNCATE; ev_extra1 is the table. Errors: PQ001 no such queue; PQ005 no queue, an unknown option, or a key that is no column; PQ013 the queue is '
+  'paused, or the change is denied.';
 
 create or replace function pgque.logutriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
@@ -129,8 +129,7 @@ begin
   return coalesce(new, old);
 end
 $$;
-comment on function pgque.logutriga() is
-  'Same as jsontriga(), with the row as URL-encoded pairs.';
+comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
 
 create or replace function pgque.sqltriga() returns trigger
 language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
@@ -144,4 +143,5 @@ begin
 end
 $$;
 comment on function pgque.sqltriga() is
-  'Same as jsontriga(), with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, D or R.';
+  'Sends each change of a table as jsontriga() does, with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, '
+  'D or R.';

@@ -1,14 +1,13 @@
 """Print what an install of pgque creates, read from the system catalogs.
 
     python -m support.catalog schema      relations, columns, constraints, functions, comments, grants
-    python -m support.catalog reference   the function reference, from the comments
+    python -m support.catalog reference   the function reference, see support/reference.py
 
 The output is the same on every supported PostgreSQL version, so it can be committed and compared.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import psycopg
 
 from support import servers
+from support.reference import BadReference, reference
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -260,66 +260,6 @@ def schema(connection: Connection) -> Iterator[str]:
             yield f"  -- {_line(comment)}"
 
 
-CALLER = ", caller pgque.caller DEFAULT CURRENT_USER"
-
-
-def reference(connection: Connection) -> Iterator[str]:
-    """Yield the lines of the function reference."""
-    version = connection.execute("select pgque.version()").fetchone()
-    assert version is not None
-    areas = _areas()
-    by_area: dict[str, list[tuple[Any, ...]]] = {}
-    for row in connection.execute(FUNCTIONS).fetchall():
-        if row[11] is not None and not row[1].startswith("_"):
-            by_area.setdefault(areas.get(row[1], "Other"), []).append(row)
-    yield f"# pgque {version[0]}: function reference"
-    yield ""
-    yield "Generated from the comments in the database by `make reference`. Names are in schema `pgque`."
-    yield "*Who*: the roles that may call it besides the owner; `pgque_admin` may do all of theirs, `pgque_user` only with the"
-    yield "queues it has a right to. What `pgque_user` may call has a last argument `caller`, which is left out here as in calls."
-    order = list(dict.fromkeys([*areas.values(), "Other"]))
-    for area in order:
-        rows = by_area.get(area)
-        if not rows:
-            continue
-        yield ""
-        yield f"## {area}"
-        for row in rows:
-            _, name, kind, arguments, result, _, _, _, _, _, _, comment, grants, _ = row
-            arguments = arguments.replace(CALLER, "").strip(" ,")
-            yield ""
-            yield f"### {name}"
-            yield ""
-            yield "```sql"
-            yield f"{'call ' if kind == 'p' else ''}pgque.{name}({arguments})" + (
-                f" returns {result}" if result else ""
-            )
-            yield "```"
-            who = ", ".join(part.split("=")[0] for part in grants.split(" ")) if grants != "-" else "owner"
-            yield f"{' '.join(comment.split())} *Who:* {who}."
-
-
-def _areas() -> dict[str, str]:
-    """Map each function to its area: the title of the part of the SQL file that defines it."""
-    areas: dict[str, str] = {}
-    for part in sorted((servers.REPOSITORY / "sql" / "parts").glob("*.sql")):
-        text = part.read_text()
-        title = _title(part.stem, text)
-        for name in re.findall(
-            r"^create (?:or replace )?(?:function|procedure) pgque\.(\w+)", text, re.MULTILINE | re.IGNORECASE
-        ):
-            areas.setdefault(name, title)
-    return areas
-
-
-def _title(stem: str, text: str) -> str:
-    for line in text.splitlines():
-        words = line.strip("-= \t")
-        if line.startswith("--") and words and not words.startswith("SPDX"):
-            return words[0].upper() + words[1:].rstrip(".:")
-    return stem.split("_", 1)[-1].replace("_", " ").capitalize()
-
-
 def _routine(kind: str) -> str:
     return {"p": "procedure", "a": "aggregate"}.get(kind, "function")
 
@@ -334,8 +274,12 @@ def main() -> int:
     if what is None:
         print(__doc__, file=sys.stderr)
         return 2
-    with installed() as connection:
-        lines = list(what(connection))
+    try:
+        with installed() as connection:
+            lines = list(what(connection))
+    except BadReference as error:
+        print(f"reference: {error}", file=sys.stderr)
+        return 1
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
