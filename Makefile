@@ -36,7 +36,7 @@ $(error make install needs PostgreSQL's build files (Debian: postgresql-server-d
 endif
 EXTENSION  := sql/pgque
 EXTVERSION := $(shell sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
-EARLIER    := 0.4.3 0.4.4 0.5.0
+EARLIER    := 0.4.3 0.4.4 0.5.0 0.5.1
 # The file installs over any version, so it is the way from each of them too.
 DATA_built := build/pgque--$(EXTVERSION).sql $(EARLIER:%=build/pgque--%--$(EXTVERSION).sql)
 include $(PGXS)

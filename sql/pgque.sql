@@ -2300,6 +2300,8 @@ begin
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
     and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)
   then
+    -- For the ticker, which looks at queues whose sequence moves.
+    perform pg_catalog.nextval(p_queue.queue_event_seq);
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
     select q.queue_id * 3 + q.queue_cur_table, 0, v_last.ev_id, v_last.ev_time, v_txid, v_last.ev_retry + 1, p_type, p_data, p_bytes, p_headers,
       p_key, p_expires, p_partition_key
@@ -3356,9 +3358,10 @@ comment on function pgque.ticker() is
 -- cover all there is, and nothing can come while the sequences of its events and
 -- of its forced ticks stand still.  Whoever puts something into the log takes an id
 -- before and has the sequence locked from then on, so an id of before is behind us
--- once nobody else has that lock.  (With keys a message is replaced under its old
--- id, so such a queue is always looked at.)  What is given back says so of this
--- moment, before _look_at() takes its snapshot; first come the queues that may have
+-- once nobody else has that lock.  (Whoever puts a row into the log under an old id
+-- takes one that nobody gets.)  What is given back says so of this moment, before
+-- _look_at() takes its snapshot; ticked means that the queue was settled before and
+-- wants an idle or forced tick at most.  First come the queues that may have
 -- messages, then forced ticks, then idle ones.  A queue whose sequences are locked,
 -- since somebody drops it, is left out; where one is gone, each is looked at.
 --
@@ -3378,14 +3381,15 @@ begin
   into looks, early, early_until
   from (
     select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
-      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look as look,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end,
+        (k.settled and f.same) is true)::pgque.look as look,
       d.due, coalesce((k.settled and f.same) is not true and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
+    cross join lateral (select k.event_seq = s.event_seq) f (same)
     left join lateral (
       select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
@@ -3402,7 +3406,7 @@ begin
       where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
         and l.database = (select d.oid from pg_database d where d.datname = current_database()));
     looks := array(
-      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), false)::pgque.look
+      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), k.ticked)::pgque.look
       from unnest(looks) with ordinality k
       join pgque.queue q on q.queue_id = k.queue_id
       order by k.ordinality);
@@ -7312,7 +7316,7 @@ language sql stable as $$
 $$;
 
 create or replace function pgque.maint_retry_events() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set enable_seqscan = off set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
 declare
   v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
   v_queue_id  int;
@@ -9060,6 +9064,8 @@ declare
   v_work      pg_catalog.interval;
   v_cost      pg_catalog.interval;
   v_took      pg_catalog.interval;
+  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
+  v_pump      pg_catalog.timestamptz := v_start;
   v_share     pg_catalog.float8;
   v_state     pg_catalog.record;
   v_nap       pg_catalog.interval;
@@ -9075,6 +9081,9 @@ declare
   v_survey    pg_catalog.record;
   v_found     pgque.look;
   v_idle      pg_catalog.bool;
+  v_new       pg_catalog.bool;
+  v_news      pg_catalog.int4;
+  v_count     pg_catalog.int4;
   v_looked    pg_catalog.int4;
   v_at        pg_catalog.int4;
   v_passes    pg_catalog.int4 := 0;
@@ -9125,10 +9134,15 @@ begin
       v_due := v_state.look_at;
       v_mark := v_began;
       v_work := '0';
-      if v_state.retries then
+      if v_state.retries and v_began >= v_pump then
         perform pgque.maint_retry_events();
+        v_took := pg_catalog.clock_timestamp() - v_mark;
+        -- Where it waited for a lock, or had much to do, the others come first.
+        v_pump := v_began + case when v_took > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
+        v_work := least(v_took, v_stall);
         commit and chain;
         perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
+        v_mark := pg_catalog.clock_timestamp();
       end if;
       v_all := v_began >= v_full;
       v_queues := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(v_hot) h) end;
@@ -9137,15 +9151,17 @@ begin
       v_hot := '{}';
       v_wait := 'infinity';
       v_cost := '0';
+      v_news := 0;
       v_idle_end := null;
       while pg_catalog.cardinality(v_queues) > 0 loop
+        v_count := least(pg_catalog.cardinality(v_queues), 500);
         select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, v_state.period) s;
         v_queues := v_queues[501:];
         v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
         v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);
         v_wait := least(v_wait, v_survey.early_until);
         v_due := least(v_due, v_survey.early_until);
-        v_cost := v_cost + (pg_catalog.clock_timestamp() - v_mark);
+        v_cost := v_cost + least(pg_catalog.clock_timestamp() - v_mark, v_stall + 0.0001::pg_catalog.float8 * v_count::pg_catalog.float8 * '1 second'::pg_catalog.interval);
         -- Not with all these sequences locked: somebody may drop one.
         if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
@@ -9154,8 +9170,14 @@ begin
         v_mark := pg_catalog.clock_timestamp();
         v_looked := 0;
         foreach v_found in array v_survey.looks loop
-          v_idle := v_found.settled;
-          if v_idle then
+          v_idle := v_found.ticked;
+          v_at := pg_catalog.array_position(v_ids, v_found.queue_id);
+          v_new := v_at is null;
+          if v_new then
+            -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
+            v_news := v_news + 1;
+            continue when v_news > 100;
+          elsif v_idle then
             -- An idle tick can wait for the next check of all queues, a message of another queue not.
             v_idle_end := coalesce(v_idle_end, v_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
             if v_mark > v_idle_end then
@@ -9165,15 +9187,18 @@ begin
           end if;
           v_found := pgque._look_at(v_found);
           v_looked := v_looked + 1;
-          v_at := coalesce(pg_catalog.array_position(v_ids, v_found.queue_id), pg_catalog.cardinality(v_ids) + 1);
+          v_at := coalesce(v_at, pg_catalog.cardinality(v_ids) + 1);
           v_ids[v_at] := v_found.queue_id;
           v_known[v_at] := v_found;
           v_took := pg_catalog.clock_timestamp() - v_mark;
           v_mark := v_mark + v_took;
+          if v_new then
+            v_took := '0';
+          end if;
           if v_idle then
-            v_cost := v_cost + v_took;
+            v_cost := v_cost + least(v_took, v_stall);
           else
-            v_work := v_work + least(v_took, '20 milliseconds'::pg_catalog.interval);   -- more is a wait for a lock
+            v_work := v_work + least(v_took, v_stall);
             if v_found.ticked or not v_found.settled then
               v_hot := pg_catalog.array_append(v_hot, v_found);
               v_quiet := v_quiet - 1;
@@ -9190,15 +9215,18 @@ begin
         end loop;
       end loop;
       if v_all and v_quiet > 0 then
-        v_full := v_mark + 2::pg_catalog.float8 / v_state.share * v_cost;
+        v_full := v_mark + least(2::pg_catalog.float8 / v_state.share * v_cost, greatest(v_state.period, '1 second'::pg_catalog.interval));
         v_share := v_state.share / 2::pg_catalog.float8;
       else
         -- Where no queue is quiet, none can have anything before the first may tick again.
-        v_full := case when v_all then least(v_wait, v_mark + v_state.period) else v_full end;
+        v_full := case when v_all then least(v_wait, v_mark + least(v_state.period, '1 second'::pg_catalog.interval)) else v_full end;
         v_share := v_state.share;
         v_work := v_work + v_cost;
       end if;
-      if not v_all then
+      if v_news > 100 then
+        v_full := v_mark;
+      end if;
+      if not v_all or v_news > 100 then
         v_due := least(v_due, v_full);
       end if;
       v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_share;

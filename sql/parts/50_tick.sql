@@ -242,9 +242,10 @@ comment on function pgque.ticker() is
 -- cover all there is, and nothing can come while the sequences of its events and
 -- of its forced ticks stand still.  Whoever puts something into the log takes an id
 -- before and has the sequence locked from then on, so an id of before is behind us
--- once nobody else has that lock.  (With keys a message is replaced under its old
--- id, so such a queue is always looked at.)  What is given back says so of this
--- moment, before _look_at() takes its snapshot; first come the queues that may have
+-- once nobody else has that lock.  (Whoever puts a row into the log under an old id
+-- takes one that nobody gets.)  What is given back says so of this moment, before
+-- _look_at() takes its snapshot; ticked means that the queue was settled before and
+-- wants an idle or forced tick at most.  First come the queues that may have
 -- messages, then forced ticks, then idle ones.  A queue whose sequences are locked,
 -- since somebody drops it, is left out; where one is gone, each is looked at.
 --
@@ -264,14 +265,15 @@ begin
   into looks, early, early_until
   from (
     select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
-      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end, false)::pgque.look as look,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end,
+        (k.settled and f.same) is true)::pgque.look as look,
       d.due, coalesce((k.settled and f.same) is not true and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select k.event_seq = s.event_seq and not q.queue_keyed) f (same)
+    cross join lateral (select k.event_seq = s.event_seq) f (same)
     left join lateral (
       select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
@@ -288,7 +290,7 @@ begin
       where l.locktype = 'relation' and l.mode = 'RowExclusiveLock' and l.pid is distinct from pg_backend_pid()
         and l.database = (select d.oid from pg_database d where d.datname = current_database()));
     looks := array(
-      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), false)::pgque.look
+      select row(k.queue_id, k.event_seq, k.tick_seq, k.tick_time, coalesce(k.settled, q.queue_event_seq <> all (v_locked)), k.ticked)::pgque.look
       from unnest(looks) with ordinality k
       join pgque.queue q on q.queue_id = k.queue_id
       order by k.ordinality);

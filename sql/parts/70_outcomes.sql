@@ -521,7 +521,7 @@ language sql stable as $$
 $$;
 
 create or replace function pgque.maint_retry_events() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set enable_seqscan = off set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
 declare
   v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
   v_queue_id  int;

@@ -114,6 +114,8 @@ declare
   v_work      pg_catalog.interval;
   v_cost      pg_catalog.interval;
   v_took      pg_catalog.interval;
+  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
+  v_pump      pg_catalog.timestamptz := v_start;
   v_share     pg_catalog.float8;
   v_state     pg_catalog.record;
   v_nap       pg_catalog.interval;
@@ -129,6 +131,9 @@ declare
   v_survey    pg_catalog.record;
   v_found     pgque.look;
   v_idle      pg_catalog.bool;
+  v_new       pg_catalog.bool;
+  v_news      pg_catalog.int4;
+  v_count     pg_catalog.int4;
   v_looked    pg_catalog.int4;
   v_at        pg_catalog.int4;
   v_passes    pg_catalog.int4 := 0;
@@ -179,10 +184,15 @@ begin
       v_due := v_state.look_at;
       v_mark := v_began;
       v_work := '0';
-      if v_state.retries then
+      if v_state.retries and v_began >= v_pump then
         perform pgque.maint_retry_events();
+        v_took := pg_catalog.clock_timestamp() - v_mark;
+        -- Where it waited for a lock, or had much to do, the others come first.
+        v_pump := v_began + case when v_took > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
+        v_work := least(v_took, v_stall);
         commit and chain;
         perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
+        v_mark := pg_catalog.clock_timestamp();
       end if;
       v_all := v_began >= v_full;
       v_queues := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(v_hot) h) end;
@@ -191,15 +201,17 @@ begin
       v_hot := '{}';
       v_wait := 'infinity';
       v_cost := '0';
+      v_news := 0;
       v_idle_end := null;
       while pg_catalog.cardinality(v_queues) > 0 loop
+        v_count := least(pg_catalog.cardinality(v_queues), 500);
         select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, v_state.period) s;
         v_queues := v_queues[501:];
         v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
         v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);
         v_wait := least(v_wait, v_survey.early_until);
         v_due := least(v_due, v_survey.early_until);
-        v_cost := v_cost + (pg_catalog.clock_timestamp() - v_mark);
+        v_cost := v_cost + least(pg_catalog.clock_timestamp() - v_mark, v_stall + 0.0001::pg_catalog.float8 * v_count::pg_catalog.float8 * '1 second'::pg_catalog.interval);
         -- Not with all these sequences locked: somebody may drop one.
         if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
           commit and chain;
@@ -208,8 +220,14 @@ begin
         v_mark := pg_catalog.clock_timestamp();
         v_looked := 0;
         foreach v_found in array v_survey.looks loop
-          v_idle := v_found.settled;
-          if v_idle then
+          v_idle := v_found.ticked;
+          v_at := pg_catalog.array_position(v_ids, v_found.queue_id);
+          v_new := v_at is null;
+          if v_new then
+            -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
+            v_news := v_news + 1;
+            continue when v_news > 100;
+          elsif v_idle then
             -- An idle tick can wait for the next check of all queues, a message of another queue not.
             v_idle_end := coalesce(v_idle_end, v_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
             if v_mark > v_idle_end then
@@ -219,15 +237,18 @@ begin
           end if;
           v_found := pgque._look_at(v_found);
           v_looked := v_looked + 1;
-          v_at := coalesce(pg_catalog.array_position(v_ids, v_found.queue_id), pg_catalog.cardinality(v_ids) + 1);
+          v_at := coalesce(v_at, pg_catalog.cardinality(v_ids) + 1);
           v_ids[v_at] := v_found.queue_id;
           v_known[v_at] := v_found;
           v_took := pg_catalog.clock_timestamp() - v_mark;
           v_mark := v_mark + v_took;
+          if v_new then
+            v_took := '0';
+          end if;
           if v_idle then
-            v_cost := v_cost + v_took;
+            v_cost := v_cost + least(v_took, v_stall);
           else
-            v_work := v_work + least(v_took, '20 milliseconds'::pg_catalog.interval);   -- more is a wait for a lock
+            v_work := v_work + least(v_took, v_stall);
             if v_found.ticked or not v_found.settled then
               v_hot := pg_catalog.array_append(v_hot, v_found);
               v_quiet := v_quiet - 1;
@@ -244,15 +265,18 @@ begin
         end loop;
       end loop;
       if v_all and v_quiet > 0 then
-        v_full := v_mark + 2::pg_catalog.float8 / v_state.share * v_cost;
+        v_full := v_mark + least(2::pg_catalog.float8 / v_state.share * v_cost, greatest(v_state.period, '1 second'::pg_catalog.interval));
         v_share := v_state.share / 2::pg_catalog.float8;
       else
         -- Where no queue is quiet, none can have anything before the first may tick again.
-        v_full := case when v_all then least(v_wait, v_mark + v_state.period) else v_full end;
+        v_full := case when v_all then least(v_wait, v_mark + least(v_state.period, '1 second'::pg_catalog.interval)) else v_full end;
         v_share := v_state.share;
         v_work := v_work + v_cost;
       end if;
-      if not v_all then
+      if v_news > 100 then
+        v_full := v_mark;
+      end if;
+      if not v_all or v_news > 100 then
         v_due := least(v_due, v_full);
       end if;
       v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_share;

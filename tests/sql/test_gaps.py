@@ -329,3 +329,39 @@ def test_checks_become_rarer_some_seconds_after_the_last_message(
     time.sleep(2.5)
     assert 2 * sleeps(2) < soon
     loop.result()
+
+
+def test_a_queue_that_is_locked_keeps_the_others_ticking(
+    own: Connection,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    transaction: Callable[..., Connection],
+) -> None:
+    for name in ("q", "locked"):
+        value(own, "select pgque.create_queue(%s)", name)
+        subscribe(own, name)
+    send(own, "locked")
+    other = transaction("read committed", own.info.dsn)
+    other.execute(f"lock table {leaf(own, 'locked', kind='tick')} in access exclusive mode".encode())
+    last = "select max(t.tick_id) from pgque.tick_1_0 t"
+    before = value(own, last)
+    meanwhile(own, connect, background, 5, "select pgque.send('q', 'x'::text)")
+    assert value(own, last) - before > 20
+    other.rollback()
+
+
+def test_a_queue_that_is_made_while_a_loop_with_a_long_period_runs_is_ticked_by_it(
+    own: Connection,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:
+    value(own, "select pgque.set_tick_period_ms(60000)")
+    loop = background(lambda c: c.execute("call pgque.ticker_loop('5 seconds')"), connect(own.info.dsn))
+    wait_until(
+        lambda: value(own, "select s.status from pgque.status() s where s.component = 'ticker'") == "running"
+    )
+    value(own, "select pgque.create_queue('q')")
+    send(own, "q")
+    loop.result()
+    assert value(own, "select max(t.tick_id) from pgque.tick t") == 2

@@ -33,7 +33,7 @@ from support import catalog, servers
 from support.servers import TestServer
 
 SOURCE = servers.SQL_FILE.read_bytes()
-EARLIER = ["0.4.3", "0.4.4", "0.5.0"]
+EARLIER = ["0.4.3", "0.4.4", "0.5.0", "0.5.1"]
 
 
 def install(dsn: str) -> list[str]:

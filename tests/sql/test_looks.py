@@ -377,3 +377,15 @@ def test_what_gives_way_to_messages_is_done_in_the_end(
     wait_until(lambda: rows(own, done) == [(30, 60)], "every tick and rotation", timeout=50)
     value(own, "select pgque.stop()")
     loop.result(10)
+
+
+def test_a_queue_with_keys_is_looked_at_when_a_body_is_replaced_and_not_else(
+    quiet: Connection, loop: Loop
+) -> None:
+    first = value(quiet, "select pgque.send('q', 't', '1'::text, key => 'k')")
+    loop.settle()
+    assert loop.look() == 0
+    assert value(quiet, "select pgque.send('q', 't', '2'::text, key => 'k')") == first
+    assert loop.look() == 1
+    loop.settle()
+    assert [message.payload for message in receive(quiet, "q")] == ["2"]
