@@ -153,6 +153,24 @@ def test_a_full_batch_is_followed_at_once(
     assert runner.sizes() == [2, 2, 2, 1]
 
 
+def test_a_backlog_is_drained_without_pauses_though_its_batches_are_not_full(
+    dsn: str, client: pgque.PgqueClient, feed: str, tick: Tick, wait_until: Wait, conn: Connection, kind: str
+) -> None:
+    """A batch ends with the hundredth tick at the latest."""
+    runner = Runner(dsn, feed, kind, 500)
+    sent = [f"{number:03}" for number in range(250)]
+    for payload in sent:
+        _send(client, feed, tick, payload)
+    conn.execute(
+        "update pgque.event set ev_time = ev_time - interval '2 days'"
+        " where slot / 3 = (select queue_id from pgque.queue where queue_name = %s)",
+        [feed],
+    )
+    with running(runner):
+        wait_until(lambda: runner.payloads() == sent, "all are there")
+    assert len(runner.sizes()) > 2
+
+
 def test_a_stop_ends_the_pause(
     dsn: str, client: pgque.PgqueClient, feed: str, tick: Tick, wait_until: Wait, conn: Connection, kind: str
 ) -> None:

@@ -114,7 +114,8 @@ class Consumer:
         poll_interval: seconds between polls of the queue when no notification comes.
         max_messages: most messages in one batch.
         min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
-            batches, more latency. A full batch is followed at once. Its ack comes before the pause.
+            batches, more latency. A full batch is followed at once, and no message waits longer than
+            `min_interval` after it was sent. The ack comes before the pause.
         retry_after: seconds until a failed message comes again.
         unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
         subconsumer: name of this worker when several share the consumer. That must not be subscribed to
@@ -230,6 +231,7 @@ class Consumer:
                 if pause > 0:
                     with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
                         self._report(client)
+                    progress.made = True
                     self._stopper.wait(client.conn, pause)
                     continue
                 self._notified = False
@@ -238,9 +240,7 @@ class Consumer:
                 if batch:
                     watch.reset()
                     self._handle_batch(client, batch)
-                    self._due_at = next_receive_at(
-                        received_at, self.min_interval, len(batch), self.max_messages
-                    )
+                    self._due_at = next_receive_at(received_at, self.min_interval, batch, self.max_messages)
                     if batch[0].queue != self._settings.name:  # it was renamed
                         self._settings = listen(client, self.queue)
                 progress.made = True

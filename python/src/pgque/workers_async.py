@@ -382,8 +382,8 @@ class AsyncWorker:
         prefetch: most messages received in one call. It starts with `concurrency`, and grows up to this
             for as long as messages are handled in no time.
         min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
-            batches, more latency. A full batch is followed at once. Outcomes do not wait for the pause
-            to end.
+            batches, more latency. A full batch is followed at once, and no message waits longer than
+            `min_interval` after it was sent. Outcomes do not wait for the pause to end.
         visibility_timeout: seconds.
         retry_after: seconds until a failed message comes again; None leaves that to the queue.
         archive: whether messages that are done go to the archive.
@@ -439,7 +439,7 @@ class AsyncWorker:
         self._watch = TickWatch(queue, log)
         self._stopper = AsyncStopper()
         self._notified = False
-        self._size = min(concurrency, prefetch)
+        self._size = prefetch if min_interval else min(concurrency, prefetch)
         self._due_at = 0.0  # the earliest time of the next receive, by the monotonic clock
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only; None of a lost batch.
@@ -576,7 +576,7 @@ class AsyncWorker:
         }
         if received:
             self._watch.reset()
-            self._due_at = next_receive_at(now, self.min_interval, len(received), self._size)
+            self._due_at = next_receive_at(now, self.min_interval, received, self._size)
             batch = self._batches[received[0].batch_id] = Batch(received, now)
             for message in received:
                 self._pool.put((batch, message))
