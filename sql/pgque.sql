@@ -3737,7 +3737,7 @@ begin
     select q.queue_id from pgque.queue q where q.queue_reader is distinct from pgque.version() order by q.queue_id limit 100 for no key update skip locked
   loop
     perform pgque._create_reader(v_id);
-    update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._mark() where q.queue_id = v_id and not q.queue_restored;
+    update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._queue_xid(q) where q.queue_id = v_id;
     v_count := v_count + 1;
   end loop;
   return v_count;
@@ -4233,7 +4233,7 @@ begin
   end loop;
   return p_position;
 exception
-  when undefined_table then
+  when undefined_table or undefined_function then
     -- The queue was dropped meanwhile, or a table of it is gone.
     if pgque._old_snapshot() then
       perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
@@ -8015,13 +8015,17 @@ begin
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
       -- Before the tables are locked, since there may be thousands of consumers.  None
-      -- moves back meanwhile: for that it needs the queue's row.
+      -- moves back meanwhile: for that it needs the queue's row.  But subconsumers take
+      -- over windows from each other.
       v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
         execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
       else
         execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+      end if;
+      if exists (select from pgque.subscriber s where s.sub_queue = v_id and s.sub_role = 'coop_main') then
+        v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       end if;
       execute format(
         'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
@@ -10886,7 +10890,7 @@ begin
   for v_table in
     select c.oid::regclass::text
     from pg_class c
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S') and not c.relispartition
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S')
       and c.relname <> 'window_map' and c.relpersistence = 'p'
       and exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid and d.deptype = 'e')
   loop

@@ -219,7 +219,7 @@ begin
     select q.queue_id from pgque.queue q where q.queue_reader is distinct from pgque.version() order by q.queue_id limit 100 for no key update skip locked
   loop
     perform pgque._create_reader(v_id);
-    update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._mark() where q.queue_id = v_id and not q.queue_restored;
+    update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._queue_xid(q) where q.queue_id = v_id;
     v_count := v_count + 1;
   end loop;
   return v_count;

@@ -320,7 +320,7 @@ begin
   end loop;
   return p_position;
 exception
-  when undefined_table then
+  when undefined_table or undefined_function then
     -- The queue was dropped meanwhile, or a table of it is gone.
     if pgque._old_snapshot() then
       perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');

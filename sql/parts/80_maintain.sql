@@ -80,13 +80,17 @@ begin
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
       -- Before the tables are locked, since there may be thousands of consumers.  None
-      -- moves back meanwhile: for that it needs the queue's row.
+      -- moves back meanwhile: for that it needs the queue's row.  But subconsumers take
+      -- over windows from each other.
       v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
         execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
       else
         execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
+      end if;
+      if exists (select from pgque.subscriber s where s.sub_queue = v_id and s.sub_role = 'coop_main') then
+        v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       end if;
       execute format(
         'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'

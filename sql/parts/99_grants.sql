@@ -118,7 +118,7 @@ begin
   for v_table in
     select c.oid::regclass::text
     from pg_class c
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S') and not c.relispartition
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'S')
       and c.relname <> 'window_map' and c.relpersistence = 'p'
       and exists (select from pg_depend d where d.classid = 'pg_class'::regclass and d.objid = c.oid and d.deptype = 'e')
   loop

@@ -237,6 +237,7 @@ class Workers(RuleBasedStateMachine):
                 self.bench.seen["replaced"] += 1
                 old.payload, old.expires = payload, self._expires(ttl)
                 if not delayed:
+                    self.last_id += 1  # which shows the loop that something came
                     self._commit(Row(old.id, self.leaf, 0, key, None))
                 return
         message = self._next(payload, ttl, key)

@@ -349,7 +349,7 @@ def test_the_loop_serves_every_one_of_more_queues_than_it_looks_at_together(own:
     for _ in range(2):
         value(own, "select count(pgque.send(q.queue_name, 'x')) from pgque.queue q where q.queue_id % 3 = 0")
         assert value(own, unserved) > 160
-        own.execute("call pgque.ticker_loop('2 seconds')")
+        own.execute("call pgque.ticker_loop('6 seconds')")
         assert value(own, unserved) == 0
 
 
