@@ -978,7 +978,7 @@ begin
 end
 $$;
 
--- What 0.4.3, the oldest version that an upgrade starts from, did not have.
+-- Columns and constraints that 0.4.3, the oldest version to upgrade from, lacks.
 do $$
 declare
   v_queue  int;
@@ -2300,7 +2300,7 @@ begin
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
     and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)
   then
-    -- For the ticker, which looks at queues whose sequence moves.
+    -- The ticker checks queues whose sequence moved.
     perform pg_catalog.nextval(p_queue.queue_event_seq);
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
     select q.queue_id * 3 + q.queue_cur_table, 0, v_last.ev_id, v_last.ev_time, v_txid, v_last.ev_retry + 1, p_type, p_data, p_bytes, p_headers,
@@ -3692,7 +3692,7 @@ begin
     $body$
     $template$, p_queue_id);
   select pg_catalog.string_agg(pg_catalog.format(
-    'select * from pgque.event_%s_%s e where %%s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
+    'select * from pgque.event_%s_%s e where %%1$s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
   into v_events
   from pg_catalog.generate_series(0, 2) n;
   execute pg_catalog.format(
@@ -3719,9 +3719,8 @@ begin
     $template$, p_queue_id,
     'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
       ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
-    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)',
-      'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)', 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
-    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)'));
+    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
+    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
 end
 $function$;

@@ -676,7 +676,7 @@ begin
 end
 $$;
 
--- What 0.4.3, the oldest version that an upgrade starts from, did not have.
+-- Columns and constraints that 0.4.3, the oldest version to upgrade from, lacks.
 do $$
 declare
   v_queue  int;

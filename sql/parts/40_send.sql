@@ -367,7 +367,7 @@ begin
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and (v_last.ev_expires > pgque.clock()) is not false
     and not pgque._passed(p_queue.queue_id, v_last.ev_id, p_key)
   then
-    -- For the ticker, which looks at queues whose sequence moves.
+    -- The ticker checks queues whose sequence moved.
     perform pg_catalog.nextval(p_queue.queue_event_seq);
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_bytes, ev_headers, ev_key, ev_expires, ev_extra1)
     select q.queue_id * 3 + q.queue_cur_table, 0, v_last.ev_id, v_last.ev_time, v_txid, v_last.ev_retry + 1, p_type, p_data, p_bytes, p_headers,

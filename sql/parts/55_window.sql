@@ -174,7 +174,7 @@ begin
     $body$
     $template$, p_queue_id);
   select pg_catalog.string_agg(pg_catalog.format(
-    'select * from pgque.event_%s_%s e where %%s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
+    'select * from pgque.event_%s_%s e where %%1$s and (e.ev_owner is null or e.ev_owner = p_owner) and e.ev_id > p_after', p_queue_id, n), ' union all ')
   into v_events
   from pg_catalog.generate_series(0, 2) n;
   execute pg_catalog.format(
@@ -201,9 +201,8 @@ begin
     $template$, p_queue_id,
     'e.ev_id, p_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
       ' e.ev_headers, e.ev_key, e.ev_bytes, coalesce(e.ev_retry, 0) + p_attempt, e.ev_error, e.ev_expires, p_queue',
-    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)',
-      'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)', 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
-    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)', 'e.ev_txid = any (v_late)'));
+    pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
+    pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
 end
 $function$;
