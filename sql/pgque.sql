@@ -603,6 +603,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and never updated on that path.
+-- sub_offsets: nobody has received for it yet, or it is read by offsets (open_stream),
+-- so that what comes again must be in the log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -618,30 +620,28 @@ create table if not exists pgque.subscriber (
   sub_worker    text
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
   sub_keyed     boolean not null default false,
+  sub_offsets   boolean not null default true,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
 
 -- The journal of positions.  The row with the highest pos_seq of a subscriber is
--- true.
+-- true.  One that delivered a batch is also the record of that batch.
 --   pos_tick                     finished up to here
 --   pos_next_tick, pos_done_id   the window being read, and how far it is done
 --   pos_snapshot ...             what the two ticks say
---   pos_done_count               how many messages of the window were handed out
 --   pos_high                     where it stood when it was moved back
---   pos_batch, pos_last_id       the open batch: ids above pos_done_id up to
+--   pos_batch, pos_last_id       the batch: ids above pos_done_id up to
 --                                pos_last_id (null: to the end of the window)
---   pos_worker, pos_until        whose a worker's batch is and how long
---   pos_fresh                    how many messages it took from the log; rows of
---                                other consumers have null
---   pos_shelf                    how many from the retry queue
+--   pos_last_batch               the newest batch id that it was given
+--   pos_worker, pos_until        whose the batch is and how long
+--   pos_fresh, pos_done_count    whether it came from the log (above 0), and how many
+--   pos_shelf                    how many came from the retry queue
 --   pos_keys                     the order keys of its messages
 --   pos_open, pos_prune          batches that may be open, and when to look again
 --   pos_lapse                    no lease ends before this
 --   pos_paid                     throughput: paid up to here
--- A worker's row (pos_main is its consumer) has a batch or nothing; its
--- consumer's row has no batch, and pos_done_id says how far the window was
--- handed out.
+-- A subconsumer's rows say only when it was heard of.
 create table if not exists pgque.journal (
   journal_id   int not null default 1
     constraint journal_pkey primary key
@@ -659,7 +659,6 @@ comment on table pgque.journal is 'Which leaf of the positions is written. Inter
 
 create table if not exists pgque.position (
   pos_sub        int not null,
-  pos_main       int,
   pos_seq        bigint not null,
   pos_time       timestamptz not null,
   pos_tick       bigint,
@@ -674,7 +673,6 @@ create table if not exists pgque.position (
   pos_last_batch bigint not null default 0,
   pos_done_count bigint not null default 0,
   pos_high       bigint,
-  pos_attempt    int not null default 1,
   pos_skipped    bigint not null default 0,
   pos_worker     text,
   pos_until      timestamptz,
@@ -690,11 +688,11 @@ create table if not exists pgque.position (
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
 -- Messages of an open batch that have their outcome already.  Moves from leaf
--- to leaf together with the positions.  Of a worker's batch, in place of an id:
--- 0, it is closed; below 0, its end was moved; above 2^62, that id was settled in
--- the retry queue; 2^62 + 2^61 + n, an old snapshot settled n only to put them
--- there; the highest, its worker was told that a message is lost.  set_until of
--- one below 0 is where the lease ends.
+-- to leaf together with the positions.  In place of an id: 0, the batch is closed;
+-- below 0, its end was moved; above 2^62, that id was settled in the retry queue;
+-- 2^62 + 2^61 + n, what was left of it, n messages, was moved there; the highest, its
+-- worker was told that a message is lost.  set_until of one below 0 is where the lease
+-- ends.
 create table if not exists pgque.settled (
   set_batch  bigint not null,
   set_ev_id  bigint not null,
@@ -887,25 +885,6 @@ create table if not exists pgque.tally (
 ) partition by list (leaf);
 comment on table pgque.tally is 'Counts of messages that were dropped, expired or archived. Internal: see metrics().';
 
--- For workers, the messages of a window that is longer than a batch, in order
--- and with their addresses, a hundred a row (behind those of ros_last is none): a cache, in two leaves.
-create table if not exists pgque.roster (
-  ros_sub        int not null,
-  ros_from       bigint not null,
-  ros_to         bigint not null,
-  ros_id_hi      bigint not null,
-  ros_ids        bigint[] not null,
-  ros_leaves     smallint[] not null,
-  ros_tids       tid[] not null,
-  ros_keyed      boolean not null,
-  ros_filenodes  oid[] not null,
-  ros_xid        xid8 not null,
-  ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored,
-  ros_last       boolean not null default false,
-  leaf           int not null
-) partition by list (leaf);
-comment on table pgque.roster is 'For workers, where the messages of big windows lie: a cache. Internal.';
-
 -- Messages that were done with and shall be kept.  A leaf holds one day of one
 -- queue; bucket = queue_id * 100000 + days since 2000-01-01.
 create sequence if not exists pgque.archive_id_seq;
@@ -935,10 +914,11 @@ create table if not exists pgque.archive (
 ) partition by list (bucket);
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
 
--- When the reapers ran last, in seconds since 1970: a register that leaves no
--- dead rows.
+-- When the reapers ran last, in seconds since 1970, and when consumers were woken last
+-- for what waits, in milliseconds: registers that leave no dead rows.
 create sequence if not exists pgque.expire_ran minvalue 0;
 create sequence if not exists pgque.delete_expired_ran minvalue 0;
+create sequence if not exists pgque.woken minvalue 0;
 
 -- The journals are append only and have two leaves, of which one is written while
 -- what still counts of the other is brought over, and that is emptied.  Up to 0.5
@@ -951,7 +931,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('roster', null), ('tally', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('tally', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop
@@ -970,6 +950,9 @@ begin
       loop
         execute 'drop function ' || v_function;
       end loop;
+      if v_journal.name = 'position' then
+        execute format('alter table pgque.%I drop column pos_main, drop column pos_attempt', v_leaf);
+      end if;
       execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
       execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
       execute format('comment on table pgque.%I is null', v_leaf);
@@ -1032,6 +1015,72 @@ begin
   end loop;
 end
 $$;
+-- Up to 0.5 only workers had leases.  A consumer on its own had an open batch in its
+-- newest row, a subconsumer in a row of its own, and its retries came through the log.
+do $$
+declare
+  v_batch  pgque.position;
+  v_main   pgque.position;
+begin
+  if to_regclass('pgque.roster_0') is null then
+    return;
+  end if;
+  perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default true');
+  update pgque.position p set pos_batch = p.pos_last_batch
+  where (p.pos_fresh > 0 or p.pos_shelf > 0) and p.pos_seq = p.pos_last_batch >> 20;
+  update pgque.position p
+  set pos_fresh = case when p.pos_batch is null then 0 else 1 end, pos_shelf = 0, pos_until = 'infinity',
+    pos_open = case when p.pos_batch is not null then array[p.pos_batch] end, pos_prune = 64,
+    pos_done_count = greatest(p.pos_next_event_seq - p.pos_event_seq, 1)
+  from pgque.subscriber s
+  where s.sub_id = p.pos_sub and s.sub_role = 'normal' and p.pos_fresh is null;
+  -- The batches of subconsumers become their consumer's, below its newest row.
+  for v_main in
+    select distinct on (p.pos_sub) p.*
+    from pgque.subscriber s
+    join pgque.position p on p.pos_sub = s.sub_id
+    where s.sub_role = 'coop_main' and p.pos_fresh is null
+    order by p.pos_sub, p.pos_seq desc
+  loop
+    v_main.pos_fresh := 0;
+    v_main.pos_shelf := 0;
+    v_main.pos_open := '{}';
+    v_main.pos_prune := 64;
+    v_main.leaf := (select j.journal_cur from pgque.journal j);
+    for v_batch in
+      select distinct on (p.pos_sub) p.*
+      from pgque.subscriber s
+      join pgque.position p on p.pos_sub = s.sub_id
+      where s.sub_main = v_main.pos_sub
+      order by p.pos_sub, p.pos_seq desc
+    loop
+      continue when v_batch.pos_batch is null;
+      v_main.pos_open := v_main.pos_open || v_batch.pos_batch;
+      v_main.pos_seq := v_main.pos_seq + 1;
+      v_batch.pos_worker := (select s.sub_worker from pgque.subscriber s where s.sub_id = v_batch.pos_sub);
+      v_batch.pos_sub := v_main.pos_sub;
+      v_batch.pos_seq := v_main.pos_seq;
+      v_batch.pos_last_batch := v_main.pos_last_batch;
+      v_batch.pos_fresh := 1;
+      v_batch.pos_shelf := 0;
+      v_batch.pos_until := 'infinity';
+      v_batch.pos_done_count := greatest(v_batch.pos_next_event_seq - v_batch.pos_event_seq, 1);
+      v_batch.leaf := v_main.leaf;
+      insert into pgque.position select v_batch.*;
+    end loop;
+    v_main.pos_seq := v_main.pos_seq + 1;
+    insert into pgque.position select v_main.*;
+  end loop;
+  update pgque.position p
+  set pos_fresh = 0, pos_batch = null, pos_tick = null, pos_snapshot = null, pos_event_seq = null,
+    pos_next_tick = null, pos_next_snapshot = null, pos_next_event_seq = null, pos_done_id = null, pos_last_id = null
+  from pgque.subscriber s
+  where s.sub_id = p.pos_sub and s.sub_main is not null;
+  update pgque.subscriber s set sub_offsets = false
+  where exists (select from pgque.position p where p.pos_sub = s.sub_id and p.pos_last_batch > 0) and s.sub_offsets;
+  drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
+end
+$$;
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.queue.queue_tick_gap is
@@ -1092,11 +1141,11 @@ begin
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
   end if;
-  if to_regclass('pgque.roster_0_id') is null then
-    create index roster_0_id on pgque.roster_0 (ros_sub, ros_from, ros_to, ros_id_hi);
+  if to_regclass('pgque.position_0_batch') is null then
+    create index position_0_batch on pgque.position_0 (pos_batch) where pos_batch is not null;
   end if;
-  if to_regclass('pgque.roster_1_id') is null then
-    create index roster_1_id on pgque.roster_1 (ros_sub, ros_from, ros_to, ros_id_hi);
+  if to_regclass('pgque.position_1_batch') is null then
+    create index position_1_batch on pgque.position_1 (pos_batch) where pos_batch is not null;
   end if;
 end
 $$;
@@ -3653,6 +3702,103 @@ begin
 end
 $$;
 
+-- One condition on row addresses for each table, null where there is nothing to
+-- read, by the map of a position's window; null if it has no usable map.  p_max
+-- as in _slice_sql().
+--
+-- Every chunk but the last holds at least 25 events for everybody, so as many
+-- chunks as p_max needs and one more hold the batch and what comes after it.
+create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
+language plpgsql as $$
+declare
+  v_filenodes  oid[] := pgque._filenodes(p_queue_id);
+  v_tids       text[] := array_fill(null::text, array[3]);
+  v_lo         tid[];
+  v_hi         tid[];
+  v_mapped     boolean;
+begin
+  -- One statement: a map that another consumer makes meanwhile is there for
+  -- both questions or for none.
+  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
+    count(*) > 0 or exists (
+      select from pgque.window_map m
+      where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+        and m.map_valid and m.map_filenodes = v_filenodes)
+  into v_lo, v_hi, v_mapped
+  from (
+    -- Two consumers may have made the same map.
+    select distinct on (m.map_id_hi) m.map_lo, m.map_hi
+    from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+      and m.map_valid and m.map_filenodes = v_filenodes
+      and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
+      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+    order by m.map_id_hi
+    limit p_max / 25 + 2
+  ) m;
+  if not v_mapped then
+    return null;
+  end if;
+  for n in 1..3 loop
+    if v_lo[n] is not null then
+      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_lo[n], v_hi[n]);
+    end if;
+  end loop;
+  return v_tids;
+end
+$$;
+
+-- The query that reads the rows of a position's window that are above pos_done_id, up
+-- to pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, of
+-- the next batch of at most p_max messages.  p_and is one more condition on e.
+--
+-- A window that is far bigger than a batch is read by its map, which p_by_map asks for
+-- in any case.  A consumer that was
+-- moved back can meet an event and its own retry in one window: then the retry
+-- stands for both.
+create or replace function pgque._slice_sql(
+  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false
+) returns text
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_by_map  boolean;
+  v_xids    text;
+  v_tids    text[];
+  v_rows    text;
+begin
+  p_by_map := p_by_map or pgque._is_big(p_pos, p_max);
+  v_by_map := p_by_map or p_max is null and exists (
+    select from pgque.window_map m
+    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
+  if v_by_map then
+    -- From here on no table can be rewritten under its row addresses.
+    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
+    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+  end if;
+  if v_tids is null then
+    v_xids := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
+    if p_by_map then
+      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+    end if;
+  end if;
+  if v_tids is not null then
+    v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+  end if;
+  v_rows := pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(v_xids || p_and, p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_tids);
+  if p_pos.pos_tick < p_pos.pos_high then
+    v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
+  end if;
+  return v_rows;
+end
+$$;
+
+-- Whether a window is so much bigger than a batch that it is worth a map.
+create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
+language sql immutable as $$
+  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
+$$;
+
 -- A queue's reader: two functions whose text names its tables, so that a session
 -- plans them once.  Where a queue has none of this version, after an upgrade, its
 -- tables are read by dynamic SQL until maintenance has made them; not the upgrade,
@@ -3843,40 +3989,13 @@ begin
 end
 $$;
 
--- Brings a subscriber's position, and what is settled in its open batch, to
--- the leaf that is being written.  Whoever appends to a position without
--- closing its batch, or settles a message, does this first; compaction does it
--- for everybody else.  Returns the leaf that is complete for this subscriber
--- now, and stays so while its lock is held, even if the journal turns.
-create or replace function pgque._carry_over(p_position pgque.position) returns int
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_leaf  int := pgque._journal_leaf();
-begin
-  if (pgque._position_in(p_position.pos_sub, v_leaf)).pos_sub is null then
-    p_position.leaf := v_leaf;
-    insert into pgque.position select p_position.* on conflict do nothing;
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_leaf from pgque.settled s where s.set_batch = p_position.pos_batch
-    on conflict do nothing;
-  end if;
-  return v_leaf;
-end
-$$;
-
--- The position of a subscriber whose lock is held, with what is settled in its
--- open batch, in the leaf that _journal_leaf() named under that lock.
-create or replace function pgque._carried_position(p_sub int, p_leaf int) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_position  pgque.position := pgque._position_in(p_sub, p_leaf);
-begin
-  if v_position.pos_sub is null then
-    v_position := pgque._position(p_sub, p_leaf);
-    perform pgque._carry_over(v_position);
-  end if;
-  return v_position;
-end
+-- Brings a subscriber's newest row to a leaf, if it is not there.
+create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
+language sql as $$
+  insert into pgque.position
+  select (pgque._in_leaf(p_position, p_leaf)).*
+  where (pgque._position_in(p_position.pos_sub, p_leaf)).pos_sub is null
+  on conflict do nothing
 $$;
 
 -- A batch id never issued before: the subscriber's low 20 bits under a number
@@ -3887,18 +4006,137 @@ create or replace function pgque._new_batch_id(p_position pgque.position) return
 language sql volatile as $$
   select (greatest(
       (p_position.pos_last_batch >> 20) + 1,
-      case when p_position.pos_fresh is not null then p_position.pos_seq + 1 end,
       ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
     | (p_position.pos_sub & 1048575)
 $$;
 
--- The subscriber whose bits a batch id carries, or null.
+-- Where a consumer goes on behind its newest delivery.
+create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
+language plpgsql immutable as $$
+begin
+  if p_position.pos_fresh > 0 then
+    if p_position.pos_last_id is null then
+      return pgque._past_window(p_position);
+    end if;
+    p_position.pos_done_id := p_position.pos_last_id;
+  end if;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_fresh := 0;
+  p_position.pos_shelf := 0;
+  p_position.pos_keys := null;
+  return p_position;
+end
+$$;
+
+-- A position whose window ends at a tick.
+create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language plpgsql immutable as $$
+begin
+  p_position.pos_next_tick := p_tick.tick_id;
+  p_position.pos_next_snapshot := p_tick.tick_snapshot;
+  p_position.pos_next_event_seq := p_tick.tick_event_seq;
+  return p_position;
+end
+$$;
+
+-- A position at a tick, with no window and no batch of its own.
+create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language plpgsql immutable as $$
+begin
+  p_position.pos_tick := p_tick.tick_id;
+  p_position.pos_snapshot := p_tick.tick_snapshot;
+  p_position.pos_event_seq := p_tick.tick_event_seq;
+  p_position.pos_next_tick := null;
+  p_position.pos_next_snapshot := null;
+  p_position.pos_next_event_seq := null;
+  p_position.pos_done_id := null;
+  p_position.pos_done_count := 0;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_fresh := 0;
+  p_position.pos_shelf := 0;
+  p_position.pos_keys := null;
+  return p_position;
+end
+$$;
+
+-- A position at the end of its window.
+create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
+language plpgsql immutable as $$
+begin
+  return pgque._at_tick(p_position, row(
+    null, null, p_position.pos_next_tick, null, p_position.pos_next_snapshot, p_position.pos_next_event_seq)::pgque.tick);
+end
+$$;
+
+-- Opens the window that follows a position: up to the furthest of the next 100
+-- ticks before which no more than p_max events were numbered, so that a
+-- consumer which lags behind many small ticks gets full batches; at least one
+-- tick.  No window if there is no further tick.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_reader  text;
+  v_tick    pgque.tick;
+begin
+  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    raise undefined_table;
+  elsif v_reader = pgque.version() then
+    execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
+    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
+  end if;
+  for v_tick in execute pg_catalog.format(
+    'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
+  loop
+    exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
+    p_position := pgque._with_window(p_position, v_tick);
+  end loop;
+  return p_position;
+exception
+  when undefined_table or undefined_function then
+    -- The queue was dropped meanwhile, or a table of it is gone.
+    if pgque._old_snapshot() then
+      perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
+    elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+      perform pgque._takes_nothing(p_queue_id);
+    end if;
+    raise;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- lease: which batches are open, and what was said about them
+-- ---------------------------------------------------------------------------
+
+-- A delivery is one row in the journal of positions: it says what was delivered, to
+-- whom, until when, and by that where the next one begins.  That a batch is closed,
+-- or a message of it has its outcome, is a row in the journal of settled messages.
+-- So neither is updated, and a worker needs no row of its own: names may come and go.
+--
+-- A consumer on its own is one worker without a name whose lease has no end.  A
+-- subconsumer is a worker whose lease has no end either.
+--
+-- The log is for first deliveries.  Whatever comes again (a lease ended, a nack,
+-- a release) waits in the retry queue, and is leased from there: ev_retry_after
+-- is when it may be taken, ev_batch who has it.  So one rule serves all: who
+-- takes a message that is due overwrites ev_batch, and from then on the old
+-- batch id no longer fits.
+--
+-- Locks: deliveries of one consumer meet at the subscriber's row; whatever is said
+-- about a batch meets at an advisory lock on its id, which a delivery only tries.
+
+-- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
+-- bits of their own up to 0.5.
 create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
   v_sub  pgque.subscriber;
 begin
   select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  if v_sub.sub_main is not null then
+    select s.* into v_sub from pgque.subscriber s where s.sub_id = v_sub.sub_main;
+  end if;
   return v_sub;
 end
 $$;
@@ -3910,33 +4148,404 @@ begin
     'It was finished already, its worker lost it to another one, or it never was.');
 end
 $$;
--- ---------------------------------------------------------------------------
--- consume: subscribe, receive, ack
--- ---------------------------------------------------------------------------
 
--- The subscriber for a queue and a consumer, or a worker of it, without a
--- lock; PQ001 or PQ011 if there is none.
-create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
+-- Whoever says something about a batch has its lock, and keeps those out that have
+-- to do with all batches of the queue.
+create or replace function pgque._lock_batch(p_queue_id int, p_batch bigint) returns void
+language sql as $$
+  select pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_queue_id), pg_catalog.pg_advisory_xact_lock(p_batch)
+$$;
+
+-- Tries to keep others from many batches at once, and returns those that it got:
+-- with one lock for all of them or, where somebody is busy with one, one by one,
+-- p_most of them.
+create or replace function pgque._hold_batches(p_queue_id int, p_batches bigint[], p_most int default 200) returns bigint[]
+language plpgsql as $$
+begin
+  if pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+    return p_batches;
+  end if;
+  return array(
+    select b.id
+    from pg_catalog.unnest(p_batches) with ordinality b (id, n)
+    where b.n <= p_most and pg_catalog.pg_try_advisory_xact_lock(b.id)
+    order by b.n);
+end
+$$;
+
+-- The delivery of a batch, or null.
+create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position;
+begin
+  -- Both leaves in one statement: it may move from one to the other.
+  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub limit 1;
+  if not found and pgque._old_snapshot() then
+    -- It may see neither leaf's row: then this is 40001.
+    perform pgque._journal_leaf();
+  end if;
+  return v_position;
+end
+$$;
+
+-- What was said about the log part of a batch: whether it is closed, how many of
+-- its messages have an outcome, how often its end was moved (negative) and
+-- where to.
+create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+language plpgsql set enable_seqscan = off as $$
+begin
+  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+    (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
+  into closed, settled, moved, until
+  from (select distinct s.set_ev_id, s.set_until from pgque.settled s where s.set_batch = p_batch) s;
+end
+$$;
+
+-- Notes messages of a batch as settled (ids above 0) or something about all of
+-- it (see pgque.settled).  Returns the ids that were new.  An old snapshot
+-- writes to both leaves, and gets 40001 if what it does not see is there.
+create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
 declare
-  v_sub  pgque.subscriber;
+  v_leaves  int[] := pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf()));
+  v_new     bigint[];
 begin
-  select s.* into v_sub
+  if pg_catalog.cardinality(p_ids) * pg_catalog.cardinality(v_leaves) = 1 then
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf) values (p_batch, p_ids[1], p_sub, p_until, v_leaves[1]) on conflict do nothing;
+    return case when found then p_ids end;
+  end if;
+  with new as (
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
+    select p_batch, i.id, p_sub, p_until, l.leaf
+    from pg_catalog.unnest(p_ids) i (id)
+    cross join pg_catalog.unnest(v_leaves) l (leaf)
+    on conflict do nothing
+    returning set_ev_id
+  )
+  select pg_catalog.array_agg(g.id) into v_new
+  from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
+  return v_new;
+end
+$$;
+
+-- The batches of a consumer that are open: what was delivered from the log, how many
+-- of its messages have an outcome, and until when it is leased.
+create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+returns setof record
+language sql as $$
+  select o.token, l, s.settled, coalesce(s.until, l.pos_until)
+  from pg_catalog.unnest(pgque._not_closed((pgque._position(p_sub)).pos_open)) o (token)
+  cross join lateral pgque._lease(p_sub, o.token) l
+  cross join lateral pgque._lease_state(o.token) s
+  where not s.closed and l.pos_fresh > 0
+$$;
+
+-- Those that have lapsed and that nobody asked for since.
+create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+returns setof record
+language plpgsql as $$
+begin
+  -- Until the first of them may have lapsed none is looked at.
+  if p_pos.pos_lapse <= pgque.clock() then
+    return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
+  end if;
+end
+$$;
+
+-- Of batches that may be open those that are.
+create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
+language plpgsql set enable_seqscan = off as $$
+begin
+  return array(
+    select o.token
+    from pg_catalog.unnest(p_tokens) with ordinality o (token, n)
+    where not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
+    order by o.n);
+end
+$$;
+
+-- The open batch that a consumer on its own has, or a subconsumer: it comes again.
+create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text) returns bigint
+language plpgsql set enable_seqscan = off as $$
+begin
+  if p_sub.sub_role = 'pool' or coalesce(pg_catalog.cardinality(p_pos.pos_open), 0) = 0 then
+    return null;
+  end if;
+  return (
+    select o.token
+    from pg_catalog.unnest(p_pos.pos_open) o (token)
+    where (p_worker is null or (pgque._lease(p_sub.sub_id, o.token)).pos_worker = p_worker)
+      and (not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
+        or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token))
+    limit 1);
+end
+$$;
+
+-- Where a consumer stands: before what is delivered and open, if it is on its own,
+-- else behind it.
+create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'normal' and p_pos.pos_batch is not null and pgque._open_batch_of(p_sub, p_pos, null) = p_pos.pos_batch then
+    return p_pos;
+  end if;
+  return pgque._next_from(p_pos);
+end
+$$;
+
+-- What a subscriber still needs: its position, or the oldest of its open batches.  One
+-- that was given all of a window is behind it: nobody has to ask once more before
+-- that shows.
+create or replace function pgque._oldest_need(p_sub int) returns pgque.position
+language plpgsql as $$
+declare
+  v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
+  v_lease  pgque.position;
+begin
+  if pg_catalog.cardinality(v_pos.pos_open) > 0 then
+    select (h.lease).* into v_lease
+    from pgque._held(p_sub) h
+    where (h.lease).pos_tick < v_pos.pos_tick
+    order by (h.lease).pos_tick
+    limit 1;
+    if found then
+      return v_lease;
+    end if;
+  end if;
+  return v_pos;
+end
+$$;
+
+-- The rows of a batch that came from the log and have no outcome.
+create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '') returns text
+language sql as $$
+  select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
+    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch))
+$$;
+
+-- Whether a batch still has all of its messages but those that were settled one
+-- by one: whoever is given some of it, or has been, or has them taken out, makes
+-- it less.  Locks those that wait in the retry queue.  The caller holds the
+-- batch's lock.  Nothing is known of a batch that compaction forgot, as 0.4.1 did
+-- with those that waited.
+create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease    pgque.position := pgque._lease(p_sub, p_batch);
+  v_state    record := pgque._lease_state(p_batch);
+  v_waiting  bigint;
+  v_settled  bigint;
+  v_moved    bigint;
+  v_lost     boolean;
+begin
+  select count(*) into v_waiting
+  from (
+    select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
+  ) r;
+  -- Those that were settled where they waited, how many were moved there, and
+  -- whether the holder was told that one is lost.
+  select count(*) filter (where s.set_ev_id < 6917529027641081856),
+    max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id between 6917529027641081856 and 9223372036854775806),
+    coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
+  into v_settled, v_moved, v_lost
+  from (select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904) s;
+  if v_lost then
+    return false;
+  elsif v_lease.pos_sub is null or v_lease.pos_fresh > 0 and not v_state.closed then
+    return true;
+  end if;
+  -- Up to 0.5 it was not noted how many were moved.
+  return v_waiting >= case when v_lease.pos_fresh > 0 then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else v_lease.pos_shelf end - v_settled;
+end
+$$;
+
+-- ack() of a whole batch.  The messages that wait in the retry queue under its
+-- id are done as well: nobody has taken them.
+create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease   pgque.position;
+  v_count   int := 0;
+  v_done    int := 0;
+begin
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+  if not pgque._old_snapshot() then
+    -- The usual case in one statement.
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
+    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
+    from pgque.position p
+    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
+      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
+    limit 1
+    on conflict do nothing;
+    if found then
+      return 1;
+    end if;
+  end if;
+  if not pgque._still_whole(p_sub.sub_id, p_batch) then
+    return 0;
+  end if;
+  v_lease := pgque._lease(p_sub.sub_id, p_batch);
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
+  end if;
+  delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+  get diagnostics v_count = row_count;
+  return (v_count + v_done > 0)::int;
+end
+$$;
+
+-- Moves what is left of a batch from the log to the retry queue, still under its
+-- batch id, to be taken from p_due on; returns how many messages.  The caller holds
+-- the batch's lock.
+create or replace function pgque._shelve(p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
+  v_count  bigint;
+begin
+  execute pg_catalog.format(
+    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, $2, $3, $4)).* from (%s) e'
+    -- A consumer that was moved back may have the message waiting already: who holds
+    -- it there loses it, so that this one comes.
+    ' on conflict (ev_owner, ev_id, ev_queue) do update'
+    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
+    v_rows)
+  using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
+  get diagnostics v_count = row_count;
+  if pgque._old_snapshot() then
+    -- What it does not see is found by the primary key.
+    perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
+      select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+  end if;
+  perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array[0, 6917529027641081856 + v_count]);
+  return v_count;
+end
+$$;
+
+-- Looks at every batch of a consumer that may be open.  Whatever is left of one whose
+-- lease ended goes to the retry queue, to be taken at once; until somebody does,
+-- the old batch id stays good.  A batch that its worker is just speaking about
+-- is alive.
+create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
+language plpgsql as $$
+declare
+  v_open   bigint[] := '{}';
+  v_lapse  timestamptz;
+  v_tried  int := 0;
+  v_held   record;
+  v_state  record;
+begin
+  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
+    if v_held.until <= p_now and v_tried < 200 then
+      -- The server has room for some thousand locks; the others come next time.
+      v_tried := v_tried + 1;
+      if pg_catalog.pg_try_advisory_xact_lock(v_held.token) then
+        v_state := pgque._lease_state(v_held.token);
+        continue when v_state.closed;
+        v_held.until := coalesce(v_state.until, (v_held.lease).pos_until);
+        if v_held.until <= p_now then
+          perform pgque._shelve(p_sub, v_held.lease, p_now);
+          continue;
+        end if;
+      else
+        v_held.until := p_now + interval '1 second';
+      end if;
+    end if;
+    v_open := v_open || v_held.token;
+    v_lapse := least(v_lapse, v_held.until);
+  end loop;
+  if p_sub.sub_role <> 'pool' then
+    -- Those from the retry queue too: they come again.
+    v_open := v_open || array(
+      select o.token from pg_catalog.unnest(p_pos.pos_open) o (token)
+      where o.token <> all (v_open) and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token));
+  end if;
+  p_pos.pos_open := v_open;
+  p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
+  p_pos.pos_lapse := v_lapse;
+  return p_pos;
+end
+$$;
+
+-- Brings the open batches of a consumer to the leaf that is written.  The caller
+-- holds the subscriber's lock, so there are no new ones.
+create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
+language plpgsql as $$
+declare
+  v_token  bigint;
+begin
+  foreach v_token in array pgque._hold_batches(p_sub.sub_queue, array(
+    select o.token
+    from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
+    where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)
+  loop
+    insert into pgque.position
+    select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
+    on conflict do nothing;
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
+    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
+    on conflict do nothing;
+  end loop;
+end
+$$;
+
+-- Whether a leaf knows all about a batch, or nothing needs to be known.
+create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub and p.leaf = p_cur);
+begin
+  if (pgque._lease(p_sub, p_batch)).pos_sub is null then
+    return true;
+  elsif (pgque._lease_state(p_batch)).closed then
+    -- That it is closed must be known wherever the batch is.
+    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur);
+  end if;
+  return v_there
+    and not exists (
+      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
+      except
+      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- subscribe: who reads a queue
+-- ---------------------------------------------------------------------------
+
+-- The subscriber for a queue and a consumer, without a lock, which leaf of the journal
+-- is written, and whether acknowledged messages are archived; PQ001 or PQ011 if there
+-- is none.
+create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+language plpgsql as $$
+declare
+  v_found  record;
+begin
+  select s as sub, j.journal_cur, q.queue_archive_on_ack into v_found
   from pgque.queue q
   join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
   join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  cross join pgque.journal j
   where q.queue_name = p_queue collate pg_catalog."default"
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
     if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue collate pg_catalog."default" then
-      return pgque._subscriber((pgque._queue(p_queue)).queue_name, p_consumer);
+      select f.sub, f.leaf as journal_cur, f.archives as queue_archive_on_ack into v_found
+      from pgque._find((pgque._queue(p_queue)).queue_name, p_consumer, current_user) f;
+    else
+      perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
+        'select pgque.subscribe(queue, consumer) makes it one.');
     end if;
-    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
-      'select pgque.subscribe(queue, consumer) makes it one.');
   end if;
-  return v_sub;
+  sub := v_found.sub;
+  leaf := v_found.journal_cur;
+  archives := v_found.queue_archive_on_ack;
 end
 $$;
+
+create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
+language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
 
 -- Locks a subscriber against its own other calls and returns its role; an old
 -- snapshot that does not know of a change since fails with 40001.
@@ -4027,7 +4636,6 @@ begin
     perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
       'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
   end if;
-  v_position.pos_main := p_main;
   v_position.pos_seq := 0;
   v_position.pos_last_batch := 0;
   v_position.pos_skipped := 0;
@@ -4156,20 +4764,41 @@ begin
   end if;
   v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
   v_sub := pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller);
-  -- The numbers in a pool's journal follow the clock, so no primary key stops an old snapshot.
-  perform pgque._need_read_committed('register_consumer_at() for a pool of workers') where v_sub.sub_role = 'pool';
   -- As in seek().
   perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
-  v_position := pgque._lock_position(v_sub.sub_id);
-  v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
-  perform pgque._append_position(pgque._at_tick(v_position, pgque._find_tick(v_queue, register_consumer_at.tick_id::text)));
+  perform pgque._move_to(v_sub, pgque._lock_position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
   return 0;
 end
 $$;
 comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
   'Subscribes a consumer at a tick and returns 1. A consumer that is subscribed already is moved to that tick, its open batch is dropped, and 0 is '
   'returned. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is gone.';
+
+-- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
+create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'normal' then
+    perform pgque._drop_batch(p_sub, o.token) from pg_catalog.unnest(p_position.pos_open) o (token);
+    p_position.pos_open := '{}';
+  end if;
+  p_position.pos_high := greatest(p_position.pos_high, p_position.pos_tick, p_position.pos_next_tick);
+  perform pgque._append_position(pgque._at_tick(p_position, p_tick));
+end
+$$;
+
+-- Takes a batch from who has it: what it has from the log is passed, what it has from
+-- the retry queue waits again.
+create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
+language plpgsql set enable_seqscan = off as $$
+begin
+  perform pgque._lock_batch(p_sub.sub_queue, p_batch);
+  perform pgque._note(p_batch, p_sub.sub_id, array[0]);
+  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
+  where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+end
+$$;
 
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -4203,120 +4832,9 @@ comment on function pgque.unsubscribe(text, text, pgque.caller) is
 create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
 language sql as $$ select pgque.unsubscribe($1, $2) $$;
 comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';
-
--- Opens the window that follows a position: up to the furthest of the next 100
--- ticks before which no more than p_max events were numbered, so that a
--- consumer which lags behind many small ticks gets full batches; at least one
--- tick.  No window if there is no further tick.
-create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_reader  text;
-  v_tick    pgque.tick;
-begin
-  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
-  if not found then
-    raise undefined_table;
-  elsif v_reader = pgque.version() then
-    execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-    if v_tick.tick_id is not null then
-      p_position := pgque._with_window(p_position, v_tick);
-    end if;
-    return p_position;
-  end if;
-  for v_tick in execute pg_catalog.format(
-    'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
-  loop
-    exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
-    p_position := pgque._with_window(p_position, v_tick);
-  end loop;
-  return p_position;
-exception
-  when undefined_table or undefined_function then
-    -- The queue was dropped meanwhile, or a table of it is gone.
-    if pgque._old_snapshot() then
-      perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
-    elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
-      perform pgque._takes_nothing(p_queue_id);
-    end if;
-    raise;
-end
-$$;
-
--- A position whose window ends at a tick.
-create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
-language plpgsql immutable as $$
-begin
-  p_position.pos_next_tick := p_tick.tick_id;
-  p_position.pos_next_snapshot := p_tick.tick_snapshot;
-  p_position.pos_next_event_seq := p_tick.tick_event_seq;
-  return p_position;
-end
-$$;
-
--- A position at a tick, with no window and no batch.
-create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
-language plpgsql immutable as $$
-begin
-  p_position.pos_tick := p_tick.tick_id;
-  p_position.pos_snapshot := p_tick.tick_snapshot;
-  p_position.pos_event_seq := p_tick.tick_event_seq;
-  p_position.pos_next_tick := null;
-  p_position.pos_next_snapshot := null;
-  p_position.pos_next_event_seq := null;
-  p_position.pos_done_id := null;
-  p_position.pos_done_count := 0;
-  p_position.pos_last_id := null;
-  p_position.pos_batch := null;
-  p_position.pos_attempt := 1;
-  p_position.pos_fresh := 0 * p_position.pos_fresh;
-  return p_position;
-end
-$$;
-
--- A position at the end of its window.
-create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  return pgque._at_tick(p_position, row(
-    null, null, p_position.pos_next_tick, null, p_position.pos_next_snapshot, p_position.pos_next_event_seq)::pgque.tick);
-end
-$$;
-
--- A consumer's position behind a batch: inside the window after a slice, at
--- the window's end after its last one.  A worker's is empty then.
-create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  if p_position.pos_main is not null then
-    return pgque._at_tick(p_position, null);
-  end if;
-  if p_position.pos_sub <> p_batch.pos_sub then
-    p_position := pgque._as_batch_of(p_position, p_batch);
-  end if;
-  if p_batch.pos_last_id is null then
-    return pgque._past_window(p_position);
-  end if;
-  p_position.pos_done_id := p_batch.pos_last_id;
-  p_position.pos_last_id := null;
-  p_position.pos_batch := null;
-  p_position.pos_attempt := 1;
-  return p_position;
-end
-$$;
-
--- The window and the batch of one position in the name of another subscriber.
-create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  p_batch.pos_sub := p_subscriber.pos_sub;
-  p_batch.pos_main := p_subscriber.pos_main;
-  p_batch.pos_seq := p_subscriber.pos_seq;
-  p_batch.pos_last_batch := p_subscriber.pos_last_batch;
-  p_batch.pos_skipped := p_subscriber.pos_skipped;
-  return p_batch;
-end
-$$;
+-- ---------------------------------------------------------------------------
+-- receive: deliveries
+-- ---------------------------------------------------------------------------
 
 create or replace function pgque.receive(
   queue_name text, consumer_name text, max_return int default 100, worker text default null,
@@ -4324,393 +4842,1149 @@ create or replace function pgque.receive(
 ) returns setof pgque.delivery
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 declare
-  v_sub      pgque.subscriber;
-  v_cursor   pgque.position;   -- the consumer's position
-  v_ahead    pgque.position;   -- the same with its next window open
-  v_batch    pgque.position;   -- whose batch it is: the same, or the worker's
-  v_member   int;
-  v_token    bigint;
-  v_open     boolean;            -- an open batch comes again
-  v_acks     boolean := false;   -- ack_batch is its open batch
-  v_max      bigint := receive.max_return;
-  v_and      text := '';
-  v_rows     text;
-  v_query    text;
-  v_row      pgque.delivery;
-  v_more     boolean;
-  v_count    bigint := 0;
-  v_next_id  bigint;
-  v_queue    pgque.queue;
-  v_sifted   record;
-  v_sifts    boolean;
-  v_small    boolean;
-  v_look     bigint;
-  v_looked   bigint := 0;
-  v_skip     bigint[];
-  v_leaf     int;
+  v_turn    record;
+  v_sub     pgque.subscriber;
+  v_queue   pgque.queue;
+  v_pos     pgque.position;
+  v_token   bigint;
+  v_room    bigint;
+  v_row     pgque.delivery;
+  v_rows    text;
+  v_sifted  record;
+  v_last    bigint;
+  v_count   bigint := 0;
+  v_looked  bigint := 0;
 begin
-  if receive.max_return is null or receive.max_return < 1 then
-    perform pgque._fail('PQ005', format('max_return must be at least 1, for queue %s', coalesce(quote_ident(receive.queue_name), 'null')),
-      'It is the greatest number of messages to hand out.');
-  end if;
-  v_sub := pgque._subscriber(receive.queue_name, receive.consumer_name, caller);
-  if v_sub.sub_role <> 'coop_main' and receive.worker is not null then
-    return query select * from pgque._hand_out(v_sub, v_max, receive.worker, receive.visibility_timeout, pgque._batch_for(caller, receive.ack_batch));
+  v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
+  v_sub := v_turn.sub;
+  if v_sub.sub_id is null then
     return;
   end if;
-  if receive.ack_batch is not null then
-    -- Its own batch is finished with the row that says what comes next.
-    v_acks := v_sub.sub_role = 'normal' and receive.ack_batch & 1048575 = v_sub.sub_id & 1048575
-      and not exists (select from pgque.queue q where q.queue_id = v_sub.sub_queue and q.queue_archive_on_ack);
-    if not v_acks then
-      if v_sub.sub_role = 'coop_main' then
-        -- Before the worker whose batch it may be, as everybody does.
-        perform pgque._lock_subscriber(v_sub.sub_id);
-      end if;
-      perform pgque._ack(pgque._batch_for(caller, receive.ack_batch));
-    end if;
-  end if;
-  if receive.visibility_timeout is not null then
-    perform pgque._fail('PQ005', format('visibility_timeout is for workers, not for consumer %I of queue %I', receive.consumer_name, receive.queue_name),
-      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
-  elsif receive.worker is not null then
-    v_member := pgque._worker(v_sub, receive.worker);
-  elsif v_sub.sub_role <> 'normal' then
-    perform pgque._need_alone(v_sub, receive.queue_name, receive.consumer_name);
-  end if;
-  if not v_acks then
-    -- An idle poll takes no lock, writes nothing and needs no transaction id.
-    v_ahead := pgque._position(v_sub.sub_id);
-    if v_ahead.pos_next_tick is null then
-      v_ahead := pgque._open_window(v_ahead, v_sub.sub_queue, v_max);
-    end if;
-    if v_ahead.pos_next_tick is null and (v_member is null or (pgque._position(v_member)).pos_batch is null) then
+  v_queue := v_turn.queue;
+  v_pos := v_turn.pos;
+  v_room := v_turn.room;
+  v_token := pgque._new_batch_id(v_pos);
+  if v_turn.open is not null then
+    return query select * from pgque._again(v_sub, v_queue, v_turn.open);
+    if found then
       return;
     end if;
+    -- Every message of it was settled: it is done.
+    v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
   end if;
 
-  if pgque._lock_subscriber(v_sub.sub_id) <> v_sub.sub_role then
-    -- Workers share it since this call began.
-    return query select r.*
-    from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, $3, $4, $5, case when v_acks then $6 end) r
-    where q.queue_id = v_sub.sub_queue and c.co_id = v_sub.sub_consumer;
-    return;
-  elsif v_member is not null then
-    perform pgque._lock_subscriber(v_member);
-  end if;
-  -- The leaf for both, as long as they are locked and nothing is carried over.
-  v_leaf := pgque._journal_leaf();
-  v_cursor := pgque._position(v_sub.sub_id, v_leaf);
-  v_acks := v_acks and v_cursor.pos_batch is not distinct from receive.ack_batch;
-  if v_acks then
-    v_cursor := pgque._behind(v_cursor, v_cursor);
-  end if;
-  if v_cursor.pos_seq is distinct from v_ahead.pos_seq then
-    v_ahead := v_cursor;
-  end if;
-  v_batch := v_ahead;
-  if v_member is not null then
-    v_batch := pgque._position(v_member, v_leaf);
-  end if;
-  v_open := v_batch.pos_batch is not null;
-  if v_open then
-    -- It comes whole, whatever max_return says now, since ack() finishes it whole.
-    v_max := null;
-    v_and := pgque._unsettled_condition(v_batch);
-  else
-    v_batch := pgque._as_batch_of(v_batch, v_ahead);
-    v_token := pgque._new_batch_id(v_batch);
-    v_batch.pos_batch := v_token;
-    v_batch.pos_last_batch := v_token;
+  if v_turn.due and v_room > 0 then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
+    if v_pos.pos_shelf > 0 then
+      return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
+    end if;
   end if;
 
-  loop
-    if v_batch.pos_next_tick is null then
-      v_batch := pgque._open_window(v_batch, v_sub.sub_queue, v_max);
-      exit when v_batch.pos_next_tick is null;
+  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 and v_looked < 10000 loop
+    if v_pos.pos_next_tick is null then
+      v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
+      exit when v_pos.pos_next_tick is null;
+      -- Only now it is known whether a message of the window may have a key or a ttl.
+      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
     end if;
-    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
-    v_sifts := v_queue.queue_keyed or v_queue.queue_expiring;
-    if v_sifts and not v_open then
-      -- Each key takes a lock; what is not delivered is looked through quickly.
-      v_look := case when v_queue.queue_keyed then 200 else greatest(1000, least(v_max, 10000)) end;
-      v_max := least(v_max, v_look);
-    end if;
-    -- A small window is read straight, by functions whose plans the session keeps.
-    v_small := coalesce(not v_open and not v_sifts and v_max <= 1000 and v_queue.queue_reader = pgque.version()
-      and v_batch.pos_done_count < 2 * v_max and v_batch.pos_next_event_seq - v_batch.pos_event_seq <= greatest(20 * v_max, 5000)
-      and (v_batch.pos_tick < v_batch.pos_high) is not true, false);
-    if not v_small then
-      v_rows := pgque._batch_sql(v_sub, v_batch, v_and, coalesce(v_look, v_max));
-      v_query := format(
-        'select e.ev_id, %s::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
-        ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-        ' coalesce(e.ev_retry, 0) + %s, e.ev_error, e.ev_expires, %L::text'
-        ' from (%s) e order by e.ev_id limit ',
-        v_batch.pos_batch, v_batch.pos_attempt, v_queue.queue_name, v_rows);
-    end if;
-    if v_sifts then
-      v_sifted := pgque._sift_batch(v_queue, v_sub, v_rows, v_max, v_look);
-      v_count := v_sifted.looked;
-      v_next_id := v_sifted.next_id;
-      v_skip := v_sifted.skip;
-      return query
-        select e.ev_id, v_batch.pos_batch, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
-          e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
-          coalesce(e.ev_retry, 0) + v_batch.pos_attempt, e.ev_error, e.ev_expires, v_queue.queue_name
-        from unnest(v_sifted.rows) e;
-      if v_count > 0 and not found and not v_open then
-        -- Nothing of it is to be delivered: go on behind it, now or next time.
-        v_looked := v_looked + v_count * case when v_queue.queue_keyed then 10 else 1 end;
-        v_batch.pos_last_id := v_next_id - 1;
-        v_batch.pos_done_count := v_batch.pos_done_count + v_count;
-        v_batch := pgque._as_batch_of(v_batch, pgque._behind(pgque._as_batch_of(v_cursor, v_batch), v_batch));
-        v_batch.pos_batch := v_token;
-        v_count := 0;
-        v_next_id := null;
-        v_skip := null;
-        exit when v_looked > 10000;
-        continue;
+    v_pos.pos_last_id := null;
+    if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room);
+      v_pos := v_sifted.pos;
+      v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
+      if v_sifted.rows is not null then
+        return query execute v_sifted.rows using v_sifted.ids, v_token, v_queue.queue_name;
+        get diagnostics v_count = row_count;
       end if;
-    elsif v_max <= 1000 then
-      if v_small then
-        v_query := 'select * from pgque._events_' || v_sub.sub_queue || '($1, $2, $3, $4, $5, $6, $7, $8)';
+    elsif v_room <= 1000 then
+      if pgque._is_big(v_pos, v_room) or v_pos.pos_tick < v_pos.pos_high or v_queue.queue_reader is distinct from pgque.version() then
+        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit ' || v_room + 1;
       else
-        v_query := v_query || (v_max + 1);
+        -- A small window is read straight, by functions whose plans the session keeps.
+        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($4, $5, $6, $7, $8, $2, 1, $3)';
       end if;
-      -- The row after the last one says where the batch ends.
       for v_row in
-        execute v_query
-        using v_batch.pos_snapshot, v_batch.pos_next_snapshot, coalesce(v_sub.sub_main, v_sub.sub_id), coalesce(v_batch.pos_done_id, 0), v_max + 1,
-          v_batch.pos_batch, v_batch.pos_attempt, v_queue.queue_name
+        execute v_rows
+        using null::bigint[], v_token, v_queue.queue_name,
+          v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_room + 1
       loop
-        if v_count = v_max then
-          v_next_id := v_row.msg_id;
+        if v_count = v_room then
+          v_pos.pos_last_id := v_last;   -- there are more
           exit;
         end if;
         v_count := v_count + 1;
+        v_last := v_row.msg_id;
         return next v_row;
       end loop;
+      v_pos.pos_done_count := v_count;
     else
-      -- A loop costs more per row than to look for the end afterwards, and to
-      -- count first is a third of the price of sorting in vain.
-      return query execute v_query || coalesce(v_max::text, 'all');
+      v_rows := pgque._slice_sql(v_sub, v_pos, '', v_room);
+      return query execute pgque._delivery_sql(v_rows) || ' limit ' || v_room using null::bigint[], v_token, v_queue.queue_name;
       get diagnostics v_count = row_count;
-      if v_count = v_max then
-        execute format('select count(*) > %s from (select from (%s) e limit %s) e', v_max, v_rows, v_max + 1) into v_more;
-        if v_more then
-          execute format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', v_rows, v_max) into v_next_id;
-        end if;
-      end if;
+      v_pos.pos_done_count := v_count;
+      v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(v_rows, v_room) end;
     end if;
-    exit when v_count > 0 or v_open;
-    -- An empty window: go on behind it.
-    v_batch := pgque._past_window(v_batch);
-    v_batch.pos_batch := v_token;
+    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
+    if v_count = 0 then
+      v_pos := pgque._next_from(v_pos);
+    end if;
   end loop;
-
-  if v_open and v_count = 0 then
-    -- Every message of it was settled: it is done.
-    perform pgque._append_position(pgque._behind(v_batch, v_batch));
-    return query select * from pgque.receive($1, $2, $3, $4);
-    return;
-  elsif v_open then
-    return;
-  elsif v_count = 0 then
-    -- Nothing but empty windows: remember that, so that they can be reclaimed.
-    if v_acks or v_batch.pos_tick > v_cursor.pos_tick or v_batch.pos_done_id is distinct from v_cursor.pos_done_id then
-      v_batch.pos_batch := null;
-      perform pgque._append_position(pgque._as_batch_of(v_cursor, v_batch));
-    end if;
-    return;
-  end if;
-  v_batch.pos_last_id := v_next_id - 1;
-  v_batch.pos_done_count := v_batch.pos_done_count + v_count;
-  if cardinality(v_skip) > 0 then
-    perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, v_skip, null, v_leaf);
-  end if;
-  perform pgque._append_position(v_batch, v_leaf);
-  if v_member is not null then
-    perform pgque._append_position(pgque._behind(v_cursor, v_batch), v_leaf);
-  end if;
+  perform pgque._delivered(v_turn, v_pos, v_count, v_token, $4);
 end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
-  'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. Without worker, the '
+  'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
+  'messages that come again, or new ones; what comes again goes first. Without worker, the '
   'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
-  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages, redeliveries first, '
-  'then new ones. When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
-  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. Call it in a '
-  'transaction of its own, or in one with the work and the ack for exactly-once. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
+  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
+  'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
+  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. A delivery '
+  'locks the consumer until the transaction ends: workers that receive, work and acknowledge in one transaction take turns, so receive in a '
+  'transaction of its own, and do the work and the ack in another. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
   'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
   'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
 
--- The messages of a batch of a queue with keys or expiry: those that are to be
--- delivered, and those of the slice that are not.  p_max null: all of p_rows;
--- p_look null: the batch was handed out before and comes again.
-create or replace function pgque._sift_batch(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_rows text, p_max bigint, p_look bigint,
-  out rows pgque.event[], out looked bigint, out next_id bigint, out skip bigint[]
-)
-language plpgsql as $$
-declare
-  v_now      timestamptz := pgque.clock();
-  v_rows     pgque.event[];
-  v_ids      bigint[];
-  v_claim    record;
-  v_expired  pgque.event[];
-begin
-  execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e', p_rows, p_look + 1)
-  into v_rows;
-  looked := coalesce(pg_catalog.cardinality(v_rows), 0);
-  if p_look is null or looked = 0 then
-    rows := pgque._with_bodies(p_queue.queue_id, v_rows);
-    return;
-  end if;
-  if looked > p_look then
-    next_id := (v_rows[looked]).ev_id;
-    v_rows := v_rows[:p_look];
-  end if;
-  v_claim := pgque._claim(p_queue, v_rows);
-  v_ids := array(
-    select e.ev_id from pg_catalog.unnest(v_claim.rows) e
-    where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true and (e.ev_expires > v_now) is not false
-    order by e.ev_id
-    limit p_max + 1);
-  if pg_catalog.cardinality(v_ids) > p_max then
-    next_id := v_ids[p_max + 1];
-    v_ids := v_ids[:p_max];
-  end if;
-  -- The slice: what is before next_id.
-  skip := array(select e.ev_id from pg_catalog.unnest(v_rows) e where (e.ev_id >= next_id) is not true and (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is not true);
-  looked := pg_catalog.cardinality(skip) + pg_catalog.cardinality(v_ids);
-  rows := array(select e from pg_catalog.unnest(v_claim.rows) e where (e.ev_id in (select pg_catalog.unnest((select v_ids)))) is true order by e.ev_id);
-  insert into pgque.retry_queue
-  select (pgque._waiting(e, p_sub, 0, v_now, null, null)).* from pg_catalog.unnest(v_claim.rows) e
-  where (e.ev_id in (select pg_catalog.unnest((select v_claim.busy)))) is true and (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
-  on conflict do nothing;
-  v_expired := array(
-    select e from pg_catalog.unnest(v_claim.rows) e
-    where (e.ev_id in (select pg_catalog.unnest((select skip)))) is true
-      and (e.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true);
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_expired));
-  -- Expired messages are sealed too: an older snapshot may not show that a body was replaced.
-  perform pgque._seal(p_queue.queue_id, rows || v_expired);
-end
-$$;
-
--- One condition on row addresses for each table, null where there is nothing to
--- read, by the map of a position's window; null if it has no usable map.  p_max
--- as in _batch_sql().
+-- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
+-- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
+-- with its next window; open an open batch that comes again; due whether something may
+-- wait; room how many messages it may get; span how many a window shall have; until
+-- when its lease ends; changed whether pos must be stored in any case.
 --
--- Every chunk but the last holds at least 25 events for everybody, so as many
--- chunks as p_max needs and one more hold the batch and what comes after it.
-create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
-language plpgsql as $$
+-- Every expression and statement here is made ready anew in each transaction, so
+-- what can be said in one is not said in two.
+create or replace function pgque._turn(
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
+  out room bigint, out span bigint, out until timestamptz, out changed boolean
+)
+language plpgsql set enable_seqscan = off as $$
 declare
-  v_filenodes  oid[] := pgque._filenodes(p_queue_id);
-  v_tids       text[] := array_fill(null::text, array[3]);
-  v_lo         tid[];
-  v_hi         tid[];
-  v_mapped     boolean;
+  v_now    timestamptz := pgque.clock();
+  v_found  record;
+  v_ahead  pgque.position;
 begin
-  -- One statement: a map that another consumer makes meanwhile is there for
-  -- both questions or for none.
-  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
-    count(*) > 0 or exists (
-      select from pgque.window_map m
-      where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-        and m.map_valid and m.map_filenodes = v_filenodes)
-  into v_lo, v_hi, v_mapped
-  from (
-    -- Two consumers may have made the same map.
-    select distinct on (m.map_id_hi) m.map_lo, m.map_hi
-    from pgque.window_map m
-    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
-      and m.map_valid and m.map_filenodes = v_filenodes
-      and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
-      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
-    order by m.map_id_hi
-    limit p_max / 25 + 2
-  ) m;
-  if not v_mapped then
-    return null;
+  if (p_max >= 1) is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'It is the greatest number of messages to hand out.');
   end if;
-  for n in 1..3 loop
-    if v_lo[n] is not null then
-      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_lo[n], v_hi[n]);
+  loop
+    v_found := pgque._find(p_queue, p_consumer, p_caller);
+    sub := v_found.sub;
+    leaf := v_found.leaf;
+    if not (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)
+      or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
+    then
+      sub := pgque._refuse_or_share(sub, p_worker, p_timeout, p_queue, p_consumer);
+      leaf := pgque._journal_leaf();
     end if;
-  end loop;
-  return v_tids;
-end
-$$;
-
--- A condition that leaves out what is settled in an open batch.
-create or replace function pgque._unsettled_condition(p_batch pgque.position) returns text
-language sql stable as $$
-  select pg_catalog.format(
-    ' and e.ev_id not in (select s.set_ev_id from pgque.settled s where s.set_batch = %1$L)', p_batch.pos_batch)
-$$;
-
--- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
--- is not open.
-create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_sub      int;
-  v_role     text;
-  v_archive  boolean;
-  v_count    bigint;
-  v_leaf     int;
-  v_batch    pgque.position;
-begin
-  select s.sub_id, s.sub_role, q.queue_archive_on_ack into v_sub, v_role, v_archive
-  from pgque.subscriber s
-  join pgque.queue q on q.queue_id = s.sub_queue
-  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
-    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
-  if v_archive then
-    if v_role = 'pool' then
-      perform pg_advisory_xact_lock(p_batch);
-      if not pgque._still_whole(v_sub, p_batch) then
-        return 0;
+    if p_ack is null then
+      null;
+    elsif (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
+      perform pgque._close(sub, p_ack);
+    else
+      perform pgque._ack(pgque._batch_for(p_caller, p_ack));
+    end if;
+    span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
+    if p_ack is null then
+      -- An idle poll takes no lock, writes nothing and needs no transaction id.
+      pos := pgque._position(sub.sub_id, leaf);
+      open := pgque._open_batch_of(sub, pos, p_worker);
+      if open is null then
+        v_ahead := pgque._next_from(pos);
+        if v_ahead.pos_next_tick is null then
+          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span);
+        end if;
+        if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
+          and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
+        then
+          sub := null;
+          return;
+        end if;
       end if;
     end if;
-    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
-    if v_role = 'pool' then
-      return (v_count > 0)::int;
+    exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
+    -- Workers share it since this call began, or do not any more.
+    p_ack := null;
+  end loop;
+  v_now := pgque.clock();
+  -- Whether it has a key or a ttl is known of every message in the window that was opened.
+  select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
+    case when pos.pos_sub is null or j.journal_cur <> leaf then true
+      when leaf = 0 then exists (select from pgque.position_0 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq)
+      else exists (select from pgque.position_1 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq) end as newer
+  into v_found
+  from pgque.queue q, pgque.journal j
+  where q.queue_id = sub.sub_queue;
+  queue := v_found.queue;
+  due := v_found.due;
+  if v_found.newer then
+    leaf := pgque._journal_leaf();
+    pos := pgque._position(sub.sub_id, leaf);
+    open := pgque._open_batch_of(sub, pos, p_worker);
+    v_ahead := pgque._next_from(pos);
+  end if;
+  if sub.sub_role = 'coop_main' then
+    perform pgque._touch(pgque._worker(sub, p_worker));
+  end if;
+  room := p_max;
+  until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
+  changed := false;
+  if open is not null then
+    return;
+  end if;
+  pos := v_ahead;
+  if v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune then
+    pos := pgque._reap(sub, pos, v_now);
+    due := true;
+    changed := true;
+  end if;
+  if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
+    -- What was not used within the last second is lost, and what was paid by a clock that has been set back.
+    pos.pos_paid := greatest(case when pos.pos_paid <= v_now + interval '1 second' then pos.pos_paid end, v_now - interval '1 second');
+    room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
+  end if;
+end
+$$;
+
+-- What a caller without the usual rights of its kind gets: an error, or a consumer that
+-- its workers share from now on.
+create or replace function pgque._refuse_or_share(p_sub pgque.subscriber, p_worker text, p_timeout interval, p_queue text, p_consumer text)
+returns pgque.subscriber
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'coop_main' and p_worker is not null then
+    perform pgque._worker(p_sub, p_worker);
+  elsif p_worker is null then
+    perform pgque._need_alone(p_sub, p_queue, p_consumer);
+  else
+    perform pgque._need_read_committed('receive() for a worker');
+    if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
+      perform pgque._fail('PQ004', pg_catalog.format('invalid worker name for queue %I', p_queue),
+        'A worker name has 1 to 1000 bytes; any character is allowed.');
+    elsif p_timeout <= '0' or p_timeout > '100 years' then
+      perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
+        'It is how long the worker has before others get its messages.');
     end if;
-  elsif v_role = 'pool' then
-    return pgque._close_lease(v_sub, p_batch);
+    -- One that has received a batch on its own stays as it is: the process that reads
+    -- it could not go on.
+    if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
+      perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader, and let workers share it: select pgque.share_consumer(%L, %L);',
+          p_queue, pgque._subscriber_name(p_sub)));
+    end if;
+    update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
+    return (select s from pgque.subscriber s where s.sub_id = p_sub.sub_id);
   end if;
-  perform from pgque.subscriber s where s.sub_id = v_sub for no key update;
-  if not found then
+  if p_timeout is not null then
+    perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
+      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
+  end if;
+  return p_sub;
+end
+$$;
+
+-- An open batch once more, without what has an outcome.  It comes whole, whatever
+-- max_return says now, since ack() finishes it whole.
+create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+end
+$$;
+
+-- A consumer that has a batch with no message left.
+create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
+language plpgsql as $$
+begin
+  perform pgque._note(p_batch, p_sub.sub_id, array[0]);
+  p_pos := pgque._next_from(p_pos);
+  p_pos.pos_open := pg_catalog.array_remove(p_pos.pos_open, p_batch);
+  return p_pos;
+end
+$$;
+
+-- The query of an open batch, as columns of pgque.event: what came from the log and has no
+-- outcome, or what waits in the retry queue under its id.
+create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+begin
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
+  end if;
+  return pg_catalog.format('select (pgque._event(r)).* from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s', p_sub.sub_id, p_batch);
+end
+$$;
+
+-- Rows of pgque.event as they are delivered: those with ids $1, in the batch $2, of the
+-- queue named $3.
+create or replace function pgque._delivery_sql(p_rows text) returns text
+language sql immutable as $$
+  select 'select e.ev_id, $2, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+    ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $3 from (' || p_rows || ') e'
+    ' where ($1 is null or ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id) order by e.ev_id'
+$$;
+
+-- The id of the p_n-th row of a slice, if there are more than that.  To count first is
+-- a third of the price of sorting in vain.
+create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
+language plpgsql as $$
+declare
+  v_more  boolean;
+  v_id    bigint;
+begin
+  execute pg_catalog.format('select count(*) > %s from (select from (%s) e limit %s) e', p_n, p_rows, p_n + 1) into v_more;
+  if v_more then
+    execute pg_catalog.format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', p_rows, p_n - 1) into v_id;
+  end if;
+  return v_id;
+end
+$$;
+
+-- Stores what was delivered, or how far there was nothing to deliver.
+create or replace function pgque._delivered(p_turn record, p_pos pgque.position, p_count bigint, p_token bigint, p_worker text) returns void
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber := p_turn.sub;
+  v_first  pgque.position := p_turn.pos;
+  v_limit  int := (p_turn.queue).queue_throughput_limit;
+begin
+  if p_count + p_pos.pos_shelf = 0 then
+    if not p_turn.changed and (p_pos.pos_tick, p_pos.pos_done_id, p_pos.pos_open) is not distinct from (v_first.pos_tick, v_first.pos_done_id, v_first.pos_open) then
+      return;
+    end if;
+    p_pos.pos_batch := null;
+    p_pos.pos_fresh := 0;
+  else
+    p_pos.pos_batch := p_token;
+    p_pos.pos_last_batch := p_token;
+    p_pos.pos_worker := p_worker;
+    p_pos.pos_until := p_turn.until;
+    p_pos.pos_fresh := p_count;
+    p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
+    if v_sub.sub_role = 'normal' then
+      p_pos.pos_open := array[p_token];
+    elsif p_count > 0 or v_sub.sub_role = 'coop_main' then
+      p_pos.pos_open := coalesce(p_pos.pos_open, '{}') || p_token;
+      p_pos.pos_lapse := least(p_pos.pos_lapse, p_pos.pos_until);
+    end if;
+    if v_limit > 0 then
+      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / v_limit;
+    end if;
+    if v_sub.sub_offsets then
+      update pgque.subscriber s set sub_offsets = false where s.sub_id = v_sub.sub_id;
+    end if;
+  end if;
+  perform pgque._append_position(p_pos, p_turn.leaf);
+end
+$$;
+
+-- The messages of a batch that came from the retry queue.
+create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
+language plpgsql set enable_seqscan = off as $$
+begin
+  return query
+    select r.ev_id, p_batch, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
+      r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
+      r.ev_receives, r.ev_error, r.ev_expires, p_queue
+    from pgque.retry_queue r
+    where r.ev_owner = p_sub and r.ev_batch = p_batch
+    order by r.ev_id;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- choose: which messages of a slice, and of those that wait, are delivered
+-- ---------------------------------------------------------------------------
+
+-- Chooses from the next messages of a window, at most p_max, for queues and consumers
+-- with keys or expiry.  A message whose key or lane is busy goes to the retry queue;
+-- what was purged or has expired is left out.  The slice ends where it stopped; ids are
+-- those to be delivered, and rows is the query for them.  With p_whole the slice is
+-- the whole window, for who reads the rest of it without this.
+create or replace function pgque._sift(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  out pos pgque.position, out ids bigint[], out rows text
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  -- Each key takes a lock; what is not delivered is looked through quickly.
+  v_look   bigint := case when p_whole then null when p_queue.queue_keyed then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_rows   pgque.event[];
+  v_more   boolean;
+  v_busy   bigint[] := '{}';
+  v_gone   bigint[] := '{}';
+  v_claim  record;
+  v_out    text[];
+  v_found  record;
+begin
+  pos := p_pos;
+  pos.pos_done_count := 0;
+  execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
+    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
+    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L)', v_now) else '' end, v_look),
+    v_look + 1)
+  into v_rows using p_sub;
+  if v_rows is null then
+    return;
+  end if;
+  v_more := pg_catalog.cardinality(v_rows) > v_look;
+  if v_more then
+    v_rows := v_rows[:v_look];
+  end if;
+  if p_queue.queue_keyed then
+    v_claim := pgque._claim(p_queue, v_rows);
+    v_rows := v_claim.rows;
+    v_busy := v_claim.busy;
+    v_gone := v_claim.gone;
+  end if;
+  if p_sub.sub_keyed then
+    v_out := pgque._lanes_out(p_sub);
+  end if;
+  with looked as materialized (
+    select e.ev_id, e.ev_extra1 as lane,
+      case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
+    from pg_catalog.unnest(v_rows) e
+  ),
+  judged as (
+    select l.ev_id, l.lane,
+      case
+        when l.what <> 'good' or l.lane is null then l.what
+        when l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+          or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
+        else 'good'
+      end as what
+    from looked l
+  ),
+  counted as (
+    select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+  )
+  select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'expired') as expired,
+    array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
+    max(c.ev_id) as last, count(*) as looked
+  into v_found
+  from counted c
+  -- What follows the last one stays in the window.
+  where c.n < p_max or c.n = p_max and c.what = 'good';
+  pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
+  pos.pos_done_count := v_found.looked;
+  pos.pos_keys := v_found.lanes;
+  ids := v_found.good;
+  if v_found.aside is not null then
+    execute pg_catalog.format(
+      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
+    using p_sub, v_now, v_found.aside;
+  end if;
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
+  if p_queue.queue_keyed then
+    -- Expired ones too: an older snapshot may not show that a body was replaced.
+    perform pgque._seal(p_queue.queue_id, array(
+      select r from pg_catalog.unnest(v_rows) r where r.ev_id in (select pg_catalog.unnest(v_found.good || v_found.expired))));
+  end if;
+  if v_found.skip is not null and (ids is not null or p_whole) then
+    perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
+  end if;
+  if ids is not null then
+    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)));
+  end if;
+end
+$$;
+
+-- A message that waits without what may be large.
+create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
+language sql immutable as $$
+  select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
+    null, null, null, null, null, null, null, p_row.ev_key, null, p_row.ev_expires, null,
+    p_row.ev_receives, p_row.ev_batch, p_row.ev_worker, p_row.ev_lane)::pgque.retry_queue
+$$;
+
+-- An event as it waits for a subscriber in the retry queue.
+create or replace function pgque._waiting(
+  p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
+) returns pgque.retry_queue
+language sql volatile as $$
+  select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
+    p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
+    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
+    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
+$$;
+
+-- How many messages that lapsed go out together: fewer each time, and on the
+-- last attempt each is alone.  One that was requeued while it was held counts from zero.
+create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
+language sql immutable as $$
+  select case
+    when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
+    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
+  end
+$$;
+
+-- Locks messages that wait for a consumer and are due, but for p_but: any (p_receives
+-- null), of those that lapsed the ones with so many receives, or of the others (-1).
+create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off as $$
+begin
+  if p_sub.sub_keyed then
+    return array(
+      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_max, p_now, p_but)) r
+      where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
+  end if;
+  return array(
+    select pgque._slim_waiting(r)
+    from (
+      select r.* from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+        and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
+      order by r.ev_retry_after, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+
+-- Leases messages that wait in the retry queue and are due, and returns their number.
+-- Those whose attempts are used up, or that expired, are not delivered but done with.
+-- What lapsed may be poison: nothing else goes with it.
+create or replace function pgque._take_waiting(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
+) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_now       timestamptz := pgque.clock();
+  v_attempts  int := case when p_sub.sub_role = 'pool' then p_queue.queue_max_receive_attempts else 2147483647 end;
+  v_rows      pgque.retry_queue[];
+  v_doomed    pgque.retry_queue[];
+  v_good      pgque.retry_queue[];
+  v_ids       bigint[];
+  v_busy      bigint[] := '{}';
+  v_lapsed    boolean;
+  v_piece     bigint;
+  v_look      bigint;
+begin
+  for v_try in 0..99 loop
+    -- The first says how many go together; the others stay unlocked, since
+    -- their holder may be about to say something.
+    v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
+    exit when pg_catalog.cardinality(v_rows) = 0;
+    v_lapsed := v_rows[1].ev_batch is not null;
+    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
+    -- Those that are not to be delivered are weeded out many at a time.  After a
+    -- try in which all were being replaced, it looks at twice as many.
+    v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
+    if v_rows[1].ev_receives >= v_attempts or v_rows[1].ev_expires <= v_now then
+      v_look := greatest(v_look, 1000);
+    end if;
+    if v_look > 1 then
+      v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
+    end if;
+    v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
+    v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
+    -- Of the others no more than go out, since with that their bodies are fixed.
+    v_good := v_good || pgque._weed(p_queue, p_sub,
+      array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
+      v_piece - pg_catalog.cardinality(v_good));
+    -- Where none may go, all are gone, or wait for who is replacing them: of those it
+    -- looks at no more than some thousands.
+    v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
+    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
+    if pg_catalog.cardinality(v_ids) > 0 then
+      -- One look-up by index for each, whatever the planner takes their number for.
+      with found as materialized (
+        select f.ctid
+        from pg_catalog.unnest(v_ids) i (id)
+        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) f
+      )
+      update pgque.retry_queue r
+      set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
+      from found f
+      where r.ctid = f.ctid;
+      return pg_catalog.cardinality(v_ids);
+    end if;
+    exit when v_try >= 15 and pg_catalog.cardinality(v_doomed) = 0;
+  end loop;
+  return 0;
+end
+$$;
+
+-- Of messages that wait and are due, those that may be delivered, p_enough of them.
+-- The others on the way are taken out: expired, or their attempts are used up.
+create or replace function pgque._weed(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_row   pgque.retry_queue;
+  v_gone  pgque.retry_queue;
+  v_good  pgque.retry_queue[] := '{}';
+begin
+  foreach v_row in array p_rows loop
+    exit when pg_catalog.cardinality(v_good) >= p_enough;
+    if v_row.ev_key is not null and v_row.ev_receives = 0 then
+      v_row := pgque._claim_waiting(p_queue, v_row);
+      continue when v_row.ev_id is null;
+    end if;
+    if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
+      if v_row.ev_expires <= p_now then
+        perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+      else
+        perform pgque._bury(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
+      end if;
+    else
+      v_good := v_good || v_row;
+    end if;
+  end loop;
+  return v_good;
+end
+$$;
+
+-- A waiting message as the event it was.
+create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
+language sql immutable as $$
+  select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
+    p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
+    p_row.ev_expires, p_row.ev_error)::pgque.event
+$$;
+
+-- Counts what nobody will see again.
+create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
+language plpgsql as $$
+begin
+  if p_count > 0 then
+    insert into pgque.tally values (p_queue_id, p_sub, p_what, p_count, pgque._journal_leaf());
+  end if;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- keys: a pending message that is sent again is replaced
+-- ---------------------------------------------------------------------------
+
+-- Sending replaces the body of a pending message with the same key.  The log is append
+-- only, so a new body is a row with the id of the message and owner 0.  That a
+-- message was delivered is a row too, a seal (owner -1), which keeps senders from
+-- replacing it; so is a purge (-2).  Of one message the rows have rising ev_retry
+-- under a unique index.
+--
+-- The rest of the engine meets keys in these places: _send_keyed() (40), where _sift()
+-- chooses messages it calls _claim() and _seal(); where _weed() takes waiting ones,
+-- _claim_waiting(); whoever reads bodies reads them through _renewed_sql(); the pump and
+-- retention set aside what is being replaced, _claim_aside(); rotation calls
+-- _refresh_waiting() before a body goes.
+
+-- What was said about messages after they were sent, without bodies: that there are
+-- such (owner 0), seals (-1), purges (-2).
+create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_said  pgque.event[];
+begin
+  execute (
+    select 'select array_agg(' || pgque._slim('null') || ' order by e.ev_id, e.ev_retry) from ('
+      || pg_catalog.string_agg(pg_catalog.format(
+        'select e.* from pgque.event_%s_%s e where e.ev_key = any ($1) and e.ev_id = any ($2) and e.ev_owner <= 0'
+        ' and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n), ' union all ')
+      || ') e'
+    from pg_catalog.generate_series(0, 2) n)
+  into v_said
+  using array(select r.ev_key from pg_catalog.unnest(p_rows) r where r.ev_key is not null),
+    array(select r.ev_id from pg_catalog.unnest(p_rows) r where r.ev_key is not null);
+  return coalesce(v_said, '{}');
+end
+$$;
+
+-- A row e of pgque.event without what may be large; p_lane stands in ev_extra1.  Where
+-- many messages are looked at, nobody holds all of their payloads.
+create or replace function pgque._slim(p_lane text) returns text
+language sql immutable as $$
+  select 'row(e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, null, null, ' || p_lane
+    || ', null, null, null, null, e.ev_key, null, e.ev_expires, case when e.ev_error is not null then '''' end)::pgque.event'
+$$;
+
+-- Rows of pgque.event with the newest body that their key was given, less those that
+-- were purged.
+create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
+language sql volatile as $$
+  select case when not q.queue_keyed then p_rows else (
+    select pg_catalog.format(
+      'select e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry,'
+      ' case when s.ev_id is null then e.ev_type else s.ev_type end as ev_type,'
+      ' case when s.ev_id is null then e.ev_data else s.ev_data end as ev_data,'
+      ' case when s.ev_id is null then e.ev_extra1 else s.ev_extra1 end as ev_extra1,'
+      ' case when s.ev_id is null then e.ev_extra2 else s.ev_extra2 end as ev_extra2,'
+      ' case when s.ev_id is null then e.ev_extra3 else s.ev_extra3 end as ev_extra3,'
+      ' case when s.ev_id is null then e.ev_extra4 else s.ev_extra4 end as ev_extra4,'
+      ' case when s.ev_id is null then e.ev_headers else s.ev_headers end as ev_headers, e.ev_key,'
+      ' case when s.ev_id is null then e.ev_bytes else s.ev_bytes end as ev_bytes,'
+      ' case when s.ev_id is null or e.ev_error is not null then e.ev_expires else s.ev_expires end as ev_expires, e.ev_error'
+      ' from (%s) e left join lateral (select b.* from (%s) b order by b.ev_retry desc limit 1) s on e.ev_key is not null'
+      ' where s.ev_owner = 0 or s.ev_id is null', p_rows, pg_catalog.string_agg(pg_catalog.format(
+        'select b.* from pgque.event_%s_%s b where b.ev_key = e.ev_key and b.ev_id = e.ev_id'
+        ' and (b.ev_owner is null or b.ev_owner <= 0) and b.ev_owner in (0, -2)', q.queue_id, n), ' union all '))
+    from pg_catalog.generate_series(0, 2) n) end
+  from pgque.queue q
+  where q.queue_id = p_queue_id
+$$;
+
+-- Before messages with keys are delivered for the first time, or passed: takes
+-- their keys' locks and reads when they expire.  busy: somebody is replacing it, and is
+-- not waited for; gone: it was purged.  A whole window may have more keys than one
+-- transaction should lock: then one lock stands for all of them, and while senders
+-- hold that one, the messages with the keys that are left over count as busy.
+create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
+language plpgsql as $$
+declare
+  v_class  int := pg_catalog.hashtext('pgque.keys');
+  v_most   bigint := greatest(pgque._lock_room() / 4, 200);
+  v_said   pgque.event[];
+  v_ids    bigint[];
+  v_keys   text[];
+begin
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_key is not null
+    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+  busy := '{}';
+  if (pg_catalog.cardinality(v_ids) > v_most and pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id)) is not true then
+    busy := array(
+      select r.id
+      from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) with ordinality r (id, key, n)
+      where case
+        when r.n > v_most or not pg_catalog.pg_try_advisory_xact_lock_shared(v_class, p_queue.queue_id) then true
+        else not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.key))
+      end);
+  end if;
+  -- Under the locks nothing more is said.
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
+  rows := array(
+    select row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, null, null, r.ev_extra1, null, null, null, null, r.ev_key, null,
+      case when s.ev_id is not null and r.ev_error is null then s.ev_expires else r.ev_expires end, r.ev_error)::pgque.event
+    from pg_catalog.unnest(p_rows) r
+    left join (
+      select distinct on (s.ev_id) s.* from pg_catalog.unnest(v_said) s where s.ev_owner = 0 order by s.ev_id, s.ev_retry desc
+    ) s on s.ev_id = r.ev_id and r.ev_key is not null
+    order by r.ev_id);
+end
+$$;
+
+-- Notes that messages with keys were handed out: their bodies stay as they are.
+-- An old snapshot may not show a body that was stored before a rotation and
+-- committed since, so it notes that in all three tables: the unique index of each
+-- knows its own rows only.
+create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
+language plpgsql as $$
+declare
+  v_said          pgque.event[];
+  v_old_snapshot  boolean := pgque._old_snapshot();
+begin
+  if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
+    return;
+  end if;
+  if v_old_snapshot then
+    -- So that the table is the one where senders write, or this one gets 40001.
+    perform from pgque.queue q where q.queue_id = p_queue_id for share;
+  end if;
+  v_said := pgque._said(p_queue_id, p_rows);
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+  select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
+  from pgque.queue q
+  join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
+  cross join pg_catalog.unnest(p_rows) r
+  left join (
+    select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
+  ) s on s.ev_id = r.ev_id
+  where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
+exception
+  when unique_violation then
+    perform pgque._fail('serialization_failure', 'the key of a message changed since this transaction began', 'Retry the transaction.');
+end
+$$;
+
+-- The same for one that went to the retry queue before anybody got it; null if
+-- it can not be delivered now.
+create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
+begin
+  if p_row.ev_id = any (v_claim.gone) then
+    delete from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
+    return null;
+  elsif p_row.ev_id = any (v_claim.busy) then
+    return null;
+  end if;
+  perform pgque._seal(p_queue.queue_id, v_claim.rows);
+  perform pgque._refresh_waiting(p_queue.queue_id, null, array[p_row.ev_id]);
+  p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id);
+  return p_row;
+end
+$$;
+
+-- Gives messages with keys that wait and were delivered to nobody the body that
+-- was sent last, and takes out what was purged: those whose newest row lies in one
+-- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
+create or replace function pgque._refresh_waiting(
+  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
+) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_count  bigint;
+begin
+  execute (
+    select pg_catalog.format(
+      $q$
+      with newest as materialized (
+        select r.ctid as place, e.*
+        from pgque.retry_queue r
+        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
+        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
+          and (e.ev_owner = -2
+            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
+              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
+            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
+        for update of r %s
+      ),
+      purged as (
+        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
+      ),
+      renewed as (
+        update pgque.retry_queue r
+        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
+          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
+        from newest n
+        where r.ctid = n.place and n.ev_owner = 0
+      )
+      select count(*) from newest
+      $q$,
+      pg_catalog.string_agg(pg_catalog.format(
+        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
+        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
+        p_queue_id, n), ' union all '),
+      p_locked)
+    from pg_catalog.generate_series(0, 2) n)
+  into v_count
+  using p_queue_id, p_leaf, p_ids;
+  return v_count;
+end
+$$;
+
+-- Claims messages with keys that wait for their consumer's first delivery, in rows
+-- that the caller has locked.  Gives back those that may leave: they have their
+-- newest bodies, and nobody is replacing them.
+create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
+language plpgsql as $$
+declare
+  v_claim  record;
+begin
+  if pg_catalog.cardinality(p_rows) = 0 then
+    return;
+  end if;
+  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
+  select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
+  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
+end
+$$;
+
+create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_last   pgque.event;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge_key()');
+  if $2 is null then
+    perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
+      'To remove everything use pgque.purge(queue).');
+  end if;
+  perform pgque._lock_keys(v_queue.queue_id, array[$2]);
+  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
+  get diagnostics v_count = row_count;
+  -- Only now: the pump, which that waits for, may have moved it into the log.
+  v_last := pgque._last_of_key(v_queue.queue_id, $2);
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
+    from pgque.queue q
+    where q.queue_id = v_queue.queue_id;
+    v_count := v_count + 1;
+  end if;
+  return v_count;
+end
+$$;
+comment on function pgque.purge_key(text, text, pgque.caller) is
+  'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
+  'COMMITTED.';
+-- ---------------------------------------------------------------------------
+-- subconsumers: PgQ's cooperative consumers
+-- ---------------------------------------------------------------------------
+
+-- PgQ's way to share one position, kept for its clients: workers are registered
+-- by name, each holds one batch, and a silent one is passed over only by who
+-- asks for it (dead_interval).  For leases see "workers".
+--
+-- A subconsumer is a worker whose lease has no end: its open batch comes again to it.
+-- The newest row that it has in the journal says when it was heard of last.  The rest
+-- of the engine meets subconsumers where _turn() asks _worker() whether one is
+-- registered and calls _touch().
+
+-- Refuses a call of a consumer on its own for one that has workers.
+create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
+language plpgsql as $$
+begin
+  if p_sub.sub_role in ('coop_main', 'pool') then
+    perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
+      case p_sub.sub_role
+        when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
+        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
+        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
+  end if;
+end
+$$;
+
+-- The subscriber row of a worker, or null.
+create or replace function pgque._find_worker(p_main int, p_worker text) returns int
+language plpgsql as $$
+begin
+  return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker collate pg_catalog."default");
+end
+$$;
+
+create or replace function pgque._worker(p_main pgque.subscriber, p_worker text) returns int
+language plpgsql as $$
+declare
+  v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
+begin
+  if v_sub is null then
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
+      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
+  end if;
+  return v_sub;
+end
+$$;
+
+create or replace function pgque.register_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main      pgque.subscriber;
+  v_position  pgque.position;
+begin
+  if coalesce($3, '') = '' or octet_length($3) > 1000 then
+    perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
+      'A worker name has 1 to 1000 bytes; any character is allowed.');
+  end if;
+  perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);
+  v_main := pgque._subscriber($1, $2, caller);
+  if pgque._find_worker(v_main.sub_id, $3) is not null then
     return 0;
   end if;
-  v_leaf := pgque._journal_leaf();
-  v_batch := pgque._position(v_sub, v_leaf);
-  if v_batch.pos_batch is distinct from p_batch then
+  v_position := pgque._lock_position(v_main.sub_id);
+  v_main := pgque._subscriber($1, $2, caller);
+  if v_main.sub_role = 'pool' then
+    perform pgque._fail('PQ006', format('consumer %I of queue %I has workers with leases', $2, $1),
+      'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.');
+  elsif v_main.sub_role = 'normal' then
+    if $4 is not true then
+      perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
+        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
+    end if;
+    update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
+  end if;
+  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
+  -- What its own reader had comes again to who asks first.
+  perform pgque._hand_back(v_main, o.token) from unnest(v_position.pos_open) o (token);
+  perform pgque._end_batches(v_main);
+  return 1;
+exception
+  when unique_violation then
+    return 0;
+end
+$$;
+comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
+  'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
+  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
+  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
+  'convert_normal is not true.';
+
+create or replace function pgque.subscribe_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
+) returns int
+language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
+comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'The same as register_subconsumer().';
+
+create or replace function pgque.unregister_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main   pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_sub    int;
+  v_batch  bigint;
+begin
+  perform pgque._lock_subscriber(v_main.sub_id);
+  v_sub := pgque._find_worker(v_main.sub_id, $3);
+  if v_sub is null then
     return 0;
   end if;
-  perform pgque._append_position(pgque._behind(v_batch, v_batch), v_leaf);
+  perform pgque._lock_subscriber(v_sub);
+  v_batch := pgque._open_batch_of(v_main, pgque._position(v_main.sub_id), $3);
+  if v_batch is not null then
+    if $4 is distinct from 1 then
+      perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
+        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
+    end if;
+    perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
+  end if;
+  delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;
 end
 $$;
+comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
+  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
+  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
 
-create or replace function pgque.ack(batch_id bigint) returns int
-language sql as $$ select pgque._ack($1) $$;
-comment on function pgque.ack(bigint) is
-  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
-  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
+create or replace function pgque.unsubscribe_subconsumer(
+  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
+) returns int
+language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
+comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
 
-create or replace function pgque.finish_batch(batch_id bigint) returns int
-language sql as $$ select pgque.ack($1) $$;
-comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
+create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._touch(pgque._worker(pgque._subscriber($1, $2, caller), $3));
+  return 1;
+end
+$$;
+comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
+  'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
+
+-- Takes the oldest batch whose worker was silent for longer than p_dead_interval from
+-- it: what is left of it waits in the retry queue, to be taken under a new batch id.  A
+-- worker that has a batch takes nothing over, and one that holds its own lock is alive.
+create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_dead  record;
+begin
+  perform pgque._lock_subscriber(p_main.sub_id);
+  if pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is not null then
+    return;
+  end if;
+  select o.token, l as lease, s.sub_id into v_dead
+  from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
+  cross join lateral pgque._lease(p_main.sub_id, o.token) l
+  join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = l.pos_worker
+  cross join lateral pgque._position(s.sub_id) p
+  where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
+  order by p.pos_time
+  limit 1;
+  if not found then
+    return;
+  end if;
+  perform from pgque.subscriber s where s.sub_id = v_dead.sub_id for no key update skip locked;
+  if not found or (pgque._position(v_dead.sub_id)).pos_time >= pgque.clock() - p_dead_interval then
+    return;
+  end if;
+  perform pgque._lock_batch(p_main.sub_queue, v_dead.token);
+  if (v_dead.lease).pos_fresh > 0 and not (pgque._lease_state(v_dead.token)).closed then
+    perform pgque._shelve(p_main, v_dead.lease, pgque.clock());
+  else
+    update pgque.retry_queue r set ev_retry_after = pgque.clock() where r.ev_owner = p_main.sub_id and r.ev_batch = v_dead.token;
+  end if;
+end
+$$;
+
+-- Notes that a worker was heard of.
+create or replace function pgque._touch(p_member int) returns void
+language plpgsql as $$
+begin
+  perform pgque._append_position(pgque._lock_position(p_member));
+end
+$$;
+
+-- Registers a worker on first use and takes over a batch for it if dead_interval
+-- is given.
+create or replace function pgque._join(
+  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval, caller pgque.caller default current_user
+) returns void
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
+  v_main   int;
+begin
+  select s.sub_id into v_main
+  from pgque.consumer c
+  join pgque.subscriber s on s.sub_queue = v_queue and s.sub_consumer = c.co_id and s.sub_main is null
+  where c.co_queue in (0, v_queue) and c.co_name = $2 collate "default";
+  if pgque._find_worker(v_main, $3) is null then
+    perform pgque.register_subconsumer($1, $2, $3, false, caller);
+    v_main := (pgque._subscriber($1, $2, caller)).sub_id;
+  end if;
+  if $4 is not null then
+    perform pgque._take_over(pgque._subscriber($1, $2, caller), $3, $4);
+  end if;
+end
+$$;
+
+create or replace function pgque.receive_coop(
+  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
+) returns setof pgque.delivery
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._join($1, $2, $3, $5, caller);
+  return query select * from pgque.receive($1, $2, $4, $3);
+end
+$$;
+comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
+  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
+  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
+  'such queue; PQ004 invalid name; PQ005 max_return is below 1; PQ006 the consumer reads on its own.';
+
+-- next_batch_custom() for one of several workers, in the same way.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
+  dead_interval interval default null, caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._join($1, $2, $3, $7, caller);
+  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
+end
+$$;
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
+  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
+
+create or replace function pgque.next_batch(
+  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
+) returns bigint
+language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
+comment on function pgque.next_batch(text, text, text, interval) is
+  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
+  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
+  'such queue; PQ004 invalid name; PQ006 the consumer reads on its own.';
+-- ---------------------------------------------------------------------------
+-- batches: PgQ's way to receive
+-- ---------------------------------------------------------------------------
 
 -- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
--- what receive() left of one.  An open batch comes again.  Null if there is no
--- further tick.  What receive() would not deliver is no part of the batch, and
--- bodies stay as they are from here on: nobody may read the batch before
+-- what receive() left of one; or what comes again.  An open batch comes again.  Null if
+-- there is no further tick.  What receive() would not deliver is no part of the batch,
+-- and bodies stay as they are from here on: nobody may read the batch before
 -- finish_batch().  With a worker, a subconsumer, the batch is that worker's.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
@@ -4720,74 +5994,54 @@ create or replace function pgque._next_batch(
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub     pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_queue   pgque.queue;
-  v_leaf    int;
-  v_member  int;
-  v_cursor  pgque.position;   -- the consumer's position
-  v_batch   pgque.position;   -- whose batch it is: the same, or the worker's
-  v_open    boolean;
-  v_prev    pgque.tick;
-  v_cur     pgque.tick;
+  v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
+  v_sub    pgque.subscriber := v_turn.sub;
+  v_queue  pgque.queue := v_turn.queue;
+  v_pos    pgque.position := v_turn.pos;
+  v_count  bigint := 0;
+  v_prev   pgque.tick;
+  v_cur    pgque.tick;
 begin
-  if $3 is null then
-    perform pgque._need_alone(v_sub, $1, $2);
-  else
-    v_member := pgque._worker(v_sub, $3);
-  end if;
-  v_cursor := pgque._position(v_sub.sub_id);
-  if v_cursor.pos_next_tick is null and (pgque._open_window(v_cursor, v_sub.sub_queue, 0)).pos_next_tick is null
-    and (v_member is null or (pgque._position(v_member)).pos_batch is null)
-  then
+  if v_sub.sub_id is null then
     return;
-  end if;
-  v_cursor := pgque._lock_position(v_sub.sub_id);
-  if v_member is null then
-    perform pgque._need_alone(pgque._subscriber($1, $2, caller), $1, $2);
-    v_batch := v_cursor;
+  elsif v_turn.open is not null then
+    batch_id := v_turn.open;
+    v_pos := pgque._lease(v_sub.sub_id, batch_id);
   else
-    v_batch := pgque._lock_position(v_member);
-  end if;
-  v_open := v_batch.pos_batch is not null;
-  if not v_open then
-    v_batch := pgque._as_batch_of(v_batch, v_cursor);
-  end if;
-  v_prev := pgque._tick(v_sub.sub_queue, v_batch.pos_tick);
-  if not v_open then
-    if v_batch.pos_next_tick is null then
-      execute format(
-        'select t.* from (%s) t where t.tick_id > $1'
-        ' and ($2 is null or t.tick_time <= $3 - $2)'
-        ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
-        ' order by t.tick_id limit 1', pgque._ticks_sql(v_sub.sub_queue))
-      into v_cur
-      using v_batch.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
-      if v_cur.tick_id is null then
-        return;
+    batch_id := pgque._new_batch_id(v_pos);
+    if v_turn.due then
+      v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, batch_id, 10000, $3, v_turn.until);
+    end if;
+    if v_pos.pos_shelf = 0 then
+      if v_pos.pos_done_id is null then
+        v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
+        execute format(
+          'select t.* from (%s) t where t.tick_id > $1'
+          ' and ($2 is null or t.tick_time <= $3 - $2)'
+          ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+          ' order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_cur
+        using v_pos.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
+        if v_cur.tick_id is null then
+          batch_id := null;
+          perform pgque._delivered(v_turn, v_turn.pos, 0, null, null) where v_turn.changed;
+          return;
+        end if;
+        v_pos := pgque._with_window(v_pos, v_cur);
       end if;
-      v_batch := pgque._with_window(v_batch, v_cur);
+      v_pos.pos_last_id := null;
+      -- How many there are is not known yet.
+      v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
+      v_count := v_pos.pos_done_count;
+      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
+      if v_queue.queue_keyed or v_queue.queue_expiring then
+        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
+      end if;
     end if;
-    v_batch.pos_last_id := null;
-    v_batch.pos_batch := pgque._new_batch_id(v_batch);
-    v_batch.pos_last_batch := v_batch.pos_batch;
-    v_leaf := pgque._journal_leaf();
-    select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
-    if v_queue.queue_keyed or v_queue.queue_expiring then
-      perform pgque._note(v_batch.pos_batch, v_batch.pos_sub, s.skip, null, v_leaf)
-      from pgque._sift_batch(v_queue, v_sub,
-        pgque._batch_sql(v_sub, v_batch, format(' and (e.ev_key is not null or e.ev_expires <= %L)', pgque.clock())), null, 2147483647) s
-      where cardinality(s.skip) > 0;
-    end if;
-    perform pgque._append_position(v_batch, v_leaf);
-    if v_member is not null then
-      perform pgque._append_position(pgque._behind(v_cursor, v_batch), v_leaf);
-    end if;
-  elsif v_member is not null then
-    -- A worker that asks is alive, as PgQ has it.
-    perform pgque._append_position(v_batch, pgque._carry_over(v_batch));
+    perform pgque._delivered(v_turn, v_pos, v_count, batch_id, $3);
   end if;
-  v_cur := pgque._tick(v_sub.sub_queue, v_batch.pos_next_tick);
-  batch_id := v_batch.pos_batch;
+  v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
+  v_cur := pgque._tick(v_queue.queue_id, pgque._end_of(v_pos));
   cur_tick_id := v_cur.tick_id;
   cur_tick_time := v_cur.tick_time;
   cur_tick_event_seq := v_cur.tick_event_seq;
@@ -4796,6 +6050,10 @@ begin
   prev_tick_event_seq := v_prev.tick_event_seq;
 end
 $$;
+
+-- The tick that ends a batch.  One from the retry queue ends where it began.
+create or replace function pgque._end_of(p_lease pgque.position) returns bigint
+language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
 
 -- No argument caller: with it a call with a subconsumer and six nulls could be
 -- this one as well.
@@ -4827,102 +6085,41 @@ comment on function pgque.next_batch(text, text) is
   'with get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
   'subscribed.';
 
--- The subscriber that owns a batch and its position, without a lock; PQ012
--- when the batch is not open.
-create or replace function pgque._open_batch(p_batch bigint, out sub pgque.subscriber, out pos pgque.position)
+-- The delivery of a batch that is open, without a lock; PQ012 when it is not.
+create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
-  sub := pgque._batch_owner(p_batch);
-  if sub.sub_id is not null then
-    pos := pgque._position(sub.sub_id);
-  end if;
-  if pos.pos_batch is distinct from p_batch or p_batch is null then
+  if not pgque._is_open(p_sub, p_batch) then
     perform pgque._no_batch(p_batch);
   end if;
+  return pgque._lease(p_sub.sub_id, p_batch);
 end
 $$;
 
--- The query that reads the rows of a position's window, as columns of
--- pgque.event: those of its open batch, or, with p_max, of the next batch of
--- at most p_max messages.  p_and is one more condition on e.
---
--- A window that is far bigger than a batch, or of which two batches were handed
--- out, is read by its map.  A consumer
--- that was moved back can meet an event and its own retry in one window: then
--- the retry stands for both.
-create or replace function pgque._batch_sql(
-  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null
-) returns text
+-- Whether a batch is open in any way.
+create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
-declare
-  v_xids    text;
-  v_by_map  boolean;
-  v_tids    text[];
-  v_rows    text;
 begin
-  if p_max is null then
-    v_by_map := exists (
-      select from pgque.window_map m
-      where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
-  else
-    v_by_map := p_pos.pos_done_count >= 2 * p_max
-      or p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(20 * p_max, 5000);
-  end if;
-  if v_by_map then
-    -- From here on no table can be rewritten under its row addresses.
-    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
-    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
-  end if;
-  if v_tids is null then
-    v_xids := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
-    if v_by_map and p_max is not null then
-      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
-      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
-    end if;
-  end if;
-  if v_tids is not null then
-    v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
-  end if;
-  v_rows := pgque._rows_sql(p_sub.sub_queue,
-    pgque._slice_condition(v_xids || p_and, coalesce(p_sub.sub_main, p_sub.sub_id), p_pos.pos_done_id, p_pos.pos_last_id),
-    v_tids);
-  if p_pos.pos_tick < p_pos.pos_high then
-    v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
-  end if;
-  return v_rows;
+  return ((pgque._lease(p_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
+    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch);
 end
 $$;
 
--- One event of an open batch, if it is where it most likely is: in the table that
--- is written, of a transaction between the last tick and the first that still ran
--- at this one, in a window that is small.  If not, this is null, and _batch_sql()
--- finds it.  Ids rise with transaction ids, nearly, so it is looked for from the
--- end that is nearer.
-create or replace function pgque._near_event(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_id bigint) returns pgque.event
-language plpgsql set enable_seqscan = off set enable_bitmapscan = off as $$
+-- The query of an open batch: all of it, but where messages may be left out as it is
+-- opened, those that have no outcome.
+create or replace function pgque._open_sql(p_batch bigint) returns text
+language plpgsql as $$
 declare
-  v_lo   xid8 := pg_catalog.pg_snapshot_xmax(p_pos.pos_snapshot);
-  v_end  xid8 := pg_catalog.pg_snapshot_xmax(p_pos.pos_next_snapshot);
-  v_row  pgque.event;
+  v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
+  v_lease  pgque.position := pgque._open_lease(v_sub, p_batch);
 begin
-  -- What another ticker says of ids need not be so.
-  if p_id is null or p_id < 1 or p_id > p_pos.pos_last_id or p_pos.pos_tick < p_pos.pos_high
-    or p_pos.pos_next_event_seq - p_pos.pos_event_seq > 5000 or p_queue.queue_external_ticker
+  if v_lease.pos_fresh > 0 and exists (
+    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not q.queue_keyed and not q.queue_expiring)
+    and not (pgque._lease_state(p_batch)).closed
   then
-    return null;
+    return pgque._slice_sql(v_sub, v_lease);
   end if;
-  if pg_catalog.pg_snapshot_xmin(p_pos.pos_next_snapshot) < v_end then
-    v_end := coalesce(
-      (select x.xid from pg_catalog.pg_snapshot_xip(p_pos.pos_next_snapshot) x (xid) where x.xid >= v_lo order by x.xid limit 1), v_end);
-  end if;
-  execute pg_catalog.concat('select * from pgque.event_', p_queue.queue_id, '_', p_queue.queue_cur_table,
-    ' e where e.ev_txid >= ''', v_lo, ''' and e.ev_txid < ''', v_end, ''' and e.ev_id = ', p_id,
-    case when p_id - p_pos.pos_event_seq > p_pos.pos_next_event_seq - p_id then ' order by e.ev_txid desc' end, ' limit 1')
-  into v_row;
-  if p_id <= p_pos.pos_done_id or v_row.ev_owner <> coalesce(p_sub.sub_main, p_sub.sub_id) then
-    return null;
-  end if;
-  return v_row;
+  return pgque._batch_sql(v_sub, p_batch);
 end
 $$;
 
@@ -4933,31 +6130,12 @@ create or replace function pgque.get_batch_events(
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
-  v_sub   pgque.subscriber := v_open.sub;
-  v_rows  pgque.event[];
 begin
-  if (select q.queue_keyed from pgque.queue q where q.queue_id = v_sub.sub_queue) then
-    execute format('select array_agg(row(e.*)::pgque.event) from (%s) e', pgque._open_sql(v_open.sub, v_open.pos)) into v_rows;
-    return query execute format('select %s from unnest($1) e order by e.ev_id', pgque._event_columns())
-    using pgque._with_bodies(v_sub.sub_queue, v_rows);
-    return;
-  end if;
-  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(v_open.sub, v_open.pos));
+  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(pgque._batch_for(caller, $1)));
 end
 $$;
 comment on function pgque.get_batch_events(bigint, pgque.caller) is
   'Returns the events of an open batch in the order of their ids, as stored. Errors: PQ012 the batch is not open.';
-
--- The query of an open batch: where messages may be left out as it is opened,
--- without those that have an outcome.
-create or replace function pgque._open_sql(p_sub pgque.subscriber, p_pos pgque.position) returns text
-language sql as $$
-  select pgque._batch_sql(p_sub, p_pos, case when q.queue_keyed or q.queue_expiring then pgque._unsettled_condition(p_pos) else '' end)
-  from pgque.queue q
-  where q.queue_id = p_sub.sub_queue
-$$;
 
 create or replace function pgque._event_columns() returns text
 language sql stable as $$
@@ -4968,10 +6146,8 @@ $$;
 -- The query of an open batch, for those who may read the leaves themselves.
 create or replace function pgque._cursor_sql(p_batch bigint) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_open  record := pgque._open_batch(p_batch);
 begin
-  return pgque._open_sql(v_open.sub, v_open.pos);
+  return pgque._open_sql(p_batch);
 end
 $$;
 
@@ -5015,15 +6191,13 @@ create or replace function pgque.get_batch_info(
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_open  record := pgque._open_batch(pgque._batch_for(caller, $1));
-  v_sub   pgque.subscriber := v_open.sub;
-  v_prev  pgque.tick;
-  v_cur   pgque.tick;
+  v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
+  v_lease  pgque.position := pgque._open_lease(v_sub, $1);
+  v_prev   pgque.tick := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
+  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
 begin
-  v_prev := pgque._tick(v_sub.sub_queue, (v_open.pos).pos_tick);
-  v_cur := pgque._tick(v_sub.sub_queue, (v_open.pos).pos_next_tick);
   queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
-  consumer_name := pgque._subscriber_name(v_sub);
+  consumer_name := pgque._subscriber_name(v_sub) || coalesce('.' || v_lease.pos_worker, '');
   batch_start := v_prev.tick_time;
   batch_end := v_cur.tick_time;
   prev_tick_id := v_prev.tick_id;
@@ -5042,6 +6216,1273 @@ create or replace function pgque._subscriber_name(p_sub pgque.subscriber) return
 language sql stable as $$
   select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer
 $$;
+-- ---------------------------------------------------------------------------
+-- order: messages of one key one at a time (keyed_order)
+-- ---------------------------------------------------------------------------
+
+-- A lane is the messages of a consumer that share a key or a partition key.  _sift()
+-- asks _lanes_out() and sets aside what follows in a lane that is busy; _due() asks
+-- _heads_of_lanes() what of it may go next.
+
+-- The key whose order a pool keeps.  An index takes no long ones; two that share
+-- a lane keep an order too many.
+create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+language sql immutable as $$
+  select case
+    when not p_sub.sub_keyed then null
+    when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
+    else coalesce(p_key, p_extra1)
+  end
+$$;
+
+-- The lanes of a consumer's messages that came from the log and are out.
+create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_held   record;
+  v_some   text[];
+  v_lanes  text[] := '{}';
+begin
+  for v_held in select h.lease, h.settled from pgque._held(p_sub.sub_id) h loop
+    v_some := (v_held.lease).pos_keys;
+    if v_held.settled > 0 then
+      execute pg_catalog.format('select array_agg(pgque._lane($1, e.ev_key, e.ev_extra1)) from (%s) e', pgque._unsettled_sql(p_sub, v_held.lease))
+      into v_some using p_sub;
+    end if;
+    v_lanes := v_lanes || v_some;
+  end loop;
+  return array_remove(v_lanes, null);
+end
+$$;
+
+-- With keyed order: of keys that wait and are not out the first message, if it is
+-- due.  It looks at what is due; only if that is much, and mostly not first of
+-- its key, at each key and at what has none.
+create or replace function pgque._heads_of_lanes(
+  p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[]
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_out  text[] := pgque._lanes_out(p_sub);
+  v_due  bigint[];
+begin
+  v_due := array(
+    select r.ev_id from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+  if pg_catalog.cardinality(v_due) = 1000 then
+    v_due := v_due || array(
+      with recursive lane (lane) as (
+        (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
+        union all
+        select (
+          select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane > l.lane order by r.ev_lane limit 1)
+        from lane l
+        where l.lane is not null
+      )
+      select h.ev_id
+      from lane l
+      cross join lateral (
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
+      || array(
+        select r.ev_id from pgque.retry_queue r
+        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+  end if;
+  return array(
+    select pgque._slim_waiting(r)
+    from (
+      select r.*
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
+        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+        and (r.ev_lane is null
+          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
+            -- A message of the key that is out may be one that was sent later.
+            and not exists (
+              select from pgque.retry_queue o
+              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
+                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
+      order by r.ev_batch is null, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- outcomes: what becomes of the messages of a batch
+-- ---------------------------------------------------------------------------
+
+-- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
+-- is not open.
+create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_found  record;
+  v_count  bigint;
+begin
+  select s as sub, q.queue_archive_on_ack as archives into v_found
+  from pgque.subscriber s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  where (s.sub_id & 1048575) = (p_batch & 1048575)::int
+    and (caller = current_user collate "C" or pg_has_role(caller, 'pgque_reader', 'usage') or pgque._may(caller, 'consume', s.sub_queue));
+  if not found then
+    return 0;
+  elsif (v_found.sub).sub_main is not null then
+    v_found.sub := pgque._batch_owner(p_batch);
+  end if;
+  if v_found.archives then
+    perform pgque._lock_batch((v_found.sub).sub_queue, p_batch);
+    if not pgque._is_open(v_found.sub, p_batch) or not pgque._still_whole((v_found.sub).sub_id, p_batch) then
+      return 0;
+    end if;
+    select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
+    if (v_found.sub).sub_role = 'pool' then
+      return (v_count > 0)::int;
+    end if;
+  end if;
+  return pgque._close(v_found.sub, p_batch);
+end
+$$;
+
+create or replace function pgque.ack(batch_id bigint) returns int
+language sql as $$ select pgque._ack($1) $$;
+comment on function pgque.ack(bigint) is
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
+  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
+
+create or replace function pgque.finish_batch(batch_id bigint) returns int
+language sql as $$ select pgque.ack($1) $$;
+comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
+
+-- Gives messages of an open batch their outcome; p_ids null means all that have
+-- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
+-- retry (again in any case), dead, release (again at once).  The rows
+-- are read again from where they are stored, so nothing a client says but the
+-- ids is believed, and each message gets one outcome.  Raises nothing for a
+-- batch that is lost: the answer says so message by message.  A message that
+-- somebody else has locked, and may be taking over, is lost; with p_wait it is
+-- waited for, since a caller that raises an error has to be sure.
+create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
+returns setof pgque.outcome
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
+  v_lease  pgque.position;
+  v_state  record;
+  v_rows   text;
+  v_log    bigint[];   -- which of them are in the log
+  v_new    bigint[];   -- which get their outcome now
+  v_gone   bigint[];   -- the same of those that waited in the retry queue
+begin
+  p_ids := pgque._flat(p_ids);
+  if v_sub.sub_id is null then
+    return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
+    return;
+  end if;
+  -- Nobody unsubscribes it until this is committed; others go on meanwhile.
+  perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
+  perform pgque._lock_batch(v_sub.sub_queue, p_batch);
+  v_lease := pgque._lease(v_sub.sub_id, p_batch);
+  v_state := pgque._lease_state(p_batch);
+  if v_lease.pos_fresh > 0 and not v_state.closed and pgque._old_snapshot() then
+    -- Where rows are locked, an old snapshot is found out.
+    perform pgque._shelve(v_sub, v_lease, coalesce(v_state.until, v_lease.pos_until));
+    v_state.closed := true;
+  end if;
+  if v_lease.pos_fresh > 0 and not v_state.closed then
+    v_rows := pgque._chosen_sql(v_sub, v_lease, p_ids);
+    execute pg_catalog.format('select array_agg(e.ev_id) from (%s) e', v_rows) into v_log;
+    -- One may be settled in the leaf that is not written any more.
+    v_new := pgque._note(p_batch, v_sub.sub_id, array(
+      select l.id from pg_catalog.unnest(v_log) l (id) where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = l.id)));
+    if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then
+      perform pgque._note(p_batch, v_sub.sub_id, array[0]);
+    end if;
+  end if;
+  if p_wait then
+    perform from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids) for update;
+  end if;
+  v_gone := pgque._apply(v_sub, v_lease, p_batch, p_ids, v_rows, v_new, p_what, p_after, p_reason);
+  v_new := v_new || v_gone;
+  if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
+    -- So that the batch is known to be whole but for them; see _still_whole().
+    perform pgque._note(p_batch, v_sub.sub_id, array(select g.id + 4611686018427387904 from pg_catalog.unnest(v_gone) g (id)));
+  end if;
+  if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
+    return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
+    return;
+  end if;
+  if exists (
+    select from pgque.retry_queue r
+    where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
+  then
+    -- Who has one of them locked may let go of it again; but the caller is told
+    -- that it is lost, so an ack of all that is left must not finish it.
+    perform pgque._note(p_batch, v_sub.sub_id, array[9223372036854775807]);
+  end if;
+  return query
+    select i.id, i.ok,
+      case
+        when i.ok then null
+        when exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
+        when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
+        when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
+        when v_lease.pos_sub is null or v_state.closed then 'batch not open'
+        else 'not in this batch'
+      end
+    from (
+      select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
+        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
+      from pg_catalog.unnest(p_ids) u (id)
+    ) i;
+end
+$$;
+
+-- The query of those messages of a batch from the log that p_ids names; null: all.
+create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
+language plpgsql as $$
+begin
+  if p_ids is null then
+    return pgque._slice_sql(p_sub, p_lease);
+  end if;
+  p_lease.pos_done_id := greatest(p_lease.pos_done_id, (select min(i.id) - 1 from pg_catalog.unnest(p_ids) i (id) where i.id > 0));
+  p_lease.pos_last_id := least(p_lease.pos_last_id, (select max(i.id) from pg_catalog.unnest(p_ids) i (id)));
+  return pgque._slice_sql(p_sub, p_lease,
+    -- The index finds one message of many; many are looked up in a hash table.
+    pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
+      else ' and e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))' end, pg_catalog.array_remove(p_ids, null)),
+    null, pgque._is_big(p_lease, 500));
+end
+$$;
+
+-- Does with the messages of a batch what is to become of them: with those of the log that
+-- p_new names, and with those that wait in the retry queue.  Returns the ids of the
+-- latter.
+create or replace function pgque._apply(
+  p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
+  p_what text, p_after interval, p_reason text
+) returns bigint[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_queue  pgque.queue;
+  v_with   text;
+  v_items  text;
+  v_item   pgque.retry_queue;
+  v_ids    bigint[];
+begin
+  if exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch) then
+    -- Whatever somebody else has locked is being taken over.
+    v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
+      ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
+      ' and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest($4) i (id)), 0)'
+      ' and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest($4) i (id)), 9223372036854775807)'
+      ' and ($4 is null or (e.ev_id in (select pg_catalog.unnest((select $4)))) is true)'
+      ' order by e.ev_id for update skip locked),'
+      ' gone as (delete from pgque.retry_queue r using found f where r.ctid = f.ctid returning r.*)';
+    v_items := 'select g.* from gone g';
+  end if;
+  if p_new is not null and p_what <> 'ack' then
+    v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
+      'select (pgque._waiting(row(e.*)::pgque.event, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
+      ' where e.ev_id in (select pg_catalog.unnest((select $5)))', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+  end if;
+  if v_items is null then
+    return null;
+  elsif p_what = 'ack' then
+    execute v_with || ' select array_agg(g.ev_id) from gone g' into v_ids using p_sub, p_lease.pos_worker, p_batch, p_ids;
+    return v_ids;
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
+  if p_what = 'archive' then
+    execute pgque._archive_sql(v_with, v_items, v_queue.queue_id) into v_ids
+    using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new, p_reason;
+    perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(v_ids));
+  else
+    for v_item in execute coalesce(v_with || ' ', '') || v_items using p_sub, p_lease.pos_worker, p_batch, p_ids, p_new loop
+      v_ids := v_ids || v_item.ev_id;
+      perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
+    end loop;
+  end if;
+  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest(p_new))) is not true);
+end
+$$;
+
+-- One message that was taken from its batch.
+create or replace function pgque._again_or_dead(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_what text, p_after interval, p_reason text
+) returns void
+language plpgsql as $$
+begin
+  if p_what = 'dead'
+    or (p_what = 'nack' and (coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries
+      or (p_sub.sub_role = 'pool' and p_item.ev_receives >= p_queue.queue_max_receive_attempts)))
+  then
+    p_item.ev_error := coalesce(p_reason, p_item.ev_error);
+    perform pgque._bury(p_queue, p_sub, p_item, coalesce(p_reason, case
+      when p_what = 'dead' then 'dead'
+      when coalesce(p_item.ev_retry, 0) >= p_queue.queue_max_retries then 'retries used up'
+      else 'receive attempts used up'
+    end));
+    return;
+  end if;
+  p_item.ev_batch := null;
+  p_item.ev_worker := null;
+  p_item.ev_retry_after := pgque.clock();
+  if p_what <> 'release' then
+    p_item.ev_retry := coalesce(p_item.ev_retry, 0) + 1;
+    p_item.ev_error := p_reason;
+    p_item.ev_retry_after := p_item.ev_retry_after + coalesce(p_after, pgque._backoff(p_queue.queue_retry_backoff, p_item.ev_retry));
+  end if;
+  insert into pgque.retry_queue select p_item.*
+  -- As in _shelve().
+  on conflict (ev_owner, ev_id, ev_queue) do update
+  set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
+    = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
+end
+$$;
+
+-- How long to wait before a message is tried for the n-th time again.
+create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
+language sql volatile as $$
+  select case
+    when p_backoff is null then interval '60 seconds'
+    else make_interval(secs => (least(
+        coalesce((p_backoff->>'cap')::double precision, 3600),
+        coalesce((p_backoff->>'base')::double precision, 1) * power(coalesce((p_backoff->>'factor')::double precision, 2), least(p_n, 100) - 1))
+      * (1 - coalesce((p_backoff->>'jitter')::double precision, 0) * random())))
+  end
+$$;
+
+-- A span of time from now that must neither be negative nor end when no client
+-- can read the time any more.
+create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
+language plpgsql immutable as $$
+begin
+  if p_span < '0' then
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
+      'It is a time from now on, such as ''30 seconds''.');
+  elsif p_span > '100 years' then
+    perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
+      'Not every client can read the time when that ends.');
+  end if;
+  return p_span;
+end
+$$;
+
+-- The answer about one message of a batch, or an error if it is not there.
+create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
+language plpgsql as $$
+begin
+  if p_outcome.reason = 'not in this batch' then
+    perform pgque._fail('PQ007', pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
+      'Pass a message of this batch, as receive() returned it.');
+  elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
+    perform pgque._no_batch(p_batch);
+  end if;
+  return p_outcome;
+end
+$$;
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  return 1;
+end
+$$;
+comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
+  'The same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
+
+create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
+  return 1;
+end
+$$;
+comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
+  'Rejects one message of an open batch and returns 1, also when repeated. The message is redelivered to this consumer after retry_after (NULL: the '
+  'queue''s retry_backoff), or becomes a dead letter once the queue''s max_retries are used up. The rest of the batch stays open: acknowledge it when '
+  'done. Of msg only msg_id counts. For a worker''s batch whose lease expired, the call waits for a transaction that may be taking the message over. '
+  'Errors: PQ005 retry_after is negative; PQ007 the message is not in this batch; PQ012 the batch is not open.';
+
+create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
+returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
+end
+$$;
+comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
+  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
+  'Errors: PQ005 retry_after is negative or above 100 years.';
+
+create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_archive  boolean;
+begin
+  select q.queue_archive_on_ack into v_archive
+  from pgque.subscriber s
+  join pgque.queue q on q.queue_id = s.sub_queue
+  where (s.sub_id & 1048575) = ($1 & 1048575)::int;
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
+end
+$$;
+comment on function pgque.ack(bigint, bigint[], pgque.caller) is
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
+  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
+  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
+
+-- Gives messages up at once, as if their attempts were used up.
+create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
+end
+$$;
+
+create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
+language sql as $$ select * from pgque._dead($1, $2, $3) $$;
+comment on function pgque.dead(bigint, bigint[], text) is
+  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
+  'message as ack(batch_id, msg_ids) does.';
+
+create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
+end
+$$;
+comment on function pgque.archive(bigint, bigint[], pgque.caller) is
+  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
+  'msg_ids) does.';
+
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_now  timestamptz := pgque.clock();
+begin
+  return (
+    select (pgque._answer(f, $1)).ok::int
+    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
+      -- An infinite one has no distance from now.
+      pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
+      null, true) f);
+end
+$$;
+comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
+  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
+  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
+  'not open.';
+
+create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
+language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
+comment on function pgque.event_retry(bigint, bigint, int) is 'The same with a number of seconds from now.';
+
+create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  batch_id := pgque._batch_for(caller, $1);
+  perform pgque._open_lease(pgque._batch_owner($1), $1);
+  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
+end
+$$;
+comment on function pgque.batch_retry(bigint, int, pgque.caller) is
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
+  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
+-- ---------------------------------------------------------------------------
+-- lease: what workers say about a batch that they keep
+-- ---------------------------------------------------------------------------
+
+-- Leases are of workers only.
+create or replace function pgque._need_pool(p_batch bigint) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
+begin
+  if v_sub.sub_role <> 'pool' then
+    perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
+      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
+  end if;
+  return v_sub;
+end
+$$;
+
+create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  batch_id := pgque._batch_for(caller, $1);
+  perform pgque._need_pool($1);
+  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
+end
+$$;
+comment on function pgque.release(bigint, bigint[], pgque.caller) is
+  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
+  'Errors: PQ005 the batch is not a worker''s.';
+
+create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
+    return pgque.release($1, null, caller);
+  end if;
+  return pgque._lease_until(pgque._batch_for(caller, $1), $2, false);
+end
+$$;
+comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
+  'Sets when the lease on a worker''s batch expires, counted from now; 0 releases the batch. Returns the number of messages still leased, 0 if the '
+  'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
+
+create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
+  return pgque._lease_until(pgque._batch_for(caller, $1), $2, true);
+end
+$$;
+comment on function pgque.extend(bigint, interval, pgque.caller) is
+  'Extends the lease on a worker''s batch by an interval; it never shortens the lease. Returns the number of messages still leased, 0 if the batch is '
+  'lost. Errors: PQ005 the interval is negative or above 100 years.';
+
+-- Moves the end of a lease: to p_span from now, or, to extend it, by p_span.
+create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._need_pool(p_batch);
+  v_now    timestamptz := pgque.clock();
+  v_lease  pgque.position;
+  v_state  record;
+  v_until  timestamptz;
+  v_held   int;
+begin
+  perform pgque._lock_batch(v_sub.sub_queue, p_batch) where v_sub.sub_id is not null;
+  v_lease := pgque._lease(v_sub.sub_id, p_batch);
+  v_state := pgque._lease_state(p_batch);
+  with found as materialized (
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+    order by e.ev_id
+    for update skip locked
+  )
+  update pgque.retry_queue r set ev_retry_after = case when p_extend then greatest(r.ev_retry_after, v_now) else v_now end + p_span
+  from found f
+  where r.ctid = f.ctid;
+  get diagnostics v_held = row_count;
+  if v_lease.pos_fresh > 0 and not v_state.closed then
+    v_until := case when p_extend then greatest(coalesce(v_state.until, v_lease.pos_until), v_now) else v_now end + p_span;
+    -- An old snapshot does not see that the batch was closed: where rows are locked it
+    -- is found out.  A lease that may end earlier is looked at in the retry queue.
+    if pgque._old_snapshot() or not p_extend then
+      return v_held + pgque._shelve(v_sub, v_lease, v_until);
+    end if;
+    perform pgque._note(p_batch, v_sub.sub_id, array[v_state.moved - 1], v_until);
+    v_held := v_held + v_lease.pos_done_count - v_state.settled;
+  end if;
+  return v_held;
+end
+$$;
+
+-- Hands back what a batch has: nobody has it any more, and it may be taken at once.  The
+-- caller holds the batch's lock.
+create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_count  bigint;
+begin
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    perform pgque._shelve(p_sub, v_lease, pgque.clock());
+  end if;
+  with found as materialized (
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = p_sub.sub_id and e.ev_batch = p_batch
+    order by e.ev_id
+    for update skip locked
+  )
+  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
+  from found f
+  where r.ctid = f.ctid;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The batches of a consumer that somebody has, those that lapsed too.
+create or replace function pgque._batches_of(p_sub int) returns setof bigint
+language sql set enable_seqscan = off as $$
+  select h.token from pgque._held(p_sub) h
+  union
+  select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
+$$;
+
+create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_token  bigint;
+  v_count  int := 0;
+begin
+  if $3 is null then
+    perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
+  end if;
+  -- A worker that is just settling its batch is left alone.
+  foreach v_token in array pgque._hold_batches(v_sub.sub_queue, array(
+    select b.id
+    from pgque._batches_of(v_sub.sub_id) b (id)
+    cross join lateral pgque._lease(v_sub.sub_id, b.id) l
+    where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true), 500)
+  loop
+    v_count := v_count + (pgque._hand_back(v_sub, v_token) > 0)::int;
+  end loop;
+  return v_count;
+end
+$$;
+comment on function pgque.reclaim(text, text, interval, pgque.caller) is
+  'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
+  'number of batches. While workers settle batches it releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+
+create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
+comment on function pgque.share_consumer(text, text, pgque.caller) is
+  'Lets workers share a consumer that has read on its own: from now on it is received with worker => name. Its position and pending retries stay; an '
+  'open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if workers share it already. Errors: PQ001 no such queue; PQ006 it has '
+  'subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
+
+create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
+comment on function pgque.unshare_consumer(text, text, pgque.caller) is
+  'Lets a consumer that workers share be read on its own: from now on it is received without worker. Its position and pending retries stay; what '
+  'workers hold is redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no such queue; PQ006 it '
+  'has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is settling a batch.';
+
+create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber(p_queue, p_consumer, p_caller);
+  v_token  bigint;
+  v_open   bigint[];
+begin
+  perform pgque._need_read_committed('to change who reads a consumer');
+  perform pgque._lock_subscriber(v_sub.sub_id);
+  v_sub := pgque._subscriber(p_queue, p_consumer, p_caller);
+  if v_sub.sub_role = p_to then
+    return 0;
+  elsif v_sub.sub_role <> p_from or v_sub.sub_keyed then
+    perform pgque._fail('PQ006', pg_catalog.format('consumer %I of queue %I has %s', p_consumer, p_queue,
+      case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
+  end if;
+  v_open := array(select pgque._batches_of(v_sub.sub_id));
+  if pg_catalog.cardinality(pgque._hold_batches(v_sub.sub_queue, v_open)) < pg_catalog.cardinality(v_open) then
+    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
+  end if;
+  perform pgque._hand_back(v_sub, o.token) from pg_catalog.unnest(v_open) o (token);
+  perform pgque._end_batches(v_sub);
+  update pgque.subscriber s set sub_role = p_to where s.sub_id = v_sub.sub_id;
+  return 1;
+end
+$$;
+
+-- A consumer of whose batches none is open any more.
+create or replace function pgque._end_batches(p_sub pgque.subscriber) returns void
+language plpgsql as $$
+declare
+  v_pos  pgque.position := pgque._next_from(pgque._position(p_sub.sub_id));
+begin
+  v_pos.pos_open := '{}';
+  v_pos.pos_lapse := null;
+  perform pgque._append_position(v_pos);
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- archive: messages that are done with and kept
+-- ---------------------------------------------------------------------------
+
+-- The archive's bucket for a queue and a time.
+create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
+language sql stable as $$
+  select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
+$$;
+
+-- Makes the leaf of a bucket if it is not there.  Two sessions meet at the lock.
+create or replace function pgque._archive_leaf(p_bucket bigint) returns void
+language plpgsql as $$
+declare
+  v_leaf  text := 'archive_' || p_bucket;
+begin
+  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
+    return;
+  end if;
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
+  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
+    return;
+  end if;
+  execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
+  perform pgque._keep_from_public('pgque.' || v_leaf);
+  execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
+  execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
+  execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
+end
+$$;
+
+-- The statement that keeps messages, rows of pgque.retry_queue, in the archive, and
+-- returns their ids.  p_with is what precedes them; its parameters are those of
+-- _apply(): $1 the subscriber, $2 the worker, $6 the outcome.
+create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
+language plpgsql as $$
+declare
+  v_now  timestamptz := pgque.clock();
+begin
+  perform pgque._archive_leaf(pgque._bucket(p_queue_id, v_now));
+  return coalesce(p_with || ', ', 'with ') || pg_catalog.format(
+    'kept as (insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,'
+    ' ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)'
+    ' select %s, %L, %s, $1.sub_consumer, coalesce(i.ev_worker, $2), $6, i.ev_receives,'
+    ' i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,'
+    ' i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error'
+    ' from (%s) i returning ev_id)'
+    ' select array_agg(k.ev_id) from kept k', pgque._bucket(p_queue_id, v_now), v_now, p_queue_id, p_items);
+end
+$$;
+
+create or replace function pgque.archive_list(
+  queue_name text, limit_count int default 100, since timestamptz default null, caller pgque.caller default current_user,
+  out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
+  out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return query
+    select a.archive_id, v_queue.queue_name, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
+      a.ev_time, a.archived_at, a.arc_receives, a.arc_worker, a.arc_outcome
+    from pgque.archive a
+    left join pgque.consumer c on c.co_id = a.arc_consumer
+    where a.bucket between pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')) and v_queue.queue_id * 100000::bigint + 99999
+      and ($3 is null or a.archived_at >= $3)
+    order by a.archive_id desc
+    limit case when $2 < 0 then 0 else $2 end;
+end
+$$;
+comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is
+  'Returns the newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+
+create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_row   pgque.archive;
+  v_leaf  text;
+begin
+  -- Leaf by leaf, the newest first: a query over all of them locks them all.
+  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.day desc loop
+    begin
+      execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' or undefined_table then
+        null;
+    end;
+    exit when v_row.archive_id is not null;
+  end loop;
+  if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
+    perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
+      'select * from pgque.archive_list(queue) lists what is there.');
+  end if;
+  return pgque._send((select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue), v_row.ev_type, v_row.ev_data,
+    v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
+end
+$$;
+comment on function pgque.archive_replay(bigint, pgque.caller) is
+  'Sends an archived message again, as a new one for every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in '
+  'the archive.';
+
+create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  if $2 is null then
+    perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
+      'select pgque.archive_purge(queue, now() - interval ''30 days'');');
+  end if;
+  return pgque._drop_archive(v_queue.queue_id, $2);
+end
+$$;
+comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
+  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
+
+-- The leaves of the archive, each with its queue and its day as in _bucket().
+create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
+language sql volatile as $$
+  select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
+    -- Most that are not have been looked at by autovacuum.
+    case when c.relpages > 0 then false else pg_catalog.pg_relation_size(c.oid) = 0 end
+  from pg_catalog.pg_inherits i
+  join pg_catalog.pg_class c on c.oid = i.inhrelid
+  cross join lateral (select pg_catalog.substr(c.relname, 9)::bigint as bucket) b
+  where i.inhparent = 'pgque.archive'::regclass
+$$;
+
+-- Empties the leaves of a queue's archive, all or those that end before a time.
+-- To drop one takes a lock that every ack wants which archives; maint() does it.
+create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
+language plpgsql as $$
+declare
+  v_leaf   text;
+  v_count  int := 0;
+begin
+  for v_leaf in
+    select l.leaf
+    from pgque._archive_leaves() l
+    where l.queue_id = p_queue_id and not l.is_empty
+      and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
+  loop
+    execute 'truncate ' || v_leaf;
+    v_count := v_count + 1;
+  end loop;
+  return v_count;
+end
+$$;
+
+-- Drops leaves of the archive that are empty, of days that are over or of dropped
+-- queues, if the lock on the parent can be had at once, and for about a tenth of
+-- a second, as _drop_leaves() does.
+create or replace function pgque._drop_archive_leaves() returns int
+language plpgsql set lock_timeout = '50ms' as $$
+declare
+  v_leaves  text[];
+  v_leaf    text;
+  v_end     timestamptz;
+  v_count   int := 0;
+begin
+  v_leaves := array(
+    select l.leaf
+    from pgque._archive_leaves() l
+    where l.is_empty and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
+    order by pg_catalog.random()
+    limit 50);
+  if pg_catalog.cardinality(v_leaves) = 0 then
+    return 0;
+  end if;
+  lock table only pgque.archive in access exclusive mode nowait;
+  v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
+  foreach v_leaf in array v_leaves loop
+    exit when pg_catalog.clock_timestamp() > v_end;
+    begin
+      execute pg_catalog.format('lock table %s in access exclusive mode', v_leaf);
+      if pg_catalog.pg_relation_size(v_leaf::regclass) = 0 then
+        execute 'drop table ' || v_leaf;
+        v_count := v_count + 1;
+      end if;
+    exception
+      when lock_not_available or undefined_table or dependent_objects_still_exist then
+        null;
+    end;
+  end loop;
+  return v_count;
+exception
+  when lock_not_available then
+    return 0;
+end
+$$;
+-- ---------------------------------------------------------------------------
+-- retry: what waits and is due
+-- ---------------------------------------------------------------------------
+
+-- Whose waiting messages come back through the log: 0, since delayed messages are for
+-- everybody, and consumers that are read by offsets, who do not look elsewhere.  All
+-- others take theirs where they wait.
+create or replace function pgque._pumped() returns setof int
+language sql stable as $$
+  select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role = 'normal' and s.sub_offsets
+$$;
+
+create or replace function pgque.maint_retry_events() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
+declare
+  v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
+  v_queue_id  int;
+  v_count     int := 0;
+begin
+  for v_queue_id in
+    select distinct d.ev_queue
+    from pgque._pumped() o (id)
+    cross join lateral (
+      select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
+    ) d
+  loop
+    begin
+      v_count := v_count + pgque._retry_queue(v_queue_id);
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
+  perform pgque._wake(v_now);
+  return v_count;
+end
+$$;
+comment on function pgque.maint_retry_events() is
+  'Moves delayed messages that are due into their queues, at most 10,000 of each, and returns their number; the next tick delivers them. So are retries '
+  'of consumers that are read by offsets. All other consumers receive retries as soon as they are due; this wakes those that listen.';
+
+-- Wakes the consumers for whom a message became due since this was done last: an id that
+-- nobody gets makes the loop tick, and a tick notifies.
+create or replace function pgque._wake(p_now timestamptz) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_since  timestamptz := least(pgque._woken(), p_now);
+begin
+  perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000)::bigint);
+  perform pg_catalog.nextval(q.queue_event_seq)
+  from pgque.queue q
+  where not q.queue_restored and exists (
+    select
+    from pgque.subscriber s
+    cross join lateral (
+      select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after > v_since and r.ev_retry_after <= p_now limit 1) r
+    where s.sub_queue = q.queue_id);
+end
+$$;
+
+create or replace function pgque._woken() returns timestamptz
+language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000.0) $$;
+
+-- When there is something to do for maint_retry_events(); null: nothing waits.
+create or replace function pgque._next_retry() returns timestamptz
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_since  timestamptz := least(pgque._woken(), pgque.clock());
+begin
+  if not exists (select from pgque.retry_queue) then
+    return null;
+  end if;
+  return (
+    select min(r.due)
+    from (
+      select o.id, timestamptz '-infinity' as since from pgque._pumped() o (id)
+      union all
+      select s.sub_id, v_since from pgque.subscriber s
+    ) o
+    cross join lateral (
+      select r.ev_retry_after as due from pgque.retry_queue r
+      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity'
+      order by r.ev_retry_after
+      limit 1
+    ) r);
+end
+$$;
+
+create or replace function pgque._retry_queue(p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_txid   xid8 := pg_catalog.pg_current_xact_id();
+  v_now    timestamptz;
+  v_aside  record;
+  v_count  int;
+begin
+  perform pgque._rebase(p_queue_id);
+  v_now := pgque.clock();   -- what was put there just now is due
+  v_aside := pgque._claim_aside(p_queue_id, array(
+    select e.item
+    from pgque.subscriber s
+    cross join lateral (
+      select e as item from pgque.retry_queue e
+      where e.ev_owner = s.sub_id and e.ev_retry_after <= v_now and e.ev_key is not null and e.ev_receives = 0
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
+    limit 10000));
+  with found as materialized (
+    select e.ctid
+    from (
+      select o.id from pgque._pumped() o (id)
+      where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
+    ) o
+    cross join lateral (
+      select e.ctid from pgque.retry_queue e
+      where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
+        and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
+          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    limit 10000
+  ),
+  due as (
+    delete from pgque.retry_queue r using found f
+    where r.ctid = f.ctid
+    returning r.*
+  )
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
+  select q.queue_id * 3 + q.queue_cur_table, nullif(d.ev_owner, 0), d.ev_id, d.ev_time, v_txid,
+    case when d.ev_owner = 0 and d.ev_key is not null then 0 else d.ev_retry end, d.ev_type, d.ev_data,
+    d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
+  from due d
+  join pgque.queue q on q.queue_id = d.ev_queue;
+  get diagnostics v_count = row_count;
+  -- An id that nobody gets: by it the loop sees that there is something to tick.
+  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  return v_count;
+end
+$$;
+
+create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint;
+begin
+  update pgque.retry_queue r set ev_retry_after = v_now
+  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+comment on function pgque.retry_now(text, text, pgque.caller) is
+  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
+  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
+-- ---------------------------------------------------------------------------
+-- dead: dead letters
+-- ---------------------------------------------------------------------------
+
+-- A message nobody will be given again goes where its queue says.
+create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
+language plpgsql as $$
+begin
+  if p_queue.queue_drop_policy = 'drop' then
+    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
+    return;
+  elsif p_queue.queue_drop_policy = 'dead_letter' and p_queue.queue_dead_letter_queue is not null then
+    begin
+      perform pgque._send(
+        (select q.queue_name from pgque.queue q where q.queue_id = p_queue.queue_dead_letter_queue), p_item.ev_type, p_item.ev_data,
+        p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
+        coalesce(p_item.ev_headers, '{}') || jsonb_build_object('pgque_dead', jsonb_build_object(
+          'queue', p_queue.queue_name,
+          'consumer', (select c.co_name from pgque.consumer c where c.co_id = p_sub.sub_consumer),
+          'msg_id', p_item.ev_id, 'reason', p_reason, 'receive_count', p_item.ev_receives,
+          'retry_count', coalesce(p_item.ev_retry, 0), 'dead_at', pgque.clock())),
+        p_item.ev_bytes);
+      return;
+    exception
+      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
+        -- It takes nothing now, or is just gone; the message is not to be lost.
+        null;
+    end;
+  end if;
+  perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold');
+end
+$$;
+
+-- Puts a message among the dead letters of a consumer; false if it is there.
+create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
+language plpgsql as $$
+begin
+  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,
+    ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
+  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, coalesce(p_item.ev_error, p_reason),
+    p_item.ev_id, p_item.ev_time, p_item.ev_txid, p_item.ev_retry, p_item.ev_type, p_item.ev_data,
+    p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
+    p_item.ev_headers, p_item.ev_key, p_item.ev_bytes, p_item.ev_expires)
+  on conflict on constraint dead_letter_once do nothing;
+  return found;
+end
+$$;
+
+create or replace function pgque.dlq_inspect(
+  queue_name text, limit_count int default 100, caller pgque.caller default current_user,
+  out dl_id bigint, out dl_time timestamptz, out dl_reason text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return query
+    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
+      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where d.dl_queue_id = v_queue.queue_id
+    order by d.dl_id desc
+    limit case when $2 < 0 then 0 else $2 end;
+end
+$$;
+comment on function pgque.dlq_inspect(text, int, pgque.caller) is
+  'Returns the newest dead letters of a queue, at most limit_count, with consumer and reason. Errors: PQ001 no such queue.';
+
+-- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
+-- the same one.
+create or replace function pgque._exhume(p_dl_id bigint, p_caller name) returns pgque.dead_letter
+language plpgsql as $$
+declare
+  v_dead  pgque.dead_letter;
+begin
+  delete from pgque.dead_letter d
+  where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
+  returning d.* into v_dead;
+  if not found then
+    perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
+      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
+  end if;
+  return v_dead;
+end
+$$;
+
+create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller);
+begin
+  return pgque._send(
+    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
+    v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
+end
+$$;
+comment on function pgque.dlq_replay(bigint, pgque.caller) is
+  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
+  'letter; PQ013 the queue is paused.';
+
+create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_id     bigint;
+begin
+  replayed := 0;
+  failed := 0;
+  for v_id in select d.dl_id from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id order by d.dl_id loop
+    begin
+      perform pgque.dlq_replay(v_id);
+      replayed := replayed + 1;
+    exception
+      when others then
+        failed := failed + 1;
+        first_error := coalesce(first_error, sqlerrm);
+    end;
+  end loop;
+end
+$$;
+comment on function pgque.dlq_replay_all(text, pgque.caller) is
+  'Replays all dead letters of a queue. Returns replayed (how many were sent), failed (how many could not be sent, and stay) and first_error. Errors: '
+  'PQ001 no such queue.';
+
+create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller);
+  v_sub   int;
+begin
+  select s.sub_id into v_sub
+  from pgque.subscriber s
+  where s.sub_queue = v_dead.dl_queue_id and s.sub_consumer = v_dead.dl_consumer_id and s.sub_main is null
+  for key share;
+  if not found then
+    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
+      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
+  end if;
+  insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
+    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
+  select pgque.clock(), v_dead.dl_queue_id, s.sub_id, v_dead.ev_error,
+    v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
+    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes,
+    -- One that had expired is given another life.
+    case when v_dead.ev_expires > pgque.clock() then v_dead.ev_expires end,
+    pgque._lane(s, v_dead.ev_key, v_dead.ev_extra1)
+  from pgque.subscriber s
+  where s.sub_id = v_sub
+  -- It may wait there already: its consumer was moved back and failed it again.
+  on conflict on constraint retry_queue_pkey do update
+  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
+    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null, ev_receives = 0;
+  return v_dead.ev_id;
+end
+$$;
+comment on function pgque.dlq_requeue(bigint, pgque.caller) is
+  'Requeues a dead letter: the next tick delivers the message to the consumer that failed it. Returns the message''s id, which stays. Its retries '
+  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
+  'unsubscribed.';
+
+create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return (
+    select count(pgque.dlq_requeue(x.dl_id))
+    from (
+      select d.dl_id
+      from pgque.dead_letter d
+      where d.dl_queue_id = v_queue.queue_id
+        and exists (
+          select from pgque.subscriber s
+          where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
+      order by d.dl_id
+      limit case when $2 < 0 then 0 else $2 end
+      for update of d skip locked
+    ) x);
+end
+$$;
+comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Dead letters of unsubscribed consumers '
+  'stay. Errors: PQ001 no such queue.';
+
+-- A null would delete none without a word.
+create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_count  bigint;
+begin
+  if $2 is null then
+    perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
+      'Leave older_than out for 30 days; ''0'' deletes all of them.');
+  end if;
+  delete from pgque.dead_letter d
+  where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+comment on function pgque.dlq_purge(text, interval, pgque.caller) is
+  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, and returns their number. Held ones '
+  '(drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+
+create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_dead   pgque.dead_letter;
+  v_sub    pgque.subscriber;
+  v_count  int := 0;
+begin
+  for v_dead in
+    select d.* from pgque.dead_letter d
+    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
+    for update skip locked
+  loop
+    v_sub.sub_consumer := v_dead.dl_consumer_id;
+    execute pgque._archive_sql(null, 'select d.*, d.dl_receives as ev_receives, null::text as ev_worker from pgque.dead_letter d where d.dl_id = $3', v_queue.queue_id)
+    using v_sub, null::text, v_dead.dl_id, null, null, 'poison'::text;
+    delete from pgque.dead_letter d where d.dl_id = v_dead.dl_id;
+    v_count := v_count + 1;
+  end loop;
+  perform pgque._tally(v_queue.queue_id, 0, 'archived', v_count);
+  return v_count;
+end
+$$;
+comment on function pgque.archive_poison(text, pgque.caller) is
+  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
 -- ---------------------------------------------------------------------------
 -- read: windows without side effects, for Spark and others that keep offsets
 -- ---------------------------------------------------------------------------
@@ -5250,12 +7691,11 @@ begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);
-  if $3 is null or ($4 is not true and $3 > v_position.pos_tick) or ($4 and $3 <> v_position.pos_tick) then
-    v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
-    v_position := pgque._at_tick(v_position, pgque._need_tick(v_queue, $3));
-    perform pgque._append_position(v_position);
+  if $3 is null or ($4 is not true and $3 > (pgque._standing(v_sub, v_position)).pos_tick) or ($4 and $3 <> v_position.pos_tick) then
+    perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
+    return $3;
   end if;
-  return v_position.pos_tick;
+  return (pgque._standing(v_sub, v_position)).pos_tick;
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
@@ -5284,7 +7724,9 @@ begin
     perform pgque._fail('PQ006', format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
       'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.');
   end if;
-  return (pgque._position(v_sub.sub_id)).pos_tick;
+  -- From now on what comes again must be in the log.
+  update pgque.subscriber s set sub_offsets = true where s.sub_id = v_sub.sub_id and not s.sub_offsets;
+  return (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
 end
 $$;
 comment on function pgque.open_stream(text, text, text, pgque.caller) is
@@ -5298,2640 +7740,30 @@ declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_position  pgque.position := pgque._position(v_sub.sub_id);
   v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot);
-  v_rows      pgque.event[];
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
     perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
       'Pass two arrays: the ids, and a reason for each.');
   end if;
-  execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
-    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
-  into v_rows;
-  return query
-    select i.id, b.ok is true,
-      case
-        when b.ok then null
-        when b.ok is null then 'not found behind the position'
-        else 'dead already'
-      end
-    from unnest($3, $4) with ordinality i (id, reason, n)
-    left join unnest(v_rows) r on r.ev_id = i.id
-    left join lateral (select pgque._add_dead_letter(pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + 1, null, null, null), v_sub.sub_consumer, i.reason, false) as ok where r.ev_id is not null offset 0) b on true
-    order by i.n;
+  return query execute format(
+    $q$
+    select i.id, b.ok is true, case when b.ok then null when b.ok is null then 'not found behind the position' else 'dead already' end
+    from unnest($1, $2) with ordinality i (id, reason, n)
+    left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e on e.ev_id = i.id
+    left join lateral (
+      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, coalesce(e.ev_retry, 0) + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
+      where e.ev_id is not null offset 0) b on true
+    order by i.n
+    $q$, pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(
+      coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
+  using $3, $4, v_sub;
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'Dead-letters messages that the consumer has passed, each with its reason. Returns one row a message: msg_id, ok, and the reason if not ok. A '
   'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
   'not subscribed.';
--- ---------------------------------------------------------------------------
--- workers: competing processes, leases, redelivery
--- ---------------------------------------------------------------------------
-
--- A consumer whose messages workers compete for is a pool.  A hand-out is one
--- row in the journal of positions: it says what was handed out, to whom, until
--- when, and by that where the next one begins.  Its pos_seq is the batch id
--- without the subscriber's bits, so that a batch is found by its id.  That a
--- batch is closed is a row in the journal of settled messages.  So neither is
--- updated, and a worker needs no row of its own: names may come and go.
---
--- The log is for first deliveries.  Whatever comes again (a lease ended, a nack,
--- a release) waits in the retry queue, and is leased from there: ev_retry_after
--- is when it may be taken, ev_batch who has it.  So one rule serves all: who
--- takes a message that is due overwrites ev_batch, and from then on the old
--- batch id no longer fits.
---
--- Locks: hand-outs of one pool meet at the subscriber's row; whatever is said
--- about a batch meets at an advisory lock on its id, which a hand-out only
--- tries.  A hand-out is not done in REPEATABLE READ, whose snapshot may be older
--- than its lock; what is said about a batch is, since it either inserts a row
--- under a primary key or locks one.
-
--- Where a pool goes on behind its newest hand-out.
-create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  if p_position.pos_fresh > 0 then
-    if p_position.pos_last_id is null then
-      return pgque._past_window(p_position);
-    end if;
-    p_position.pos_done_id := p_position.pos_last_id;
-  end if;
-  p_position.pos_last_id := null;
-  p_position.pos_fresh := 0;
-  return p_position;
-end
-$$;
-
--- The hand-out of a batch, or null.
-create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_position  pgque.position;
-begin
-  -- Both leaves in one statement: it may move from one to the other.
-  select p.* into v_position
-  from pgque.position p
-  where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20
-  limit 1;
-  if v_position.pos_last_batch = p_batch and v_position.pos_fresh is not null then
-    return v_position;
-  elsif pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
-    -- An old snapshot may see neither leaf's row: then this is 40001.
-    perform pgque._journal_leaf();
-  end if;
-  return null;
-end
-$$;
-
--- What was said about the log part of a batch: whether it is closed, how many of
--- its messages have an outcome, how often its end was moved (negative) and
--- where to.
-create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
-language plpgsql set enable_seqscan = off as $$
-begin
-  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
-    (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
-  into closed, settled, moved, until
-  from (select distinct s.set_ev_id, s.set_until from pgque.settled s where s.set_batch = p_batch) s;
-end
-$$;
-
--- Notes messages of a batch as settled (ids above 0) or something about all of
--- it (see pgque.settled).  Returns the ids that were new.  An old snapshot
--- writes to both leaves, and gets 40001 if what it does not see is there.
-create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
-language plpgsql as $$
-declare
-  v_leaves  int[] := pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf()));
-  v_new     bigint[];
-begin
-  if pg_catalog.cardinality(p_ids) * pg_catalog.cardinality(v_leaves) = 1 then
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf) values (p_batch, p_ids[1], p_sub, p_until, v_leaves[1]) on conflict do nothing;
-    return case when found then p_ids end;
-  end if;
-  with new as (
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-    select p_batch, i.id, p_sub, p_until, l.leaf
-    from pg_catalog.unnest(p_ids) i (id)
-    cross join pg_catalog.unnest(v_leaves) l (leaf)
-    on conflict do nothing
-    returning set_ev_id
-  )
-  select pg_catalog.array_agg(g.id) into v_new
-  from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
-  return v_new;
-end
-$$;
-
--- Whether a batch still has all of its messages but those that were settled one
--- by one: whoever is given some of it, or has been, or has them taken out, makes
--- it less.  Locks those that wait in the retry queue.  The caller holds the
--- batch's lock.  Nothing is known of a batch that compaction forgot, as 0.4.1 did
--- with those that waited.
-create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_lease    pgque.position;
-  v_state    record;
-  v_waiting  bigint;
-  v_settled  bigint;
-  v_moved    bigint;
-  v_lost     boolean;
-begin
-  select count(*) into v_waiting
-  from (
-    select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
-  ) r;
-  -- Those that were settled where they waited, how many an old snapshot noted
-  -- only to put them there, and whether the holder was told that one is lost.
-  select count(*) filter (where s.set_ev_id < 6917529027641081856),
-    coalesce(max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id < 9223372036854775807), 0),
-    coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
-  into v_settled, v_moved, v_lost
-  from (select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904) s;
-  if v_lost then
-    return false;
-  end if;
-  v_lease := pgque._lease(p_sub, p_batch);
-  if v_lease.pos_sub is null then
-    return true;
-  end if;
-  v_state := pgque._lease_state(p_batch);
-  if v_lease.pos_fresh > 0 and v_state.closed then
-    v_waiting := v_waiting - v_lease.pos_done_count + v_state.settled - greatest(v_moved, 0);
-  end if;
-  return v_waiting >= v_lease.pos_shelf - v_settled;
-end
-$$;
-
--- ack() of a whole lease.  The messages that wait in the retry queue under its
--- id are done as well: nobody has taken them.
-create or replace function pgque._close_lease(p_sub int, p_batch bigint) returns int
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_lease   pgque.position;
-  v_count   int := 0;
-  v_done    int := 0;
-begin
-  perform pg_catalog.pg_advisory_xact_lock(p_batch);
-  if pg_catalog.current_setting('transaction_isolation') = 'read committed' then
-    -- The usual case in one statement.
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
-    select p_batch, 0, p_sub, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
-    from pgque.position p
-    where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.pos_last_batch = p_batch and p.pos_fresh > 0 and p.pos_shelf = 0
-      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
-    limit 1
-    on conflict do nothing;
-    if found then
-      return 1;
-    end if;
-  end if;
-  if not pgque._still_whole(p_sub, p_batch) then
-    return 0;
-  end if;
-  v_lease := pgque._lease(p_sub, p_batch);
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
-    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub, array[0])), 0);
-  end if;
-  delete from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch;
-  get diagnostics v_count = row_count;
-  return (v_count + v_done > 0)::int;
-end
-$$;
-
--- A hand-out to a worker: first what waits in the retry queue, then from the
--- log, at most p_max messages together.
---
--- Every expression and statement here is made ready anew in each transaction, so
--- what can be said in one is not said in two.
-create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
-returns setof pgque.delivery
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_now      timestamptz := pgque.clock();
-  v_queue    pgque.queue;
-  v_ahead    pgque.position;   -- before the lock, with its next window open
-  v_first    pgque.position;
-  v_pos      pgque.position;
-  v_slice    record;
-  v_token    bigint;
-  v_max      bigint := p_max;
-  v_leaf     int;
-  v_due      boolean;
-  v_waiting  record;
-  v_lapsed   boolean;
-  v_sifted   record;
-  v_expired  bigint[];
-  v_count    bigint := 0;
-  v_looked   bigint := 0;
-  v_room     bigint;
-  v_row      pgque.delivery;
-  v_last     bigint;
-begin
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_sub.sub_queue;
-  if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 or p_timeout <= '0' or p_timeout > '100 years'
-    or pgque._old_snapshot()
-  then
-    perform pgque._refuse_worker(v_queue.queue_name, p_timeout);
-  end if;
-  if p_ack is null then
-    null;
-  elsif v_queue.queue_archive_on_ack or p_sub.sub_role = 'normal' or (p_ack & 1048575) <> (p_sub.sub_id & 1048575) then
-    perform pgque.ack(p_ack);
-  else
-    perform pgque._close_lease(p_sub.sub_id, p_ack);
-  end if;
-  if p_sub.sub_role = 'normal' then
-    perform pgque._make_pool(p_sub, v_queue.queue_name);
-  end if;
-  if p_ack is null then
-    -- An idle poll takes no lock, writes nothing and needs no transaction id.
-    v_ahead := pgque._next_from(pgque._position(p_sub.sub_id));
-    if v_ahead.pos_next_tick is null then
-      v_ahead := pgque._open_window(v_ahead, p_sub.sub_queue, greatest(p_max, 1000));
-    end if;
-    if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
-      and not exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
-    then
-      return;
-    end if;
-  end if;
-
-  if pgque._lock_subscriber(p_sub.sub_id) = 'coop_main' then
-    -- It was given subconsumers since this call began.
-    return query select r.*
-    from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, p_max::int, p_worker, p_timeout) r
-    where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer;
-    return;
-  end if;
-  v_now := pgque.clock();
-  select j.journal_cur, exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= v_now)
-  into v_leaf, v_due
-  from pgque.journal j where j.journal_id = 1;
-  v_first := pgque._next_from(pgque._position(p_sub.sub_id, v_leaf));
-  v_pos := v_first;
-  v_token := pgque._new_batch_id(v_pos);
-  v_pos.pos_worker := p_worker;
-  v_pos.pos_until := v_now + coalesce(p_timeout, v_queue.queue_visibility_timeout);
-  v_pos.pos_shelf := 0;
-  v_pos.pos_keys := null;
-  if v_now >= v_pos.pos_lapse or pg_catalog.cardinality(v_pos.pos_open) >= v_pos.pos_prune then
-    v_pos := pgque._reap(v_queue, p_sub, v_pos, v_now);
-    v_due := true;
-  end if;
-  if v_queue.queue_throughput_limit > 0 then
-    -- What was not used within the last second is lost, and what was paid by a clock that has been set back.
-    v_pos.pos_paid := greatest(
-      case when v_pos.pos_paid <= v_now + interval '1 second' then v_pos.pos_paid end, v_now - interval '1 second');
-    v_max := least(v_max, pg_catalog.floor(extract(epoch from v_now - v_pos.pos_paid) * v_queue.queue_throughput_limit + 0.000001)::bigint);
-  end if;
-
-  if v_due and v_max > 0 then
-    select t.* into v_waiting from pgque._take_waiting(v_queue, p_sub, v_pos, v_token, v_max, v_now) t;
-    v_pos.pos_shelf := v_waiting.taken;
-    v_lapsed := v_waiting.lapsed;
-    if v_waiting.taken > 0 then
-      return query
-        select r.ev_id, v_token, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
-          r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
-          r.ev_receives, r.ev_error, r.ev_expires, v_queue.queue_name
-        from pgque.retry_queue r
-        where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token
-        order by r.ev_id;
-    end if;
-  end if;
-
-  -- What lapsed may be poison: nothing else goes with it.
-  while v_max > v_pos.pos_shelf and v_lapsed is not true and v_looked < 10000 loop
-    if v_looked > 0 then
-      v_pos := pgque._next_from(v_pos);
-    end if;
-    -- After a move back a message may come from both places: not in one batch.
-    exit when v_pos.pos_shelf > 0 and v_pos.pos_tick < v_pos.pos_high;
-    if v_pos.pos_next_tick is null and v_pos.pos_tick = v_ahead.pos_tick and v_ahead.pos_next_tick is not null then
-      v_pos.pos_next_tick := v_ahead.pos_next_tick;   -- what it was before the lock
-      v_pos.pos_next_snapshot := v_ahead.pos_next_snapshot;
-      v_pos.pos_next_event_seq := v_ahead.pos_next_event_seq;
-    elsif v_pos.pos_next_tick is null then
-      v_pos := pgque._open_window(v_pos, p_sub.sub_queue, greatest(v_max, 1000));
-    end if;
-    exit when v_pos.pos_next_tick is null;
-    v_room := v_max - v_pos.pos_shelf;
-    -- A window that goes out whole is read straight.
-    if v_room <= 1000 and v_pos.pos_done_id is null and v_pos.pos_next_event_seq - v_pos.pos_event_seq <= v_room
-      and not p_sub.sub_keyed and (v_pos.pos_tick < v_pos.pos_high) is not true
-      and exists (
-        select from pgque.queue q
-        where q.queue_id = p_sub.sub_queue and q.queue_reader = pgque.version() and not q.queue_keyed and not q.queue_expiring)
-    then
-      v_pos.pos_last_id := null;
-      for v_row in
-        execute 'select * from pgque._events_' || p_sub.sub_queue || '($1, $2, $3, 0, $4, $5, 1, $6)'
-        using v_pos.pos_snapshot, v_pos.pos_next_snapshot, p_sub.sub_id, v_room + 1, v_token, v_queue.queue_name
-      loop
-        if v_count = v_room then
-          v_pos.pos_last_id := v_last;
-          exit;
-        end if;
-        v_count := v_count + 1;
-        v_last := v_row.msg_id;
-        return next v_row;
-      end loop;
-      v_pos.pos_done_count := v_count;
-      v_pos.pos_fresh := v_count;
-      exit when v_count > 0;
-      v_pos := pgque._past_window(v_pos);
-      continue;
-    end if;
-    v_slice := pgque._slice(p_sub, v_pos, case when p_sub.sub_keyed or v_looked > 0 then 1000 else v_max - v_pos.pos_shelf end);
-    if v_slice.keyed and pg_catalog.cardinality(v_slice.ids) > 200 then
-      -- Each key takes a lock.
-      v_slice := pgque._slice(p_sub, v_pos, 200);
-    end if;
-    v_looked := v_looked + coalesce(pg_catalog.cardinality(v_slice.ids), 1) * case when v_slice.keyed then 10 else 1 end;
-    v_pos.pos_done_count := pg_catalog.cardinality(v_slice.ids);
-    v_pos.pos_last_id := case when v_slice.more then v_slice.ids[v_pos.pos_done_count] end;
-    if v_slice.ids is null then
-      v_pos := pgque._past_window(v_pos);
-    elsif p_sub.sub_keyed or v_slice.keyed or v_pos.pos_done_count > v_max - v_pos.pos_shelf then
-      v_sifted := pgque._sift(v_queue, p_sub, v_pos, pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves), v_token, v_max - v_pos.pos_shelf, v_now);
-      v_pos := v_sifted.pos;
-      return query
-        select e.ev_id, v_token, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
-          e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
-          1, e.ev_error, e.ev_expires, v_queue.queue_name
-        from pg_catalog.unnest(v_sifted.rows) e;
-      get diagnostics v_count = row_count;
-    else
-      return query execute
-        'select e.ev_id, $4, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
-        ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-        ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $5 from ('
-        || pgque._slice_sql(p_sub.sub_queue, v_slice.leaves) || ') e where (e.ev_expires <= $6) is not true order by 1'
-      using v_slice.ids, v_slice.tids, v_slice.leaves, v_token, v_queue.queue_name, v_now;
-      get diagnostics v_count = row_count;
-      if v_count < v_pos.pos_done_count then
-        v_expired := array(
-          select e.ev_id from pg_catalog.unnest(pgque._slice_rows(p_sub.sub_queue, v_slice.ids, v_slice.tids, v_slice.leaves)) e
-          where e.ev_expires <= v_now);
-        if pg_catalog.cardinality(v_expired) <> v_pos.pos_done_count - v_count then
-          -- A table was being rewritten under the first look.
-          perform pgque._rewritten();
-        end if;
-        perform pgque._tally(v_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_expired));
-        -- They are no part of the batch.
-        perform pgque._note(v_token, p_sub.sub_id, v_expired) where v_count > 0;
-      end if;
-    end if;
-    if v_slice.ids is not null then
-      v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
-    end if;
-    exit when v_count > 0;
-  end loop;
-
-  if v_count = 0 then
-    v_pos := pgque._next_from(v_pos);
-  end if;
-  if v_count + v_pos.pos_shelf > 0 then
-    v_pos.pos_last_batch := v_token;
-    v_pos.pos_seq := (v_token >> 20) - 1;
-    if v_queue.queue_throughput_limit > 0 then
-      v_pos.pos_paid := v_pos.pos_paid + (v_count + v_pos.pos_shelf) * interval '1 second' / v_queue.queue_throughput_limit;
-    end if;
-    if v_count > 0 then
-      v_pos.pos_open := coalesce(v_pos.pos_open, '{}') || v_token;
-      v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
-      v_pos.pos_lapse := least(v_pos.pos_lapse, v_pos.pos_until);
-    end if;
-  elsif (v_pos.pos_tick, v_pos.pos_next_tick, v_pos.pos_done_id, v_pos.pos_open, v_pos.pos_lapse)
-    is not distinct from (v_first.pos_tick, v_first.pos_next_tick, v_first.pos_done_id, v_first.pos_open, v_first.pos_lapse)
-  then
-    return;
-  end if;
-  -- As _append_position() does, in READ COMMITTED and under the lock.
-  v_pos.pos_seq := v_pos.pos_seq + 1;
-  v_pos.pos_time := v_now;
-  v_pos.leaf := v_leaf;
-  insert into pgque.position select v_pos.*;
-end
-$$;
-
--- What a worker may not ask for.
-create or replace function pgque._refuse_worker(p_queue text, p_timeout interval) returns void
-language plpgsql as $$
-begin
-  perform pgque._need_read_committed('receive() for a worker');
-  if p_timeout <= '0' or p_timeout > '100 years' then
-    perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-      'It is how long the worker has before others get its messages.');
-  end if;
-  perform pgque._fail('PQ004', pg_catalog.format('invalid worker name for queue %I', p_queue),
-    'A worker name has 1 to 1000 bytes; any character is allowed.');
-end
-$$;
-
--- Makes a consumer on its own a pool of workers, unless it has become
--- something else meanwhile.  One that has received a batch on its own stays as it
--- is: the process that reads it could not go on.
-create or replace function pgque._make_pool(p_sub pgque.subscriber, p_queue text) returns void
-language plpgsql as $$
-begin
-  if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
-    perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-      pg_catalog.format('Subscribe another consumer for the workers. Or finish its batch, stop its reader, and subscribe it anew where it stands, '
-        'which loses its pending retries: select i.last_tick, pgque.unsubscribe(%1$L, %2$L) from pgque.get_consumer_info(%1$L, %2$L) i; '
-        'select pgque.subscribe(%1$L, %2$L, ''<last_tick>'');', p_queue, pgque._subscriber_name(p_sub)));
-  end if;
-  update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
-end
-$$;
-
--- The next messages of a pool's window, at most p_max: their ids and where they
--- lie, whether there are more, and whether any has a key.  A window that is
--- longer than that is read once, in order, into the roster.
-create or replace function pgque._slice(
-  p_sub pgque.subscriber, p_pos pgque.position, p_max bigint,
-  out ids bigint[], out leaves smallint[], out tids tid[], out more boolean, out keyed boolean
-)
-language plpgsql as $$
-declare
-  v_rows       text;
-  v_filenodes  oid[];
-  v_row        record;
-  v_known      boolean := false;
-  v_done       bigint := coalesce(p_pos.pos_done_id, 0);
-  v_from       int;
-begin
-  if p_pos.pos_done_id is null and p_pos.pos_next_event_seq - p_pos.pos_event_seq <= p_max then
-    v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
-    if v_rows is not null then
-      execute pg_catalog.format(
-        'select array_agg(e.ev_id order by e.ev_id), array_agg(e.leaf order by e.ev_id), array_agg(e.tid order by e.ev_id), bool_or(e.keyed)'
-        ' from (%s order by ev_id limit %s) e', v_rows, p_max + 1)
-      into ids, leaves, tids, keyed;
-    end if;
-    more := pg_catalog.cardinality(ids) > p_max;
-  else
-    for v_try in 1..5 loop
-      v_filenodes := pgque._filenodes(p_sub.sub_queue);
-      loop
-        select r.ros_id_hi, r.ros_ids, r.ros_leaves, r.ros_tids, r.ros_keyed, r.ros_last into v_row
-        from pgque.roster r
-        where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_id_hi > v_done
-          and r.ros_valid and r.ros_filenodes = v_filenodes
-        order by r.ros_id_hi
-        limit 1;
-        exit when not found;
-        v_known := true;
-        -- The ids rise, so what is behind v_done is found by bisection.  There may
-        -- be two rosters of a window.
-        v_from := pg_catalog.width_bucket(v_done, v_row.ros_ids) + 1;
-        ids := ids || v_row.ros_ids[v_from:];
-        leaves := leaves || v_row.ros_leaves[v_from:];
-        tids := tids || v_row.ros_tids[v_from:];
-        keyed := coalesce(keyed, false) or v_row.ros_keyed;
-        v_done := v_row.ros_id_hi;
-        more := not v_row.ros_last or pg_catalog.cardinality(ids) > p_max;
-        exit when pg_catalog.cardinality(ids) >= p_max;
-      end loop;
-      -- A roster that was made just now, and has nothing behind v_done, says that
-      -- the window ends there.
-      exit when v_known
-        or (v_try > 1 and exists (
-          select from pgque.roster r
-          where r.ros_sub = p_sub.sub_id and r.ros_from = p_pos.pos_tick and r.ros_to = p_pos.pos_next_tick and r.ros_valid and r.ros_filenodes = v_filenodes))
-        or pgque._make_roster(p_sub, p_pos) = 0;
-      if v_try = 5 then
-        perform pgque._rewritten();
-      end if;
-    end loop;
-  end if;
-  if pg_catalog.cardinality(ids) > p_max then
-    ids := ids[:p_max];
-    leaves := leaves[:p_max];
-    tids := tids[:p_max];
-  end if;
-end
-$$;
-
--- Where the messages of a window lie that belong to a subscriber; null if there
--- can be none.
-create or replace function pgque._addresses_sql(p_sub pgque.subscriber, p_pos pgque.position, p_xids text) returns text
-language sql stable as $$
-  -- One that was moved back can meet an event and its own retry in one window.
-  select case when p_pos.pos_tick < p_pos.pos_high then 'select distinct on (u.ev_id) u.* from (' || a.sql || ') u' else a.sql end
-  from (
-  select pg_catalog.string_agg(pg_catalog.format('select e.ev_id, %s::smallint as leaf, e.ctid as tid, e.ev_key is not null as keyed from pgque.event_%s_%s e where %s',
-    n, p_sub.sub_queue, n, pgque._slice_condition(p_xids, p_sub.sub_id, p_pos.pos_done_id, null)), ' union all ') as sql
-  from pg_catalog.generate_series(0, 2) n
-  where p_xids is not null and pg_catalog.pg_relation_size(pg_catalog.format('pgque.event_%s_%s', p_sub.sub_queue, n)::regclass) > 0
-  ) a
-$$;
-
--- Returns the number of rows: 0 when the window is empty.
-create or replace function pgque._make_roster(p_sub pgque.subscriber, p_pos pgque.position) returns int
-language plpgsql as $$
-declare
-  v_rows   text;
-  v_count  int;
-begin
-  -- The whole window, so that whoever asks for another part of it finds it too.
-  p_pos.pos_done_id := null;
-  v_rows := pgque._addresses_sql(p_sub, p_pos, pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot));
-  if v_rows is null then
-    return 0;
-  end if;
-  -- Sorted once: an ORDER BY in each aggregate sorts for each.
-  execute pg_catalog.format(
-    $q$
-    insert into pgque.roster (leaf, ros_sub, ros_from, ros_to, ros_id_hi, ros_ids, ros_leaves, ros_tids, ros_keyed, ros_filenodes, ros_xid, ros_last)
-    select %s, $1, $2, $3, a.ids[least(n + 99, cardinality(a.ids))], a.ids[n:n + 99], a.leaves[n:n + 99], a.tids[n:n + 99], true = any (a.keyed[n:n + 99]),
-      $4, pgque._xid(), n + 100 > cardinality(a.ids)
-    from (
-      select array_agg(e.ev_id) as ids, array_agg(e.leaf) as leaves, array_agg(e.tid) as tids, array_agg(e.keyed) as keyed
-      from (%s order by ev_id) e
-      offset 0
-    ) a
-    cross join pg_catalog.generate_series(1, cardinality(a.ids), 100) n
-    $q$, (select j.journal_cur from pgque.journal j where j.journal_id = 1), v_rows)
-  using p_sub.sub_id, p_pos.pos_tick, p_pos.pos_next_tick, pgque._filenodes(p_sub.sub_queue);
-  get diagnostics v_count = row_count;
-  return v_count;
-end
-$$;
-
--- The rows that a slice names: $1 ids, $2 addresses, $3 tables.  The planner is
--- not shown long arrays: it would weigh each element.  The ids rise, so each row
--- finds its own by bisection.
-create or replace function pgque._slice_sql(p_queue_id int, p_leaves smallint[]) returns text
-language plpgsql immutable as $$
-begin
-  if p_leaves[1] = all (p_leaves) then
-    return 'select e.* from pgque.event_' || p_queue_id || '_' || p_leaves[1]
-      || case when pg_catalog.cardinality(p_leaves) > 10
-        then ' e where e.ctid = any ((select $2)::tid[]) and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id and $3 is not null'
-        else ' e where e.ctid = any ($2) and e.ev_id = any ($1) and $3 is not null' end;
-  end if;
-  return (
-    select pg_catalog.string_agg(pg_catalog.format(
-      'select e.* from pgque.event_%s_%s e where e.ctid = any (array(select t.tid from unnest($2, $3) t (tid, leaf) where t.leaf = %2$s))'
-      ' and ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id', p_queue_id, n), ' union all ')
-    from pg_catalog.generate_series(0, 2) n
-    where n = any (p_leaves));
-end
-$$;
-
--- The same, which must be where the roster said.
-create or replace function pgque._slice_rows(p_queue_id int, p_ids bigint[], p_tids tid[], p_leaves smallint[]) returns pgque.event[]
-language plpgsql as $$
-declare
-  v_rows  pgque.event[];
-begin
-  execute 'select array_agg(row(e.*)::pgque.event order by e.ev_id) from (' || pgque._slice_sql(p_queue_id, p_leaves) || ') e'
-  into v_rows using p_ids, p_tids, p_leaves;
-  if coalesce(pg_catalog.cardinality(v_rows), 0) <> pg_catalog.cardinality(p_ids) then
-    perform pgque._rewritten();
-  end if;
-  return v_rows;
-end
-$$;
-
-create or replace function pgque._rewritten() returns void
-language plpgsql as $$
-begin
-  perform pgque._fail('serialization_failure', 'a table of the queue was rewritten while it was read', 'Retry the transaction.');
-end
-$$;
-
--- The rows of a pool's batch that came from the log, those with p_ids or all,
--- less what is settled.
-create or replace function pgque._lease_rows(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns pgque.event[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_slice   record;
-  v_ids     bigint[];
-  v_leaves  smallint[];
-  v_tids    tid[];
-  v_rows    pgque.event[];
-begin
-  v_slice := pgque._slice(p_sub, p_lease, greatest(p_lease.pos_done_count, 1000));
-  if v_slice.ids is null then
-    perform pgque._rewritten();
-  end if;
-  select pg_catalog.array_agg(m.id), pg_catalog.array_agg(m.leaf), pg_catalog.array_agg(m.tid)
-  into v_ids, v_leaves, v_tids
-  from unnest(v_slice.ids, v_slice.leaves, v_slice.tids) m (id, leaf, tid)
-  where (p_lease.pos_last_id is null or m.id <= p_lease.pos_last_id) and (p_ids is null or (m.id in (select pg_catalog.unnest((select p_ids)))) is true);
-  if v_ids is null then
-    return null;
-  end if;
-  v_rows := pgque._slice_rows(p_sub.sub_queue, v_ids, v_tids, v_leaves);
-  if (select q.queue_keyed from pgque.queue q where q.queue_id = p_sub.sub_queue) then
-    v_rows := pgque._with_bodies(p_sub.sub_queue, v_rows);
-  end if;
-  return v_rows;
-end
-$$;
-
--- Of batches that may be open those that are.
-create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
-language plpgsql set enable_seqscan = off as $$
-begin
-  return array(
-    select o.token
-    from pg_catalog.unnest(p_tokens) with ordinality o (token, n)
-    where not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
-    order by o.n);
-end
-$$;
-
--- Looks at every batch of a pool that may be open.  Whatever is left of one whose
--- lease ended goes to the retry queue, to be taken at once; until somebody does,
--- the old batch id stays good.  A batch that its worker is just speaking about
--- is alive.
-create or replace function pgque._reap(p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz)
-returns pgque.position
-language plpgsql as $$
-declare
-  v_token  bigint;
-  v_lease  pgque.position;
-  v_state  record;
-  v_open   bigint[] := '{}';
-  v_lapse  timestamptz;
-  v_tried  int := 0;
-begin
-  foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
-    v_state := pgque._lease_state(v_token);
-    continue when v_state.closed;
-    v_lease := pgque._lease(p_sub.sub_id, v_token);
-    continue when v_lease.pos_sub is null;
-    if coalesce(v_state.until, v_lease.pos_until) <= p_now and v_tried < 200 then
-      -- The server has room for some thousand locks; the others come next time.
-      v_tried := v_tried + 1;
-      if pg_catalog.pg_try_advisory_xact_lock(v_token) then
-        v_state := pgque._lease_state(v_token);
-        continue when v_state.closed;
-        if coalesce(v_state.until, v_lease.pos_until) <= p_now then
-          perform pgque._shelve(p_queue, p_sub, v_lease, p_now);
-          continue;
-        end if;
-      else
-        v_state.until := p_now + interval '1 second';
-      end if;
-    end if;
-    v_open := v_open || v_token;
-    v_lapse := least(v_lapse, coalesce(v_state.until, v_lease.pos_until));
-  end loop;
-  p_pos.pos_open := v_open;
-  p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
-  p_pos.pos_lapse := v_lapse;
-  return p_pos;
-end
-$$;
-
--- Moves what is left of a batch from the log to the retry queue, still under its
--- batch id, to be taken from p_due on.
-create or replace function pgque._shelve(p_queue pgque.queue, p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint[]
-language plpgsql as $$
-declare
-  v_rows  pgque.event[] := pgque._unsettled_rows(p_sub, p_lease, null);
-begin
-  perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id, array[0]);
-  if pg_catalog.current_setting('transaction_isolation') <> 'read committed' then
-    -- What an old snapshot does not see is found by the primary key.
-    perform pgque._note(p_lease.pos_last_batch, p_sub.sub_id,
-      array(select r.ev_id from pg_catalog.unnest(v_rows) r) || 6917529027641081856 + coalesce(pg_catalog.cardinality(v_rows), 0));
-  end if;
-  insert into pgque.retry_queue
-  select (pgque._waiting(r, p_sub, coalesce(r.ev_retry, 0) + 1, p_due, p_lease.pos_last_batch, p_lease.pos_worker)).* from pg_catalog.unnest(v_rows) r
-  -- A pool that was moved back may have the message waiting already: who holds it
-  -- there loses it, so that this one comes.
-  on conflict (ev_owner, ev_id, ev_queue) do update
-  set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker);
-  return array(select r.ev_id from pg_catalog.unnest(v_rows) r);
-end
-$$;
-
--- Those of a pool's hand-outs that are open: how many of their messages have an
--- outcome, and until when they are held.
-create or replace function pgque._open_leases(p_sub int, p_tokens bigint[], out lease pgque.position, out settled bigint, out until timestamptz)
-returns setof record
-language sql as $$
-  select l, s.settled, coalesce(s.until, l.pos_until)
-  from pg_catalog.unnest(p_tokens) o (token)
-  cross join lateral pgque._lease(p_sub, o.token) l
-  cross join lateral pgque._lease_state(o.token) s
-  where not s.closed
-$$;
-
--- Those that have lapsed and that nobody asked for since.
-create or replace function pgque._lapsed_leases(p_sub int, p_pos pgque.position, out lease pgque.position, out settled bigint, out until timestamptz)
-returns setof record
-language sql as $$
-  -- Until the first of them may have lapsed none is looked at.
-  select o.lease, o.settled, o.until
-  from pgque._open_leases(p_sub, case when p_pos.pos_lapse <= pgque.clock() then p_pos.pos_open end) o
-  where o.until <= pgque.clock()
-$$;
-
--- The condition on e for the messages of a batch from the log that have no outcome
--- yet: what lies in its slice of the window, less what is settled.
-create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position, p_batch bigint) returns text
-language sql stable as $$
-  select pgque._slice_condition(
-      coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
-    || pg_catalog.format(' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_batch)
-$$;
-
--- The rows of a batch from the log that have no outcome yet.
-create or replace function pgque._unsettled_rows(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns pgque.event[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-begin
-  return (
-    select pg_catalog.array_agg(r)
-    from pg_catalog.unnest(pgque._lease_rows(p_sub, p_lease, p_ids)) r
-    where not exists (select from pgque.settled s where s.set_batch = p_lease.pos_last_batch and s.set_ev_id = r.ev_id));
-end
-$$;
-
--- The key whose order a pool keeps.  An index takes no long ones; two that share
--- a lane keep an order too many.
-create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
-language sql immutable as $$
-  select case
-    when not p_sub.sub_keyed then null
-    when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
-    else coalesce(p_key, p_extra1)
-  end
-$$;
-
--- An event as it waits for a subscriber in the retry queue.
-create or replace function pgque._waiting(
-  p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
-) returns pgque.retry_queue
-language sql volatile as $$
-  select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
-    p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
-    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
-    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
-$$;
-
--- How many messages that lapsed go out together: fewer each time, and on the
--- last attempt each is alone.  One that was requeued while it was held counts from zero.
-create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
-language sql immutable as $$
-  select case
-    when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
-    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
-  end
-$$;
-
--- Locks messages that wait for a pool and are due, but for p_but: any (p_receives
--- null), of those that lapsed the ones with so many receives, or of the others (-1).
-create or replace function pgque._due(
-  p_sub pgque.subscriber, p_pos pgque.position, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int
-)
-returns pgque.retry_queue[]
-language plpgsql as $$
-begin
-  if p_sub.sub_keyed then
-    return array(
-      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_pos, p_max, p_now, p_but)) r
-      where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
-  end if;
-  return array(
-    select r
-    from (
-      select r.* from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-        and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
-      order by r.ev_retry_after, r.ev_id
-      limit p_max
-      for update skip locked
-    ) r);
-end
-$$;
-
--- Leases messages that wait in the retry queue and are due.  Those whose
--- attempts are used up, or that expired, are not handed out but done with.
-create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_now timestamptz,
-  out taken int, out lapsed boolean
-)
-language plpgsql as $$
-declare
-  v_rows    pgque.retry_queue[];
-  v_doomed  pgque.retry_queue[];
-  v_good    pgque.retry_queue[];
-  v_ids     bigint[];
-  v_busy    bigint[] := '{}';
-  v_piece   bigint;
-  v_look    bigint;
-begin
-  taken := 0;
-  for v_try in 0..99 loop
-    -- The first says how many go together; the others stay unlocked, since
-    -- their holder may be about to say something.
-    v_rows := pgque._due(p_sub, p_pos, 1, p_now, v_busy, null);
-    exit when pg_catalog.cardinality(v_rows) = 0;
-    lapsed := v_rows[1].ev_batch is not null;
-    v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;
-    -- Those that are not to be delivered are weeded out many at a time.  After a
-    -- try in which all were being replaced, it looks at twice as many.
-    v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
-    if v_rows[1].ev_receives >= p_queue.queue_max_receive_attempts or v_rows[1].ev_expires <= p_now then
-      v_look := greatest(v_look, 1000);
-    end if;
-    if v_look > 1 then
-      v_rows := pgque._due(p_sub, p_pos, v_look, p_now, v_busy, case when lapsed then v_rows[1].ev_receives else -1 end);
-    end if;
-    v_doomed := array(
-      select r from pg_catalog.unnest(v_rows) r
-      where r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now);
-    v_good := pgque._weed(p_queue, p_sub, v_doomed, p_now);
-    -- Of the others no more than go out, since with that their bodies are fixed.
-    v_good := v_good || pgque._weed(p_queue, p_sub, array(
-      select r from pg_catalog.unnest(v_rows) r
-      where (r.ev_receives >= p_queue.queue_max_receive_attempts or r.ev_expires <= p_now) is not true), p_now,
-      v_piece - pg_catalog.cardinality(v_good));
-    -- Where none may go, all are gone, or wait for who is replacing them: of those it
-    -- looks at no more than some thousands.
-    v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
-    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
-    if pg_catalog.cardinality(v_ids) > 0 then
-      -- One look-up by index for each, whatever the planner takes their number for.
-      with found as materialized (
-        select f.ctid
-        from pg_catalog.unnest(v_ids) i (id)
-        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) f
-      )
-      update pgque.retry_queue r
-      set ev_batch = p_token, ev_worker = p_pos.pos_worker, ev_retry_after = p_pos.pos_until, ev_receives = r.ev_receives + 1
-      from found f
-      where r.ctid = f.ctid;
-      taken := pg_catalog.cardinality(v_ids);
-      return;
-    end if;
-    exit when v_try >= 15 and pg_catalog.cardinality(v_doomed) = 0;
-  end loop;
-  lapsed := null;
-end
-$$;
-
--- Of messages that wait and are due, those that may be delivered, p_enough of them.
--- The others on the way are taken out: expired, or their attempts are used up.
-create or replace function pgque._weed(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
-)
-returns pgque.retry_queue[]
-language plpgsql as $$
-declare
-  v_row   pgque.retry_queue;
-  v_good  pgque.retry_queue[] := '{}';
-begin
-  foreach v_row in array p_rows loop
-    exit when pg_catalog.cardinality(v_good) >= p_enough;
-    if v_row.ev_key is not null and v_row.ev_receives = 0 then
-      v_row := pgque._claim_waiting(p_queue, p_sub, v_row);
-      continue when v_row.ev_id is null;
-    end if;
-    if v_row.ev_expires <= p_now then
-      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
-    elsif v_row.ev_receives >= p_queue.queue_max_receive_attempts then
-      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id;
-      perform pgque._bury(p_queue, p_sub, v_row, coalesce(case when v_row.ev_batch is null then v_row.ev_error end, 'receive attempts used up'));
-    else
-      v_good := v_good || v_row;
-    end if;
-  end loop;
-  return v_good;
-end
-$$;
-
--- With keyed order: of keys that wait and are not out the first message, if it is
--- due.  It looks at what is due; only if that is much, and mostly not first of
--- its key, at each key and at what has none.
-create or replace function pgque._heads_of_lanes(
-  p_sub pgque.subscriber, p_pos pgque.position, p_max bigint, p_now timestamptz, p_but bigint[]
-)
-returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_out  text[] := pgque._lanes_out(p_sub, p_pos);
-  v_due  bigint[];
-begin
-  v_due := array(
-    select r.ev_id from pgque.retry_queue r
-    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
-  if pg_catalog.cardinality(v_due) = 1000 then
-    v_due := v_due || array(
-      with recursive lane (lane) as (
-        (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
-        union all
-        select (
-          select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane > l.lane order by r.ev_lane limit 1)
-        from lane l
-        where l.lane is not null
-      )
-      select h.ev_id
-      from lane l
-      cross join lateral (
-        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
-      || array(
-        select r.ev_id from pgque.retry_queue r
-        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
-  end if;
-  return array(
-    select r
-    from (
-      select r.*
-      from pgque.retry_queue r
-      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
-        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
-        and (r.ev_lane is null
-          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
-            -- A message of the key that is out may be one that was sent later.
-            and not exists (
-              select from pgque.retry_queue o
-              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
-                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
-      order by r.ev_batch is null, r.ev_id
-      limit p_max
-      for update skip locked
-    ) r);
-end
-$$;
-
--- The keys of a pool's messages that came from the log and are out.
-create or replace function pgque._lanes_out(p_sub pgque.subscriber, p_pos pgque.position) returns text[]
-language plpgsql as $$
-declare
-  v_token  bigint;
-  v_state  record;
-  v_lease  pgque.position;
-  v_lanes  text[] := '{}';
-begin
-  foreach v_token in array pgque._not_closed(p_pos.pos_open) loop
-    v_state := pgque._lease_state(v_token);
-    continue when v_state.closed;
-    v_lease := pgque._lease(p_sub.sub_id, v_token);
-    if v_state.settled = 0 then
-      v_lanes := v_lanes || v_lease.pos_keys;
-    else
-      v_lanes := v_lanes || array(
-        select pgque._lane(p_sub, e.ev_key, e.ev_extra1) from pg_catalog.unnest(pgque._unsettled_rows(p_sub, v_lease, null)) e);
-    end if;
-  end loop;
-  return array_remove(v_lanes, null);
-end
-$$;
-
--- Goes through the rows of a slice, for queues and consumers with keys, and
--- returns what is handed out, at most p_max.  A message whose key is out or
--- waits already, or is just being replaced, goes to the retry queue; what was
--- purged or expired is left out.  The slice ends where it stopped.
-create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_rows pgque.event[], p_token bigint, p_max bigint, p_now timestamptz,
-  out pos pgque.position, out rows pgque.event[]
-)
-language plpgsql as $$
-declare
-  v_row     pgque.event;
-  v_lane    text;
-  v_out     text[];
-  v_skip    bigint[] := '{}';
-  v_claim   record;
-  v_looked  int := 0;
-begin
-  pos := p_pos;
-  rows := '{}';
-  v_claim := pgque._claim(p_queue, p_rows);
-  if p_sub.sub_keyed then
-    pos.pos_keys := '{}';
-    v_out := pgque._lanes_out(p_sub, p_pos);
-  end if;
-  foreach v_row in array v_claim.rows loop
-    if pg_catalog.cardinality(rows) = p_max then
-      -- What follows stays in the window.
-      pos.pos_last_id := (v_claim.rows[v_looked]).ev_id;
-      exit;
-    end if;
-    v_looked := v_looked + 1;
-    v_lane := pgque._lane(p_sub, v_row.ev_key, v_row.ev_extra1);
-    if v_row.ev_id = any (v_claim.gone) then
-      v_skip := v_skip || v_row.ev_id;
-    elsif v_row.ev_expires <= p_now then
-      v_skip := v_skip || v_row.ev_id;
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
-    elsif v_row.ev_id = any (v_claim.busy)
-      or v_lane = any (v_out) or v_lane = any (pos.pos_keys)
-      or (v_lane is not null and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = v_lane))
-    then
-      v_skip := v_skip || v_row.ev_id;
-      insert into pgque.retry_queue
-      select (pgque._waiting(v_row, p_sub, 0, p_now, null, null)).*
-      on conflict do nothing;
-    else
-      rows := rows || v_row;
-      if v_lane is not null then
-        pos.pos_keys := pos.pos_keys || v_lane;
-      end if;
-    end if;
-  end loop;
-  pos.pos_done_count := v_looked;
-  perform pgque._seal(p_queue.queue_id, rows);
-  if pg_catalog.cardinality(rows) > 0 and pg_catalog.cardinality(v_skip) > 0 then
-    perform pgque._note(p_token, p_sub.sub_id, v_skip);
-  end if;
-end
-$$;
-
--- What was said about messages after they were sent: bodies (owner 0), seals
--- (-1), purges (-2).
-create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_said  pgque.event[];
-begin
-  execute (
-    select 'select array_agg(row(e.*)::pgque.event order by e.ev_id, e.ev_retry) from ('
-      || pg_catalog.string_agg(pg_catalog.format(
-        'select e.* from pgque.event_%s_%s e where e.ev_key = any ($1) and e.ev_id = any ($2) and e.ev_owner <= 0'
-        ' and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n), ' union all ')
-      || ') e'
-    from pg_catalog.generate_series(0, 2) n)
-  into v_said
-  using array(select r.ev_key from pg_catalog.unnest(p_rows) r where r.ev_key is not null),
-    array(select r.ev_id from pg_catalog.unnest(p_rows) r where r.ev_key is not null);
-  return coalesce(v_said, '{}');
-end
-$$;
-
--- Messages with the newest body that their key was given, in order.
-create or replace function pgque._with_bodies(p_queue_id int, p_rows pgque.event[], p_said pgque.event[] default null) returns pgque.event[]
-language plpgsql as $$
-begin
-  p_said := coalesce(p_said, pgque._said(p_queue_id, p_rows));
-  if pg_catalog.cardinality(p_said) = 0 then
-    return p_rows;
-  end if;
-  return (
-    select pg_catalog.array_agg(
-      case
-        when s.ev_id is null then r
-        else row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, s.ev_type, s.ev_data, s.ev_extra1, s.ev_extra2, s.ev_extra3,
-          s.ev_extra4, s.ev_headers, r.ev_key, s.ev_bytes, case when r.ev_error is null then s.ev_expires else r.ev_expires end,
-          r.ev_error)::pgque.event
-      end
-      order by r.ev_id)
-    from pg_catalog.unnest(p_rows) r
-    left join (
-      select distinct on (s.ev_id) s.* from pg_catalog.unnest(p_said) s where s.ev_owner = 0 order by s.ev_id, s.ev_retry desc
-    ) s on s.ev_id = r.ev_id and r.ev_key is not null);
-end
-$$;
-
--- Before messages with keys are delivered for the first time, or passed: takes
--- their keys' locks and reads their bodies.  busy: somebody is replacing it, and is
--- not waited for; gone: it was purged.  A whole window may have more keys than one
--- transaction should lock: then one lock stands for all of them, and while senders
--- hold that one, the messages with the keys that are left over count as busy.
-create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
-language plpgsql as $$
-declare
-  v_class  int := pg_catalog.hashtext('pgque.keys');
-  v_most   bigint := greatest(pgque._lock_room() / 4, 200);
-  v_said   pgque.event[];
-  v_ids    bigint[];
-  v_keys   text[];
-begin
-  v_said := pgque._said(p_queue.queue_id, p_rows);
-  select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
-  from pg_catalog.unnest(p_rows) r
-  where r.ev_key is not null
-    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
-  busy := '{}';
-  if (pg_catalog.cardinality(v_ids) > v_most and pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id)) is not true then
-    busy := array(
-      select r.id
-      from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) with ordinality r (id, key, n)
-      where case
-        when r.n > v_most or not pg_catalog.pg_try_advisory_xact_lock_shared(v_class, p_queue.queue_id) then true
-        else not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.key))
-      end);
-  end if;
-  -- Under the locks nothing more is said.
-  v_said := pgque._said(p_queue.queue_id, p_rows);
-  gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
-  rows := pgque._with_bodies(p_queue.queue_id, p_rows, v_said);
-end
-$$;
-
--- Notes that messages with keys were handed out: their bodies stay as they are.
--- An old snapshot may not show a body that was stored before a rotation and
--- committed since, so it notes that in all three tables: the unique index of each
--- knows its own rows only.
-create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
-language plpgsql as $$
-declare
-  v_said          pgque.event[];
-  v_old_snapshot  boolean := pgque._old_snapshot();
-begin
-  if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
-    return;
-  end if;
-  if v_old_snapshot then
-    -- So that the table is the one where senders write, or this one gets 40001.
-    perform from pgque.queue q where q.queue_id = p_queue_id for share;
-  end if;
-  v_said := pgque._said(p_queue_id, p_rows);
-  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-  select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
-  from pgque.queue q
-  join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
-  cross join pg_catalog.unnest(p_rows) r
-  left join (
-    select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
-  ) s on s.ev_id = r.ev_id
-  where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
-exception
-  when unique_violation then
-    perform pgque._fail('serialization_failure', 'the key of a message changed since this transaction began', 'Retry the transaction.');
-end
-$$;
-
--- The same for one that went to the retry queue before anybody got it; null if
--- it can not be handed out now.
-create or replace function pgque._claim_waiting(p_queue pgque.queue, p_sub pgque.subscriber, p_row pgque.retry_queue) returns pgque.retry_queue
-language plpgsql as $$
-declare
-  v_event  pgque.event := pgque._event(p_row);
-  v_claim  record;
-begin
-  v_claim := pgque._claim(p_queue, array[v_event]);
-  if p_row.ev_id = any (v_claim.gone) then
-    delete from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
-    return null;
-  elsif p_row.ev_id = any (v_claim.busy) then
-    return null;
-  end if;
-  perform pgque._seal(p_queue.queue_id, v_claim.rows);
-  v_event := v_claim.rows[1];
-  update pgque.retry_queue r
-  set ev_type = v_event.ev_type, ev_data = v_event.ev_data, ev_extra1 = v_event.ev_extra1, ev_headers = v_event.ev_headers,
-    ev_bytes = v_event.ev_bytes, ev_expires = v_event.ev_expires
-  where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
-  p_row.ev_expires := v_event.ev_expires;
-  return p_row;
-end
-$$;
-
--- A waiting message as the event it was.
-create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
-language sql immutable as $$
-  select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
-    p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
-    p_row.ev_expires, p_row.ev_error)::pgque.event
-$$;
-
--- Counts what nobody will see again.
-create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
-language plpgsql as $$
-begin
-  if p_count > 0 then
-    insert into pgque.tally values (p_queue_id, p_sub, p_what, p_count, pgque._journal_leaf());
-  end if;
-end
-$$;
-
--- What a subscriber still needs: its position, or, of a pool, the oldest of its
--- open batches.  A pool that was given all of a window is behind it: nobody has
--- to ask once more before that shows.
-create or replace function pgque._oldest_need(p_sub int) returns pgque.position
-language plpgsql as $$
-declare
-  v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
-  v_lease  pgque.position;
-begin
-  select l.* into v_lease
-  from pg_catalog.unnest(pgque._not_closed(v_pos.pos_open)) o (token)
-  cross join lateral pgque._lease(p_sub, o.token) l
-  where l.pos_tick < v_pos.pos_tick
-  order by l.pos_tick
-  limit 1;
-  if found then
-    return v_lease;
-  end if;
-  return v_pos;
-end
-$$;
--- ---------------------------------------------------------------------------
--- subconsumers: PgQ's cooperative consumers
--- ---------------------------------------------------------------------------
-
--- PgQ's way to share one position, kept for its clients: workers are registered
--- by name, each holds one batch, and a silent one is passed over only by who
--- asks for it (dead_interval).  For leases see "workers".
---
--- A consumer's position says what was handed out; each worker's own row says
--- which batch it holds.  A worker that is done with its batch has an empty
--- row, which holds nothing back.
-
--- Refuses a call of a consumer on its own for one that has workers.
-create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
-language plpgsql as $$
-begin
-  if p_sub.sub_role in ('coop_main', 'pool') then
-    perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
-      case p_sub.sub_role
-        when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
-        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
-        else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
-  end if;
-end
-$$;
-
--- The subscriber row of a worker, or null.
-create or replace function pgque._find_worker(p_main int, p_worker text) returns int
-language plpgsql as $$
-begin
-  return (select s.sub_id from pgque.subscriber s where s.sub_main = p_main and s.sub_worker = p_worker collate pg_catalog."default");
-end
-$$;
-
-create or replace function pgque._worker(p_main pgque.subscriber, p_worker text) returns int
-language plpgsql as $$
-declare
-  v_sub  int := pgque._find_worker(p_main.sub_id, p_worker);
-begin
-  if v_sub is null then
-    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
-  end if;
-  return v_sub;
-end
-$$;
-
-create or replace function pgque.register_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
-) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_main      pgque.subscriber;
-  v_worker    int;
-  v_position  pgque.position;
-begin
-  if coalesce($3, '') = '' or octet_length($3) > 1000 then
-    perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
-      'A worker name has 1 to 1000 bytes; any character is allowed.');
-  end if;
-  perform pgque._subscribe($1, $2, 'coop_main', 'latest', caller);
-  v_main := pgque._subscriber($1, $2, caller);
-  if pgque._find_worker(v_main.sub_id, $3) is not null then
-    return 0;
-  end if;
-  v_position := pgque._lock_position(v_main.sub_id);
-  v_main := pgque._subscriber($1, $2, caller);
-  if v_main.sub_role = 'pool' then
-    perform pgque._fail('PQ006', format('consumer %I of queue %I has workers with leases', $2, $1),
-      'Use pgque.receive(queue, consumer, max_return, worker => name), or another consumer.');
-  elsif v_main.sub_role = 'normal' then
-    if $4 is not true then
-      perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
-        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
-    end if;
-    update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
-  end if;
-  v_worker := pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
-  if v_position.pos_batch is not null then
-    perform pgque._move_batch(v_position, v_worker, v_position.pos_attempt);
-  end if;
-  return 1;
-exception
-  when unique_violation then
-    return 0;
-end
-$$;
-comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
-  'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
-  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
-  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
-  'convert_normal is not true.';
-
-create or replace function pgque.subscribe_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
-) returns int
-language sql as $$ select pgque.register_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'The same as register_subconsumer().';
-
-create or replace function pgque.unregister_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
-) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_main      pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_sub       int;
-  v_position  pgque.position;
-begin
-  perform pgque._lock_position(v_main.sub_id);
-  v_sub := pgque._find_worker(v_main.sub_id, $3);
-  if v_sub is null then
-    return 0;
-  end if;
-  v_position := pgque._lock_position(v_sub);
-  if v_position.pos_batch is not null then
-    if $4 is distinct from 1 then
-      perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
-    end if;
-    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered', false);
-  end if;
-  delete from pgque.subscriber s where s.sub_id = v_sub;
-  return 1;
-end
-$$;
-comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
-  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
-
-create or replace function pgque.unsubscribe_subconsumer(
-  queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
-) returns int
-language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
-comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
-
-create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_position  pgque.position;
-begin
-  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2, caller), $3));
-  perform pgque._append_position(v_position, pgque._carry_over(v_position));
-  return 1;
-end
-$$;
-comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
-  'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
-
--- Gives the open batch of one subscriber to a worker that has none, under a new
--- batch id and with its outcomes.  The caller holds the locks of both.
-create or replace function pgque._move_batch(p_from pgque.position, p_sub int, p_attempt int) returns void
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_leaf   int := pgque._journal_leaf();
-  v_batch  pgque.position := pgque._as_batch_of(pgque._position(p_sub, v_leaf), p_from);
-begin
-  v_batch.pos_attempt := p_attempt;
-  v_batch.pos_batch := pgque._new_batch_id(v_batch);
-  v_batch.pos_last_batch := v_batch.pos_batch;
-  perform pgque._note(v_batch.pos_batch, p_sub, array(
-    select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_from.pos_batch), null, v_leaf);
-  perform pgque._append_position(v_batch, v_leaf);
-  perform pgque._append_position(pgque._behind(p_from, p_from), v_leaf);
-end
-$$;
-
--- Gives the oldest batch whose worker was silent for longer than
--- p_dead_interval to another worker, under a new batch id: from then on the
--- old id is dead.
-create or replace function pgque._take_over(p_main int, p_sub int, p_dead_interval interval) returns void
-language plpgsql as $$
-declare
-  v_own   pgque.position;
-  v_dead  pgque.position;
-  v_id    int;
-begin
-  select p.pos_sub into v_id
-  from pgque.subscriber s
-  cross join lateral pgque._position(s.sub_id) p
-  where s.sub_main = p_main and s.sub_id <> p_sub and p.pos_batch is not null and p.pos_time < pgque.clock() - p_dead_interval
-  order by p.pos_time
-  limit 1;
-  if not found then
-    return;
-  end if;
-  perform pgque._lock_position(p_main);
-  v_own := pgque._lock_position(p_sub);
-  if v_own.pos_batch is not null then
-    return;
-  end if;
-  -- A worker that holds its own lock is alive.
-  perform from pgque.subscriber s where s.sub_id = v_id for no key update skip locked;
-  if not found then
-    return;
-  end if;
-  v_dead := pgque._position(v_id);
-  if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
-    return;
-  end if;
-  perform pgque._move_batch(v_dead, p_sub, v_dead.pos_attempt + 1);
-end
-$$;
-
--- Registers a worker on first use and takes over a batch for it if dead_interval
--- is given.
-create or replace function pgque._join(
-  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval, caller pgque.caller default current_user
-) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
-  v_main   int;
-begin
-  select s.sub_id into v_main
-  from pgque.consumer c
-  join pgque.subscriber s on s.sub_queue = v_queue and s.sub_consumer = c.co_id and s.sub_main is null
-  where c.co_queue in (0, v_queue) and c.co_name = $2 collate "default";
-  if pgque._find_worker(v_main, $3) is null then
-    perform pgque.register_subconsumer($1, $2, $3, false, caller);
-    v_main := (pgque._subscriber($1, $2, caller)).sub_id;
-  end if;
-  if $4 is not null then
-    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $4);
-  end if;
-end
-$$;
-
-create or replace function pgque.receive_coop(
-  queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
-) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  perform pgque._join($1, $2, $3, $5, caller);
-  return query select * from pgque.receive($1, $2, $4, $3);
-end
-$$;
-comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
-  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 max_return is below 1; PQ006 the consumer reads on its own.';
-
--- next_batch_custom() for one of several workers, in the same way.
-create or replace function pgque.next_batch_custom(
-  queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
-  dead_interval interval default null, caller pgque.caller default current_user
-) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  perform pgque._join($1, $2, $3, $7, caller);
-  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
-end
-$$;
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
-
-create or replace function pgque.next_batch(
-  queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
-) returns bigint
-language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
-comment on function pgque.next_batch(text, text, text, interval) is
-  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
-  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ006 the consumer reads on its own.';
--- ---------------------------------------------------------------------------
--- outcomes: what becomes of a message, retry, dead letters, archive
--- ---------------------------------------------------------------------------
-
--- Gives messages of an open batch their outcome; p_ids null means all that have
--- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
--- retry (again in any case), dead, release (again at once).  The rows
--- are read again from where they are stored, so nothing a client says but the
--- ids is believed, and each message gets one outcome.  Raises nothing for a
--- batch that is lost: the answer says so message by message.  A message that
--- somebody else has locked, and may be taking over, is lost; with p_wait it is
--- waited for, since a caller that raises an error has to be sure.
-create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
-returns setof pgque.outcome
-language plpgsql as $$
-declare
-  v_sub    pgque.subscriber;
-  v_queue  pgque.queue;
-  v_lease  pgque.position;
-  v_closed  boolean := true;
-  v_until  timestamptz;
-  v_open   boolean;            -- messages of it are still in the log
-  v_leaf   int;
-  v_and    text := '';
-  v_row    pgque.event;
-  v_rows   pgque.event[];
-  v_new    bigint[];
-  v_gone   bigint[];
-  v_items  pgque.retry_queue[] := '{}';
-  v_item   pgque.retry_queue;
-begin
-  p_ids := pgque._flat(p_ids);
-  -- Nobody unsubscribes it until this is committed; of a pool, others go on meanwhile.
-  select s.* into v_sub
-  from pgque.subscriber s
-  where (s.sub_id & 1048575) = (p_batch & 1048575)::int and s.sub_role <> 'pool'
-  for no key update;
-  if not found then
-    select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int for key share;
-  end if;
-  select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
-  if v_sub.sub_role = 'pool' then
-    perform pg_catalog.pg_advisory_xact_lock(p_batch);
-    v_lease := pgque._lease(v_sub.sub_id, p_batch);
-    select t.closed, coalesce(t.until, v_lease.pos_until) into v_closed, v_until from pgque._lease_state(p_batch) t;
-    v_open := v_lease.pos_fresh > 0 and not v_closed;
-    if v_open and pgque._old_snapshot() then
-      -- Where rows are locked, an old snapshot is found out.
-      perform pgque._shelve(v_queue, v_sub, v_lease, v_until);
-      v_open := false;
-    end if;
-  elsif v_sub.sub_id is not null then
-    v_leaf := pgque._journal_leaf();
-    v_lease := pgque._carried_position(v_sub.sub_id, v_leaf);
-    v_open := v_lease.pos_batch = p_batch;
-    if v_open is not true then
-      v_lease := null;
-    end if;
-  end if;
-
-  if v_open and v_sub.sub_role = 'pool' then
-    v_rows := pgque._lease_rows(v_sub, v_lease, p_ids);
-    -- One may be settled in the leaf that is not written any more.
-    v_new := pgque._note(p_batch, v_sub.sub_id, array(
-      select r.ev_id
-      from pg_catalog.unnest(v_rows) r
-      where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = r.ev_id)));
-    if p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count then
-      perform pgque._note(p_batch, v_sub.sub_id, array[0]);
-    end if;
-  elsif v_open then
-    if pg_catalog.cardinality(p_ids) = 1 then
-      v_row := pgque._near_event(v_queue, v_sub, v_lease, p_ids[1]);
-      if v_row.ev_id is null then
-        execute pgque._batch_sql(v_sub, v_lease, ' and e.ev_id = ' || coalesce(p_ids[1]::text, 'null')) || ' limit 1' into v_row;
-      end if;
-      if v_row.ev_id is not null then
-        v_rows := array[v_row];
-      end if;
-    else
-      if p_ids is not null then
-        v_and := pg_catalog.format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove(p_ids, null));
-      end if;
-      execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (select e.* from (%s) e limit %L) e',
-        pgque._batch_sql(v_sub, v_lease, v_and), pg_catalog.cardinality(p_ids)) into v_rows;
-    end if;
-    v_new := pgque._note(p_batch, v_sub.sub_id, array(select r.ev_id from pg_catalog.unnest(v_rows) r), null, v_leaf);
-    if v_new is not null then
-      -- The batch is another one now: an old snapshot must not use what it shows.
-      perform pgque._append_position(v_lease, v_leaf);
-      if v_queue.queue_keyed then
-        v_rows := pgque._with_bodies(v_sub.sub_queue, v_rows);
-      end if;
-    end if;
-  end if;
-
-  if v_new is not null and p_what <> 'ack' then
-    v_items := array(
-      select pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + case when v_sub.sub_role = 'pool' then 1 else v_lease.pos_attempt end,
-        null, null, v_lease.pos_worker)
-      from pg_catalog.unnest(v_rows) r
-      where (r.ev_id in (select pg_catalog.unnest((select v_new)))) is true);
-  end if;
-  if v_sub.sub_role = 'pool' then
-    if p_wait then
-      perform from pgque.retry_queue r
-      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and r.ev_id = any (p_ids)
-      for update;
-    end if;
-    with found as materialized (
-      -- Whatever somebody else has locked is being taken over.
-      select e.ctid from pgque.retry_queue e
-      where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
-        -- The index finds one message of many; many are looked up in a hash table.
-        and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest(p_ids) i (id)), 0)
-        and e.ev_id <= coalesce((select max(i.id) from pg_catalog.unnest(p_ids) i (id)), 9223372036854775807)
-        and (p_ids is null or (e.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
-      order by e.ev_id
-      for update skip locked
-    ),
-    gone as (
-      delete from pgque.retry_queue r using found f
-      where r.ctid = f.ctid
-      returning r.*
-    )
-    select v_items || coalesce(pg_catalog.array_agg(row(g.*)::pgque.retry_queue), '{}'),
-      v_new || pg_catalog.array_agg(g.ev_id), pg_catalog.array_agg(g.ev_id + 4611686018427387904)
-    into v_items, v_new, v_gone
-    from gone g;
-    if p_ids is not null and v_gone is not null then
-      -- So that the batch is known to be whole but for them; see _still_whole().
-      perform pgque._note(p_batch, v_sub.sub_id, v_gone);
-    end if;
-    if p_ids is not null and pg_catalog.cardinality(p_ids) > coalesce(pg_catalog.cardinality(v_new), 0) and exists (
-      select from pgque.retry_queue r
-      where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
-    then
-      -- Who has one of them locked may let go of it again; but the caller is told
-      -- that it is lost, so an ack of all that is left must not finish it.
-      perform pgque._note(p_batch, v_sub.sub_id, array[9223372036854775807]);
-    end if;
-  end if;
-
-  if p_what = 'archive' then
-    perform pgque._archive(v_queue, v_sub, v_items, p_reason);
-  elsif p_what <> 'ack' then
-    foreach v_item in array v_items loop
-      if p_what = 'dead'
-        or (p_what = 'nack' and (coalesce(v_item.ev_retry, 0) >= v_queue.queue_max_retries
-          or (v_sub.sub_role = 'pool' and v_item.ev_receives >= v_queue.queue_max_receive_attempts)))
-      then
-        v_item.ev_error := coalesce(p_reason, v_item.ev_error);
-        perform pgque._bury(v_queue, v_sub, v_item, coalesce(p_reason, case
-          when p_what = 'dead' then 'dead'
-          when coalesce(v_item.ev_retry, 0) >= v_queue.queue_max_retries then 'retries used up'
-          else 'receive attempts used up'
-        end));
-        continue;
-      end if;
-      v_item.ev_batch := null;
-      v_item.ev_worker := null;
-      if p_what in ('nack', 'retry') then
-        v_item.ev_retry := coalesce(v_item.ev_retry, 0) + 1;
-        v_item.ev_error := p_reason;
-      end if;
-      v_item.ev_retry_after := case
-        when p_what in ('nack', 'retry') then pgque.clock() + coalesce(p_after, pgque._backoff(v_queue.queue_retry_backoff, v_item.ev_retry))
-        else pgque.clock()
-      end;
-      insert into pgque.retry_queue select v_item.*
-      -- As in _shelve().
-      on conflict (ev_owner, ev_id, ev_queue) do update
-      set (ev_retry_after, ev_receives, ev_batch, ev_worker, ev_retry, ev_error)
-        = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker, excluded.ev_retry, excluded.ev_error);
-    end loop;
-  end if;
-
-  if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
-    return query select n, true, null::text from pg_catalog.unnest(coalesce(p_ids, v_new)) n;
-  else
-    return query
-      select i.id, i.ok,
-        case
-          when i.ok then null
-          when exists (
-            select from pgque.retry_queue r
-            where v_sub.sub_role = 'pool' and r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
-          when i.id in (select r.ev_id from pg_catalog.unnest((select v_rows)) r) then 'settled already'
-          when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
-          when v_lease.pos_sub is null or (v_closed and v_sub.sub_role = 'pool') then 'batch not open'
-          else 'not in this batch'
-        end
-      from (
-        select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
-          (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
-        from pg_catalog.unnest(p_ids) u (id)
-      ) i;
-  end if;
-end
-$$;
-
--- How long to wait before a message is tried for the n-th time again.
-create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
-language sql volatile as $$
-  select case
-    when p_backoff is null then interval '60 seconds'
-    else make_interval(secs => (least(
-        coalesce((p_backoff->>'cap')::double precision, 3600),
-        coalesce((p_backoff->>'base')::double precision, 1) * power(coalesce((p_backoff->>'factor')::double precision, 2), least(p_n, 100) - 1))
-      * (1 - coalesce((p_backoff->>'jitter')::double precision, 0) * random())))
-  end
-$$;
-
--- A message nobody will be given again goes where its queue says.
-create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
-language plpgsql as $$
-begin
-  if p_queue.queue_drop_policy = 'drop' then
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', 1);
-    return;
-  elsif p_queue.queue_drop_policy = 'dead_letter' and p_queue.queue_dead_letter_queue is not null then
-    begin
-      perform pgque._send(
-        (select q.queue_name from pgque.queue q where q.queue_id = p_queue.queue_dead_letter_queue), p_item.ev_type, p_item.ev_data,
-        p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
-        coalesce(p_item.ev_headers, '{}') || jsonb_build_object('pgque_dead', jsonb_build_object(
-          'queue', p_queue.queue_name,
-          'consumer', (select c.co_name from pgque.consumer c where c.co_id = p_sub.sub_consumer),
-          'msg_id', p_item.ev_id, 'reason', p_reason, 'receive_count', p_item.ev_receives,
-          'retry_count', coalesce(p_item.ev_retry, 0), 'dead_at', pgque.clock())),
-        p_item.ev_bytes);
-      return;
-    exception
-      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
-        -- It takes nothing now, or is just gone; the message is not to be lost.
-        null;
-    end;
-  end if;
-  perform pgque._add_dead_letter(p_item, p_sub.sub_consumer, p_reason, p_queue.queue_drop_policy = 'hold');
-end
-$$;
-
--- Puts a message among the dead letters of a consumer; false if it is there.
-create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
-language plpgsql as $$
-begin
-  insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,
-    ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
-  values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, coalesce(p_item.ev_error, p_reason),
-    p_item.ev_id, p_item.ev_time, p_item.ev_txid, p_item.ev_retry, p_item.ev_type, p_item.ev_data,
-    p_item.ev_extra1, p_item.ev_extra2, p_item.ev_extra3, p_item.ev_extra4,
-    p_item.ev_headers, p_item.ev_key, p_item.ev_bytes, p_item.ev_expires)
-  on conflict on constraint dead_letter_once do nothing;
-  return found;
-end
-$$;
-
--- A span of time from now that must neither be negative nor end when no client
--- can read the time any more.
-create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
-language plpgsql immutable as $$
-begin
-  if p_span < '0' then
-    perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      'It is a time from now on, such as ''30 seconds''.');
-  elsif p_span > '100 years' then
-    perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      'Not every client can read the time when that ends.');
-  end if;
-  return p_span;
-end
-$$;
-
--- The answer about one message of a batch, or an error if it is not there.
-create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
-language plpgsql as $$
-begin
-  if p_outcome.reason = 'not in this batch' then
-    perform pgque._fail('PQ007', pg_catalog.format('message %s is not in batch %s', coalesce(p_outcome.msg_id::text, 'null'), p_batch),
-      'Pass a message of this batch, as receive() returned it.');
-  elsif p_outcome.reason in ('batch not open', 'lost to another worker') then
-    perform pgque._no_batch(p_batch);
-  end if;
-  return p_outcome;
-end
-$$;
-
-create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
-  return 1;
-end
-$$;
-comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.caller) is
-  'The same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
-
-create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
-  return 1;
-end
-$$;
-comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.caller) is
-  'Rejects one message of an open batch and returns 1, also when repeated. The message is redelivered to this consumer after retry_after (NULL: the '
-  'queue''s retry_backoff), or becomes a dead letter once the queue''s max_retries are used up. The rest of the batch stays open: acknowledge it when '
-  'done. Of msg only msg_id counts. For a worker''s batch whose lease expired, the call waits for a transaction that may be taking the message over. '
-  'Errors: PQ005 retry_after is negative; PQ007 the message is not in this batch; PQ012 the batch is not open.';
-
-create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
-returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
-end
-$$;
-comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) is
-  'Rejects many messages of an open batch, by id. Returns one row a message as ack(batch_id, msg_ids) does: msg_id, ok, and the reason if not ok. '
-  'Errors: PQ005 retry_after is negative or above 100 years.';
-
-create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_archive  boolean;
-begin
-  select q.queue_archive_on_ack into v_archive
-  from pgque.subscriber s
-  join pgque.queue q on q.queue_id = s.sub_queue
-  where (s.sub_id & 1048575) = ($1 & 1048575)::int;
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), case when v_archive then 'archive' else 'ack' end, null, 'acked', false) f;
-end
-$$;
-comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
-  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
-  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
-
--- Gives messages up at once, as if their attempts were used up.
-create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
-end
-$$;
-
-create or replace function pgque.dead(batch_id bigint, msg_ids bigint[], reason text default null) returns setof pgque.outcome
-language sql as $$ select * from pgque._dead($1, $2, $3) $$;
-comment on function pgque.dead(bigint, bigint[], text) is
-  'Gives up messages of a batch at once: drop_policy applies to them (by default they become dead letters), with the reason. Returns one row a '
-  'message as ack(batch_id, msg_ids) does.';
-
-create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
-end
-$$;
-comment on function pgque.archive(bigint, bigint[], pgque.caller) is
-  'Acknowledges messages of a batch, all by default, and keeps them in the archive; see archive_list(). Returns one row a message as ack(batch_id, '
-  'msg_ids) does.';
-
--- Leases are of workers only.
-create or replace function pgque._need_pool(p_batch bigint) returns void
-language plpgsql as $$
-begin
-  if (pgque._batch_owner(p_batch)).sub_role <> 'pool' then
-    perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
-      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
-  end if;
-end
-$$;
-
-create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._need_pool($1);
-  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
-end
-$$;
-comment on function pgque.release(bigint, bigint[], pgque.caller) is
-  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
-  'Errors: PQ005 the batch is not a worker''s.';
-
-create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_sub    pgque.subscriber;
-  v_lease  pgque.position;
-  v_until  timestamptz;
-  v_held   int;
-begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._need_pool($1);
-  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
-    return pgque.release($1);
-  end if;
-  v_sub := pgque._batch_owner($1);
-  perform pg_advisory_xact_lock($1);
-  v_lease := pgque._lease(v_sub.sub_id, $1);
-  v_until := pgque.clock() + $2;
-  with found as materialized (
-    select e.ctid from pgque.retry_queue e
-    where e.ev_owner = v_sub.sub_id and e.ev_batch = $1
-    order by e.ev_id
-    for update skip locked
-  )
-  update pgque.retry_queue r set ev_retry_after = v_until
-  from found f
-  where r.ctid = f.ctid;
-  get diagnostics v_held = row_count;
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state($1)).closed then
-    v_held := v_held + cardinality(pgque._shelve(null, v_sub, v_lease, v_until));
-  end if;
-  return v_held;
-end
-$$;
-comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
-  'Sets when the lease on a worker''s batch expires, counted from now; 0 releases the batch. Returns the number of messages still leased, 0 if the '
-  'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
-
-create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_sub    int;
-  v_lease  pgque.position;
-  v_state  record;
-  v_until  timestamptz;
-  v_count  int := 0;
-  v_held   int;
-begin
-  batch_id := pgque._batch_for(caller, $1);
-  perform pgque._need_pool($1);
-  perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
-  v_sub := (pgque._batch_owner($1)).sub_id;
-  perform pg_advisory_xact_lock($1);
-  v_lease := pgque._lease(v_sub, $1);
-  v_state := pgque._lease_state($1);
-  with found as materialized (
-    select e.ctid from pgque.retry_queue e
-    where e.ev_owner = v_sub and e.ev_batch = $1
-    order by e.ev_id
-    for update skip locked
-  )
-  update pgque.retry_queue r set ev_retry_after = greatest(r.ev_retry_after, pgque.clock()) + $2
-  from found f
-  where r.ctid = f.ctid;
-  get diagnostics v_held = row_count;
-  if v_lease.pos_fresh > 0 and not v_state.closed then
-    v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;
-    perform pgque._note($1, v_sub, array[v_state.moved - 1], v_until);
-    v_count := v_lease.pos_done_count - v_state.settled;
-    if pgque._old_snapshot() then
-      -- An old snapshot does not see that the batch was closed; now it meets that row.
-      perform pgque._shelve(null, pgque._batch_owner($1), v_lease, v_until);
-    end if;
-  end if;
-  return v_count + v_held;
-end
-$$;
-comment on function pgque.extend(bigint, interval, pgque.caller) is
-  'Extends the lease on a worker''s batch by an interval; it never shortens the lease. Returns the number of messages still leased, 0 if the batch is '
-  'lost. Errors: PQ005 the interval is negative or above 100 years.';
-
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_now  timestamptz := pgque.clock();
-begin
-  return (
-    select (pgque._answer(f, $1)).ok::int
-    from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
-      -- An infinite one has no distance from now.
-      pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
-      null, true) f);
-end
-$$;
-comment on function pgque.event_retry(bigint, bigint, timestamptz, pgque.caller) is
-  'Rejects one event of an open batch: it is redelivered to this consumer at retry_time (NULL: as nack() does), however often it failed before. '
-  'Returns 1, or 0 if it was rejected already. Errors: PQ005 more than 100 years from now; PQ007 the event is not in this batch; PQ012 the batch is '
-  'not open.';
-
-create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_seconds int) returns int
-language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.make_interval(secs => $3::pg_catalog.float8)) $$;
-comment on function pgque.event_retry(bigint, bigint, int) is 'The same with a number of seconds from now.';
-
--- Whether a batch is open in any way.
-create or replace function pgque._is_open(p_batch bigint) returns boolean
-language plpgsql as $$
-declare
-  v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
-begin
-  if v_sub.sub_role = 'pool' then
-    return ((pgque._lease(v_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
-      or exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch);
-  end if;
-  return v_sub.sub_id is not null and (pgque._position(v_sub.sub_id)).pos_batch is not distinct from p_batch;
-end
-$$;
-
-create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-begin
-  batch_id := pgque._batch_for(caller, $1);
-  if not pgque._is_open($1) then
-    perform pgque._no_batch($1);
-  end if;
-  return (select count(*) from pgque._settle($1, null, 'retry', pgque._not_negative(make_interval(secs => $2), 'retry_seconds', $1), null, false));
-end
-$$;
-comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
-  '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
-
--- The consumers on their own, whose retries come back through the log, and 0:
--- delayed messages are for everybody.  Workers take theirs where they wait.
-create or replace function pgque._pumped() returns setof int
-language sql stable as $$
-  select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role in ('normal', 'coop_main')
-$$;
-
-create or replace function pgque.maint_retry_events() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
-declare
-  v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
-  v_queue_id  int;
-  v_count     int := 0;
-begin
-  for v_queue_id in
-    select distinct d.ev_queue
-    from pgque._pumped() o (id)
-    cross join lateral (
-      select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
-    ) d
-  loop
-    begin
-      v_count := v_count + pgque._retry_queue(v_queue_id);
-    exception
-      when others then
-        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
-    end;
-  end loop;
-  return v_count;
-end
-$$;
-comment on function pgque.maint_retry_events() is
-  'Moves messages whose retry is due back into their queues, for their consumers alone, at most 10,000 of each queue. Returns their number; the next '
-  'tick delivers them.';
-
--- Claims messages with keys that wait for their consumer's first delivery, in rows
--- that the caller has locked.  Gives back those that may leave: they have their
--- newest bodies, and nobody is replacing them.
-create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
-language plpgsql as $$
-declare
-  v_claim  record;
-begin
-  if pg_catalog.cardinality(p_rows) = 0 then
-    return;
-  end if;
-  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
-  select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
-  from pg_catalog.unnest(p_rows) r
-  where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
-  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
-end
-$$;
-
-create or replace function pgque._retry_queue(p_queue_id int) returns int
-language plpgsql as $$
-declare
-  v_txid   xid8 := pg_catalog.pg_current_xact_id();
-  v_now    timestamptz;
-  v_aside  record;
-  v_count  int;
-begin
-  perform pgque._rebase(p_queue_id);
-  v_now := pgque.clock();   -- what was put there just now is due
-  v_aside := pgque._claim_aside(p_queue_id, array(
-    select e.item
-    from pgque.subscriber s
-    cross join lateral (
-      select e as item from pgque.retry_queue e
-      where e.ev_owner = s.sub_id and e.ev_retry_after <= v_now and e.ev_key is not null and e.ev_receives = 0
-      order by e.ev_retry_after
-      limit 10000
-      for update skip locked
-    ) e
-    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
-    limit 10000));
-  with found as materialized (
-    select e.ctid
-    from (
-      select o.id from pgque._pumped() o (id)
-      where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
-    ) o
-    cross join lateral (
-      select e.ctid from pgque.retry_queue e
-      where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
-        and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
-          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
-      order by e.ev_retry_after
-      limit 10000
-      for update skip locked
-    ) e
-    limit 10000
-  ),
-  due as (
-    delete from pgque.retry_queue r using found f
-    where r.ctid = f.ctid
-    returning r.*
-  )
-  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
-    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
-  select q.queue_id * 3 + q.queue_cur_table, nullif(d.ev_owner, 0), d.ev_id, d.ev_time, v_txid,
-    case when d.ev_owner = 0 and d.ev_key is not null then 0 else d.ev_retry end, d.ev_type, d.ev_data,
-    d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
-  from due d
-  join pgque.queue q on q.queue_id = d.ev_queue;
-  get diagnostics v_count = row_count;
-  -- An id that nobody gets: by it the loop sees that there is something to tick.
-  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
-  return v_count;
-end
-$$;
-
-create or replace function pgque.dlq_inspect(
-  queue_name text, limit_count int default 100, caller pgque.caller default current_user,
-  out dl_id bigint, out dl_time timestamptz, out dl_reason text,
-  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
-  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text
-) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-begin
-  return query
-    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
-      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name
-    from pgque.dead_letter d
-    join pgque.consumer c on c.co_id = d.dl_consumer_id
-    where d.dl_queue_id = v_queue.queue_id
-    order by d.dl_id desc
-    limit case when $2 < 0 then 0 else $2 end;
-end
-$$;
-comment on function pgque.dlq_inspect(text, int, pgque.caller) is
-  'Returns the newest dead letters of a queue, at most limit_count, with consumer and reason. Errors: PQ001 no such queue.';
-
--- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
--- the same one.
-create or replace function pgque._exhume(p_dl_id bigint, p_caller name) returns pgque.dead_letter
-language plpgsql as $$
-declare
-  v_dead  pgque.dead_letter;
-begin
-  delete from pgque.dead_letter d
-  where d.dl_id = p_dl_id and pgque._may(p_caller, 'admin', d.dl_queue_id)
-  returning d.* into v_dead;
-  if not found then
-    perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
-  end if;
-  return v_dead;
-end
-$$;
-
-create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller);
-begin
-  return pgque._send(
-    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
-    v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
-end
-$$;
-comment on function pgque.dlq_replay(bigint, pgque.caller) is
-  'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
-  'letter; PQ013 the queue is paused.';
-
-create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_id     bigint;
-begin
-  replayed := 0;
-  failed := 0;
-  for v_id in select d.dl_id from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id order by d.dl_id loop
-    begin
-      perform pgque.dlq_replay(v_id);
-      replayed := replayed + 1;
-    exception
-      when others then
-        failed := failed + 1;
-        first_error := coalesce(first_error, sqlerrm);
-    end;
-  end loop;
-end
-$$;
-comment on function pgque.dlq_replay_all(text, pgque.caller) is
-  'Replays all dead letters of a queue. Returns replayed (how many were sent), failed (how many could not be sent, and stay) and first_error. Errors: '
-  'PQ001 no such queue.';
-
-create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller);
-  v_sub   int;
-begin
-  select s.sub_id into v_sub
-  from pgque.subscriber s
-  where s.sub_queue = v_dead.dl_queue_id and s.sub_consumer = v_dead.dl_consumer_id and s.sub_main is null
-  for key share;
-  if not found then
-    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
-      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
-  end if;
-  insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
-    ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
-  select pgque.clock(), v_dead.dl_queue_id, s.sub_id, v_dead.ev_error,
-    v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
-    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes,
-    -- One that had expired is given another life.
-    case when v_dead.ev_expires > pgque.clock() then v_dead.ev_expires end,
-    pgque._lane(s, v_dead.ev_key, v_dead.ev_extra1)
-  from pgque.subscriber s
-  where s.sub_id = v_sub
-  -- It may wait there already: its consumer was moved back and failed it again.
-  on conflict on constraint retry_queue_pkey do update
-  set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
-    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null, ev_receives = 0;
-  return v_dead.ev_id;
-end
-$$;
-comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Requeues a dead letter: the next tick delivers the message to the consumer that failed it. Returns the message''s id, which stays. Its retries '
-  'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
-  'unsubscribed.';
-
-create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-begin
-  return (
-    select count(pgque.dlq_requeue(x.dl_id))
-    from (
-      select d.dl_id
-      from pgque.dead_letter d
-      where d.dl_queue_id = v_queue.queue_id
-        and exists (
-          select from pgque.subscriber s
-          where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
-      order by d.dl_id
-      limit case when $2 < 0 then 0 else $2 end
-      for update of d skip locked
-    ) x);
-end
-$$;
-comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Dead letters of unsubscribed consumers '
-  'stay. Errors: PQ001 no such queue.';
-
--- A null would delete none without a word.
-create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_count  bigint;
-begin
-  if $2 is null then
-    perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      'Leave older_than out for 30 days; ''0'' deletes all of them.');
-  end if;
-  delete from pgque.dead_letter d
-  where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
-  get diagnostics v_count = row_count;
-  return v_count;
-end
-$$;
-comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, and returns their number. Held ones '
-  '(drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
-
-create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_dead   pgque.dead_letter;
-  v_sub    pgque.subscriber;
-  v_count  int := 0;
-begin
-  for v_dead in
-    delete from pgque.dead_letter d
-    where d.dl_id in (select p.dl_id from pgque.list_poison(v_queue.queue_name, 100000) p where p.dl_id is not null)
-    returning d.*
-  loop
-    v_sub.sub_queue := v_dead.dl_queue_id;
-    v_sub.sub_consumer := v_dead.dl_consumer_id;
-    v_sub.sub_id := 0;
-    perform pgque._archive(v_queue, v_sub, array[row(null, v_dead.dl_queue_id, v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, 0, v_dead.ev_retry,
-      v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4,
-      v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes, v_dead.ev_expires, v_dead.ev_error,
-      v_dead.dl_receives, null, null, null)::pgque.retry_queue], 'poison');
-    v_count := v_count + 1;
-  end loop;
-  return v_count;
-end
-$$;
-comment on function pgque.archive_poison(text, pgque.caller) is
-  'Moves the dead letters that list_poison() returns to the archive, with outcome poison. Returns their number.';
-
-create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
-declare
-  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
-  v_now    timestamptz := pgque.clock();
-  v_count  bigint;
-begin
-  update pgque.retry_queue r set ev_retry_after = v_now
-  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
-  get diagnostics v_count = row_count;
-  return v_count;
-end
-$$;
-comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
-  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
-
-create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
-  v_token  bigint;
-  v_count  int := 0;
-begin
-  if $3 is null then
-    perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
-      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
-  end if;
-  for v_token in
-    select o.token
-    from unnest((pgque._position(v_sub.sub_id)).pos_open) o (token)
-    cross join lateral pgque._lease(v_sub.sub_id, o.token) l
-    where (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is false and not (pgque._lease_state(o.token)).closed
-    union
-    select r.ev_batch
-    from pgque.retry_queue r
-    cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
-    where r.ev_owner = v_sub.sub_id and r.ev_batch is not null
-      and (l.pos_time > pgque.clock() - $3 and l.pos_time <= pgque.clock()) is not true
-  loop
-    -- A worker that is just settling its batch is left alone.
-    if pg_try_advisory_xact_lock(v_token) and pgque.release(v_token) > 0 then
-      v_count := v_count + 1;
-    end if;
-  end loop;
-  return v_count;
-end
-$$;
-comment on function pgque.reclaim(text, text, interval, pgque.caller) is
-  'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. Errors: PQ005 older_than is NULL.';
-
-create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_sub    pgque.subscriber;
-  v_pos    pgque.position;
-  v_last   pgque.tick;
-  v_token  bigint;
-  v_count  bigint;
-begin
-  perform pgque._need_read_committed('purge()');
-  perform pgque._rebase(v_queue.queue_id);
-  perform pgque._let_keys_be_said(v_queue);
-  -- Batches before subscribers, as a worker does that acks and receives in one
-  -- transaction; then every subscriber, so that nobody hands out meanwhile.
-  perform pg_advisory_xact_lock(o.token)
-  from pgque.subscriber s
-  cross join lateral unnest((pgque._position(s.sub_id)).pos_open) o (token)
-  where s.sub_queue = v_queue.queue_id and s.sub_role = 'pool';
-  perform from pgque.subscriber s where s.sub_queue = v_queue.queue_id order by s.sub_main nulls first, s.sub_id for no key update;
-  v_count := pgque._depth(v_queue.queue_id);
-  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
-  v_queue := pgque._queue(v_queue.queue_name);
-  v_last := pgque._last_tick(v_queue);
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
-  v_last := pgque._last_tick(v_queue);
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id loop
-    v_pos := pgque._position(v_sub.sub_id);
-    foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
-      perform pg_try_advisory_xact_lock(v_token);
-      perform pgque._note(v_token, v_sub.sub_id, array[0]);
-    end loop;
-    v_pos.pos_open := '{}';
-    v_pos.pos_lapse := null;
-    v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
-    perform pgque._append_position(pgque._at_tick(v_pos, case when v_pos.pos_main is null then v_last end));
-  end loop;
-  -- What somebody settles just now is left to him.
-  with found as materialized (
-    select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
-  )
-  delete from pgque.retry_queue r using found f
-  where r.ctid = f.ctid;
-  return v_count;
-end
-$$;
-comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
-  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
-  'READ COMMITTED.';
-
-create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_last   pgque.event;
-  v_count  bigint;
-begin
-  perform pgque._need_read_committed('purge_key()');
-  if $2 is null then
-    perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
-      'To remove everything use pgque.purge(queue).');
-  end if;
-  perform pgque._lock_keys(v_queue.queue_id, array[$2]);
-  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
-  get diagnostics v_count = row_count;
-  -- Only now: the pump, which that waits for, may have moved it into the log.
-  v_last := pgque._last_of_key(v_queue.queue_id, $2);
-  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
-    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
-    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
-    from pgque.queue q
-    where q.queue_id = v_queue.queue_id;
-    v_count := v_count + 1;
-  end if;
-  return v_count;
-end
-$$;
-comment on function pgque.purge_key(text, text, pgque.caller) is
-  'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
-  'COMMITTED.';
--- ---------------------------------------------------------------------------
--- archive: messages that are done with and kept
--- ---------------------------------------------------------------------------
-
--- The archive's bucket for a queue and a time.
-create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
-language sql stable as $$
-  select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
-$$;
-
--- Makes the leaf of a bucket if it is not there.  Two sessions meet at the lock.
-create or replace function pgque._archive_leaf(p_bucket bigint) returns void
-language plpgsql as $$
-declare
-  v_leaf  text := 'archive_' || p_bucket;
-begin
-  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
-    return;
-  end if;
-  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.archive'), pg_catalog.hashtext(v_leaf));
-  if pg_catalog.to_regclass('pgque.' || v_leaf) is not null then
-    return;
-  end if;
-  execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
-  perform pgque._keep_from_public('pgque.' || v_leaf);
-  execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
-  execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
-  execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);
-end
-$$;
-
-create or replace function pgque._archive(p_queue pgque.queue, p_sub pgque.subscriber, p_items pgque.retry_queue[], p_outcome text) returns void
-language plpgsql as $$
-declare
-  v_now     timestamptz := pgque.clock();
-  v_bucket  bigint := pgque._bucket(p_queue.queue_id, v_now);
-begin
-  if coalesce(pg_catalog.cardinality(p_items), 0) = 0 then
-    return;
-  end if;
-  perform pgque._archive_leaf(v_bucket);
-  insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,
-    ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
-  select v_bucket, v_now, p_queue.queue_id, p_sub.sub_consumer, coalesce(i.ev_worker, p_sub.sub_worker), p_outcome, i.ev_receives,
-    i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,
-    i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error
-  from pg_catalog.unnest(p_items) i;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(p_items));
-end
-$$;
-
-create or replace function pgque.archive_list(
-  queue_name text, limit_count int default 100, since timestamptz default null, caller pgque.caller default current_user,
-  out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
-  out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
-) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-begin
-  return query
-    select a.archive_id, v_queue.queue_name, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
-      a.ev_time, a.archived_at, a.arc_receives, a.arc_worker, a.arc_outcome
-    from pgque.archive a
-    left join pgque.consumer c on c.co_id = a.arc_consumer
-    where a.bucket between pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')) and v_queue.queue_id * 100000::bigint + 99999
-      and ($3 is null or a.archived_at >= $3)
-    order by a.archive_id desc
-    limit case when $2 < 0 then 0 else $2 end;
-end
-$$;
-comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is
-  'Returns the newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
-
-create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_row   pgque.archive;
-  v_leaf  text;
-begin
-  -- Leaf by leaf, the newest first: a query over all of them locks them all.
-  for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.day desc loop
-    begin
-      execute format('select a.* from %s a where a.archive_id = $1', v_leaf) into v_row using $1;
-      perform pgque._let_go();
-    exception
-      when sqlstate 'PQ099' or undefined_table then
-        null;
-    end;
-    exit when v_row.archive_id is not null;
-  end loop;
-  if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
-    perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
-      'select * from pgque.archive_list(queue) lists what is there.');
-  end if;
-  return pgque._send((select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue), v_row.ev_type, v_row.ev_data,
-    v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
-end
-$$;
-comment on function pgque.archive_replay(bigint, pgque.caller) is
-  'Sends an archived message again, as a new one for every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in '
-  'the archive.';
-
-create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-begin
-  if $2 is null then
-    perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
-      'select pgque.archive_purge(queue, now() - interval ''30 days'');');
-  end if;
-  return pgque._drop_archive(v_queue.queue_id, $2);
-end
-$$;
-comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
-  'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
-
--- The leaves of the archive, each with its queue and its day as in _bucket().
-create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
-language sql volatile as $$
-  select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
-    -- Most that are not have been looked at by autovacuum.
-    case when c.relpages > 0 then false else pg_catalog.pg_relation_size(c.oid) = 0 end
-  from pg_catalog.pg_inherits i
-  join pg_catalog.pg_class c on c.oid = i.inhrelid
-  cross join lateral (select pg_catalog.substr(c.relname, 9)::bigint as bucket) b
-  where i.inhparent = 'pgque.archive'::regclass
-$$;
-
--- Empties the leaves of a queue's archive, all or those that end before a time.
--- To drop one takes a lock that every ack wants which archives; maint() does it.
-create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
-language plpgsql as $$
-declare
-  v_leaf   text;
-  v_count  int := 0;
-begin
-  for v_leaf in
-    select l.leaf
-    from pgque._archive_leaves() l
-    where l.queue_id = p_queue_id and not l.is_empty
-      and (p_before is null or l.day < pgque._bucket(p_queue_id, p_before) % 100000)
-  loop
-    execute 'truncate ' || v_leaf;
-    v_count := v_count + 1;
-  end loop;
-  return v_count;
-end
-$$;
-
--- Drops leaves of the archive that are empty, of days that are over or of dropped
--- queues, if the lock on the parent can be had at once, and for about a tenth of
--- a second, as _drop_leaves() does.
-create or replace function pgque._drop_archive_leaves() returns int
-language plpgsql set lock_timeout = '50ms' as $$
-declare
-  v_leaves  text[];
-  v_leaf    text;
-  v_end     timestamptz;
-  v_count   int := 0;
-begin
-  v_leaves := array(
-    select l.leaf
-    from pgque._archive_leaves() l
-    where l.is_empty and (l.day < pgque._bucket(0, pgque.clock()) - 1 or not exists (select from pgque.queue q where q.queue_id = l.queue_id))
-    order by pg_catalog.random()
-    limit 50);
-  if pg_catalog.cardinality(v_leaves) = 0 then
-    return 0;
-  end if;
-  lock table only pgque.archive in access exclusive mode nowait;
-  v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
-  foreach v_leaf in array v_leaves loop
-    exit when pg_catalog.clock_timestamp() > v_end;
-    begin
-      execute pg_catalog.format('lock table %s in access exclusive mode', v_leaf);
-      if pg_catalog.pg_relation_size(v_leaf::regclass) = 0 then
-        execute 'drop table ' || v_leaf;
-        v_count := v_count + 1;
-      end if;
-    exception
-      when lock_not_available or undefined_table or dependent_objects_still_exist then
-        null;
-    end;
-  end loop;
-  return v_count;
-exception
-  when lock_not_available then
-    return 0;
-end
-$$;
 -- ---------------------------------------------------------------------------
 -- maintain: rotation, compaction, retention, restore
 -- ---------------------------------------------------------------------------
@@ -7946,7 +7778,7 @@ begin
   select min(p.pos_tick) into v_tick
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
-  where s.sub_queue = p_queue_id;
+  where s.sub_queue = p_queue_id and s.sub_main is null;
   return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
 $$;
@@ -8014,17 +7846,13 @@ begin
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
       -- Before the tables are locked, since there may be thousands of consumers.  None
-      -- moves back meanwhile: for that it needs the queue's row.  But subconsumers take
-      -- over windows from each other.
+      -- moves back meanwhile: for that it needs the queue's row.
       v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
         execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
       else
         execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
-      end if;
-      if exists (select from pgque.subscriber s where s.sub_queue = v_id and s.sub_role = 'coop_main') then
-        v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       end if;
       execute format(
         'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
@@ -8055,55 +7883,6 @@ comment on function pgque.maint_rotate_tables_step1(text) is
   'messages. Returns 1. Returns 0 if there was nothing to do, a consumer still needs the table, or the table is locked. Errors: PQ001 no such queue; '
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Gives messages with keys that wait and were delivered to nobody the body that
--- was sent last, and takes out what was purged: those whose newest row lies in one
--- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
-create or replace function pgque._refresh_waiting(
-  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
-) returns bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_count  bigint;
-begin
-  execute (
-    select pg_catalog.format(
-      $q$
-      with newest as materialized (
-        select r.ctid as place, e.*
-        from pgque.retry_queue r
-        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
-        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
-          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
-          and (e.ev_owner = -2
-            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
-              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
-            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
-        for update of r %s
-      ),
-      purged as (
-        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
-      ),
-      renewed as (
-        update pgque.retry_queue r
-        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
-          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
-        from newest n
-        where r.ctid = n.place and n.ev_owner = 0
-      )
-      select count(*) from newest
-      $q$,
-      pg_catalog.string_agg(pg_catalog.format(
-        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
-        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
-        p_queue_id, n), ' union all '),
-      p_locked)
-    from pg_catalog.generate_series(0, 2) n)
-  into v_count
-  using p_queue_id, p_leaf, p_ids;
-  return v_count;
-end
-$$;
-
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
 comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and returns 0: PgQ''s second half of a rotation.';
@@ -8112,7 +7891,7 @@ comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and retur
 create or replace function pgque._journal_size(p_leaf int) returns bigint
 language sql volatile as $$
   select sum(pg_catalog.pg_relation_size(('pgque.' || t.kind || '_' || p_leaf)::regclass))
-  from (values ('position'), ('settled'), ('roster'), ('tally')) t (kind)
+  from (values ('position'), ('settled'), ('tally')) t (kind)
 $$;
 
 -- Compacts the journal of positions once the leaf that is written has grown
@@ -8127,7 +7906,7 @@ declare
   v_cur      int;
   v_flipped  timestamptz;
   v_waits    boolean;
-  v_id       int;
+  v_sub      pgque.subscriber;
 begin
   perform pgque._need_read_committed('compaction');
   select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j where j.journal_id = 1;
@@ -8149,15 +7928,9 @@ begin
     update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
     return 1;
   end if;
-  for v_id in
-    select s.sub_id
-    from pgque.subscriber s
-    where s.sub_role = 'pool'
-      or (pgque._position_in(s.sub_id, v_cur)).pos_sub is null
-    for no key update skip locked
-  loop
-    perform pgque._carry_over(pgque._position(v_id));
-    perform pgque._carry_leases(v_id, v_cur);
+  for v_sub in select s.* from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur) for no key update skip locked loop
+    perform pgque._carry_over(pgque._position(v_sub.sub_id), v_cur);
+    perform pgque._carry_leases(v_sub, v_cur);
   end loop;
   -- Whoever reads with an old snapshot gets 40001 where this row changed.
   if v_waits then
@@ -8168,18 +7941,8 @@ begin
       return 0;
     end if;
   end if;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur,
-    case when not v_waits then ' nowait' end);
-  if exists (
-    select from pgque.subscriber s
-    where (pgque._position_in(s.sub_id, v_cur)).pos_sub is null)
-    or exists (
-      select
-      from pgque.subscriber s
-      cross join lateral pgque._position(s.sub_id) p
-      cross join lateral unnest(p.pos_open) o (token)
-      where s.sub_role = 'pool' and not pgque._carried(s.sub_id, o.token, v_cur))
-  then
+  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur, case when not v_waits then ' nowait' end);
+  if exists (select from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur)) then
     return 0;
   end if;
   -- What was counted goes on counting.
@@ -8192,14 +7955,14 @@ begin
   insert into pgque.position
   select (pgque._in_leaf(p, v_cur)).*
   from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
-  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub = h.ev_owner and p.pos_seq = h.ev_batch >> 20 and p.pos_last_batch = h.ev_batch
+  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub = h.ev_owner and p.pos_batch = h.ev_batch
   on conflict do nothing;
   insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
   select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_cur
   from (select distinct r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
   join pgque.settled s on s.leaf = 1 - v_cur and s.set_batch = h.ev_batch
   on conflict do nothing;
-  execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
+  execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
 exception
@@ -8208,44 +7971,14 @@ exception
 end
 $$;
 
--- Brings the open batches of a pool to the leaf that is written.  The caller
--- holds the subscriber's lock, so there are no new ones.
-create or replace function pgque._carry_leases(p_sub int, p_cur int) returns void
+-- Whether a leaf knows where a subscriber stands, and all about its open batches.
+create or replace function pgque._is_carried(p_sub int, p_cur int) returns boolean
 language plpgsql as $$
 declare
-  v_token  bigint;
+  v_position  pgque.position := pgque._position_in(p_sub, p_cur);
 begin
-  for v_token in
-    select o.token
-    from pg_catalog.unnest((pgque._position(p_sub)).pos_open) o (token)
-    where not pgque._carried(p_sub, o.token, p_cur) and (pgque._lease(p_sub, o.token)).pos_sub is not null
-    limit 500   -- each takes a lock; the others come next time
-  loop
-    continue when not pg_catalog.pg_try_advisory_xact_lock(v_token);
-    insert into pgque.position select (pgque._in_leaf(pgque._lease(p_sub, v_token), p_cur)).* on conflict do nothing;
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
-    on conflict do nothing;
-  end loop;
-end
-$$;
-
--- Whether a leaf knows all about a batch, or nothing needs to be known.
-create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
-language plpgsql set enable_seqscan = off as $$
-begin
-  if (pgque._lease(p_sub, p_batch)).pos_sub is null then
-    return true;
-  elsif (pgque._lease_state(p_batch)).closed then
-    -- That it is closed must be known wherever the batch is.
-    return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur)
-      or not exists (select from pgque.position p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.leaf = p_cur);
-  end if;
-  return exists (select from pgque.position p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.leaf = p_cur)
-    and not exists (
-      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
-      except
-      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
+  return v_position.pos_sub is not null
+    and not exists (select from pg_catalog.unnest(v_position.pos_open) o (token) where not pgque._carried(p_sub, o.token, p_cur));
 end
 $$;
 
@@ -8253,28 +7986,16 @@ $$;
 -- last tick before it, so that a consumer which never comes back can not fill
 -- the disk.  What it misses, and what waits for it longer than that, goes the
 -- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
--- keeps no tick waiting for long.  A window that is open only begins later then:
--- how far it was delivered stays known.  Returns 0 only if there is nothing more
--- to do.
+-- keeps no tick waiting for long.  Returns 0 only if there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue     pgque.queue;
-  v_cutoff    timestamptz;
-  v_to        pgque.tick;
-  v_upto      pgque.tick;
-  v_young     bigint;
-  v_sub       pgque.subscriber;
-  v_position  pgque.position;
-  v_lease     pgque.position;
-  v_token     bigint;
-  v_leaf      int;
-  v_dropped   bigint[];
-  v_item      pgque.retry_queue;
-  v_aside     record;
-  v_items     int := 0;
-  v_moved     boolean;
-  v_count     int := 0;
+  v_queue   pgque.queue;
+  v_cutoff  timestamptz;
+  v_to      pgque.tick;
+  v_young   bigint;
+  v_sub     pgque.subscriber;
+  v_count   int := 0;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
@@ -8296,71 +8017,131 @@ begin
     for v_sub in
       select s.*
       from pgque.subscriber s
-      where s.sub_queue = p_queue_id and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
+      where s.sub_queue = p_queue_id and s.sub_main is null and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
       for no key update skip locked
     loop
-      v_moved := false;
-      v_position := pgque._position(v_sub.sub_id);
-      -- What workers hold they may finish, but not from the log.
-      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
-        v_lease := pgque._lease(v_sub.sub_id, v_token);
-        if v_lease.pos_tick < v_to.tick_id and pg_try_advisory_xact_lock(v_token) and not (pgque._lease_state(v_token)).closed then
-          perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
-          v_moved := true;
-        end if;
-      end loop;
-      if v_sub.sub_role = 'pool' then
-        v_position := pgque._next_from(v_position);
-      end if;
-      if v_position.pos_tick < v_to.tick_id then
-        v_moved := true;
-        v_upto := v_to;
-        if v_position.pos_next_tick < v_upto.tick_id then
-          v_upto := pgque._tick(p_queue_id, v_position.pos_next_tick);
-        end if;
-        if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
-          v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
-        end if;
-        v_dropped := pgque._drop_upto(v_queue, v_sub, v_position, v_upto);
-        -- The leaf that knows what is settled in its open batch.
-        v_leaf := case when v_sub.sub_role <> 'pool' then pgque._carry_over(v_position) end;
-        if v_position.pos_main is null then
-          v_position.pos_skipped := v_position.pos_skipped + cardinality(v_dropped);
-        end if;
-        if v_upto.tick_id < v_position.pos_next_tick then
-          -- Who says something about a message of the batch that was dropped hears that it has its outcome.
-          perform pgque._note(v_position.pos_batch, v_sub.sub_id,
-            array(select d.id from unnest(v_dropped) d (id) where (d.id > v_position.pos_last_id) is not true), null, v_leaf)
-          where v_position.pos_batch is not null;
-          v_position.pos_tick := v_upto.tick_id;
-          v_position.pos_snapshot := v_upto.tick_snapshot;
-          v_position.pos_event_seq := v_upto.tick_event_seq;
-        else
-          v_position := pgque._at_tick(v_position, case when v_position.pos_main is null then v_upto end);
-        end if;
-        perform pgque._append_position(v_position, v_leaf);
-      end if;
-      v_count := v_count + v_moved::int;
+      v_count := v_count + pgque._move_forward(v_queue, v_sub, v_to);
     end loop;
   end if;
-  v_aside := pgque._claim_aside(p_queue_id, array(
-    select e.item
+  return v_count + pgque._give_up_waiting(v_queue, v_cutoff);
+end
+$$;
+
+-- Moves one consumer forward, to a tick or so far that it drops some 10,000 messages.  A
+-- window that is open only begins later then: how far it was delivered stays known.
+-- Returns 1, or 0 if it did not move.
+create or replace function pgque._move_forward(p_queue pgque.queue, p_sub pgque.subscriber, p_to pgque.tick) returns int
+language plpgsql as $$
+declare
+  v_position  pgque.position := pgque._position(p_sub.sub_id);
+  v_old       bigint := v_position.pos_skipped;
+  v_upto      pgque.tick := p_to;
+  v_held      record;
+  v_moved     boolean := false;
+begin
+  -- What is held may be finished, but not from the log.
+  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200 loop
+    if pg_catalog.pg_try_advisory_xact_lock(v_held.token) and not (pgque._lease_state(v_held.token)).closed then
+      if p_sub.sub_role <> 'pool' then
+        -- A batch without an end is not kept for longer than the rest.  Who says something
+        -- about a message that was dropped hears that it has its outcome.
+        v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to);
+      end if;
+      perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      v_moved := true;
+    end if;
+  end loop;
+  v_position := pgque._next_from(v_position);
+  if v_position.pos_tick < p_to.tick_id then
+    v_moved := true;
+    if v_position.pos_next_tick < v_upto.tick_id then
+      v_upto := pgque._tick(p_queue.queue_id, v_position.pos_next_tick);
+    end if;
+    if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
+      v_upto := pgque._tick(p_queue.queue_id, pgque.next_tick(p_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
+    end if;
+    v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_position, v_upto);
+    if v_upto.tick_id < v_position.pos_next_tick then
+      v_position.pos_tick := v_upto.tick_id;
+      v_position.pos_snapshot := v_upto.tick_snapshot;
+      v_position.pos_event_seq := v_upto.tick_event_seq;
+    else
+      v_position := pgque._at_tick(v_position, v_upto);
+    end if;
+  end if;
+  if v_moved then
+    perform pgque._append_position(v_position);
+  end if;
+  return v_moved::int;
+end
+$$;
+
+-- What a subscriber has before it, or in a batch, up to a tick, not beyond its window, and
+-- will not get any more.  Returns how many messages.
+create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick) returns bigint
+language plpgsql as $$
+declare
+  v_rows   text;
+  v_keyed  pgque.event[];
+  v_claim  record;
+  v_event  pgque.event;
+  v_ids    bigint[];
+begin
+  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
+    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end));
+  if p_queue.queue_keyed then
+    -- As in receive(): a message whose body is being replaced is set aside.
+    execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
+    v_claim := pgque._claim(p_queue, v_keyed);
+    execute pg_catalog.format(
+      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, pgque.clock(), null, null)).* from (%s) e'
+      ' where e.ev_id in (select pg_catalog.unnest($2)) on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
+    using p_sub, v_claim.busy;
+    v_rows := pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
+      'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))', v_rows, v_claim.busy || v_claim.gone));
+  end if;
+  for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
+    v_ids := v_ids || v_event.ev_id;
+    if v_event.ev_expires <= pgque.clock() then
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    else
+      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+    end if;
+  end loop;
+  perform pgque._note(p_position.pos_batch, p_sub.sub_id, v_ids) where p_position.pos_batch is not null;
+  return coalesce(pg_catalog.cardinality(v_ids), 0);
+end
+$$;
+
+-- Gives up what waits since before p_cutoff, 10,000 messages in one call: then it
+-- returns 1.  What has a lease without an end does not keep it.
+create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_aside  record;
+  v_item   pgque.retry_queue;
+  v_sub    pgque.subscriber;
+  v_count  int := 0;
+begin
+  v_aside := pgque._claim_aside(p_queue.queue_id, array(
+    select pgque._slim_waiting(e)
     from (
-      select e as item from pgque.retry_queue e
-      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
-        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      select e.* from pgque.retry_queue e
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
-      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
-        and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
+        and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
         -- A dead letter that was requeued has its time again.
-        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     )
@@ -8368,75 +8149,22 @@ begin
     where r.ctid = f.ctid
     returning r.*
   loop
-    v_items := v_items + 1;
+    v_count := v_count + 1;
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
     if found then
-      perform pgque._bury(v_queue, v_sub, v_item, 'retention period passed');
+      perform pgque._bury(p_queue, v_sub, v_item, 'retention period passed');
     end if;
   end loop;
-  return v_count + (v_items = 10000)::int;
+  return (v_count = 10000)::int;
 end
 $$;
 
--- What a subscriber has before it up to a tick, not beyond its window, and will not
--- get any more; of a subconsumer, what its batch has.  Returns the ids.
-create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick)
-returns bigint[]
-language plpgsql as $$
-declare
-  v_rows   text;
-  v_ids    bigint[];
-  v_event  pgque.event;
-  v_keyed  pgque.event[];
-  v_claim  record;
-begin
-  if p_sub.sub_main is null then
-    p_position.pos_last_id := null;
-  end if;
-  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(
-    coalesce(p_sub.sub_main, p_sub.sub_id), pgque._with_window(p_position, p_to), coalesce(p_position.pos_batch, 0)));
-  if p_queue.queue_keyed then
-    -- As in receive(): a message whose body is being replaced is set aside.
-    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e where e.ev_key is not null', v_rows) into v_keyed;
-    v_claim := pgque._claim(p_queue, v_keyed);
-    insert into pgque.retry_queue
-    select (pgque._waiting(e, p_sub, 0, pgque.clock(), null, null)).*
-    from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id in (select b.id from pg_catalog.unnest(v_claim.busy) b (id))
-    on conflict do nothing;
-    v_rows := pg_catalog.format(
-      'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))',
-      v_rows, v_claim.busy || v_claim.gone);
-  end if;
-  execute pg_catalog.format('select coalesce(array_agg(e.ev_id), ''{}'') from (%s) e', v_rows) into v_ids;
-  if p_queue.queue_drop_policy = 'drop' then
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', pg_catalog.cardinality(v_ids));
-    return v_ids;
-  end if;
-  if not p_queue.queue_keyed and not p_queue.queue_expiring and (p_queue.queue_dead_letter_queue is null or p_queue.queue_drop_policy = 'hold') then
-    -- The same as below, set-based.
-    execute pg_catalog.format(
-      'insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,'
-      ' ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
-      ' select $1, $2, pgque.clock(), $3, coalesce(e.ev_retry, 0), $4, coalesce(e.ev_error, $3),'
-      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
-      ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
-      ' from (%s) e order by e.ev_id on conflict do nothing', v_rows)
-    using p_queue.queue_id, p_sub.sub_consumer, 'retention period passed'::text, p_queue.queue_drop_policy = 'hold';
-    return v_ids;
-  end if;
-  for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
-    if v_event.ev_key is not null then
-      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event]))[1];
-    end if;
-    if v_event.ev_expires <= pgque.clock() then
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
-    else
-      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
-    end if;
-  end loop;
-  return v_ids;
-end
+-- The condition on e for the rows of a position's slice or batch that have no outcome yet.
+create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
+language sql stable as $$
+  select pgque._slice_condition(
+      coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
+    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '')
 $$;
 
 -- The condition on e for what a subscriber has before it, as a snapshot shows
@@ -8453,14 +8181,13 @@ language sql stable as $$
       ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
 $$;
 
--- How many messages the slowest consumer has before it or in the hands of its
--- workers and subconsumers, and how many are delayed.
+-- How many messages the slowest consumer has before it or in open batches, and how many
+-- are delayed.
 create or replace function pgque._depth(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber;
-  v_pos    pgque.position;
-  v_held   pgque.position;
+  v_held   record;
   v_count  bigint;
   v_part   bigint;
   v_own    bigint := 0;
@@ -8472,27 +8199,18 @@ begin
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
-    v_pos := pgque._position(v_sub.sub_id);
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
     execute pg_catalog.format('select count(*) from (%s) e',
-      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pgque._tick_snapshot())
+      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque._tick_snapshot())
         || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
-    v_count := v_count + v_own
-      + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
-      + coalesce((
-        select sum((o.lease).pos_done_count - o.settled)
-        from pgque._open_leases(v_sub.sub_id, v_pos.pos_open) o), 0);
-    for v_held in
-      select p.*
-      from pgque.subscriber s
-      cross join lateral pgque._position(s.sub_id) p
-      where s.sub_main = v_sub.sub_id and p.pos_batch is not null
-    loop
-      execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
-        pgque._undone_condition(v_sub.sub_id, v_held, v_held.pos_batch) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
-      into v_part using pgque.clock();
+    v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
+    for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
+      v_part := (v_held.lease).pos_done_count - v_held.settled;
+      if v_sub.sub_role <> 'pool' then
+        -- What next_batch() opened nobody has counted yet.
+        execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
+          pgque._undone_condition(v_sub.sub_id, v_held.lease) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+        into v_part using pgque.clock();
+      end if;
       v_count := v_count + v_part;
     end loop;
     v_most := greatest(v_most, v_count);
@@ -8500,6 +8218,75 @@ begin
   return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);
 end
 $$;
+
+-- Keeps everybody from a queue's consumers and batches until the transaction ends.  Who
+-- is busy with a batch may go on to receive: so it waits for nobody while it keeps the
+-- consumers, but lets go of all and tries again.
+create or replace function pgque._stop_all(p_queue_id int) returns void
+language plpgsql as $$
+declare
+  v_wait  text := pg_catalog.current_setting('lock_timeout');
+  v_end   timestamptz := pg_catalog.clock_timestamp() + coalesce(nullif(v_wait::interval, '0'), '1 minute');
+begin
+  loop
+    begin
+      perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update;
+      if pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+        return;
+      end if;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
+    if pg_catalog.clock_timestamp() > v_end then
+      perform pgque._fail('lock_not_available', 'a worker of the queue is busy with a batch in a transaction that stays open', 'Try again, or end it.');
+    end if;
+    perform pg_catalog.pg_sleep(0.02);
+  end loop;
+end
+$$;
+
+create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position;
+  v_last   pgque.tick;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge()');
+  perform pgque._rebase(v_queue.queue_id);
+  perform pgque._let_keys_be_said(v_queue);
+  perform pgque._stop_all(v_queue.queue_id);
+  v_count := pgque._depth(v_queue.queue_id);
+  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
+  v_queue := pgque._queue(v_queue.queue_name);
+  v_last := pgque._last_tick(v_queue);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null loop
+    v_pos := pgque._position(v_sub.sub_id);
+    perform pgque._note(o.token, v_sub.sub_id, array[0]) from unnest(v_pos.pos_open) o (token);
+    v_pos.pos_open := '{}';
+    v_pos.pos_lapse := null;
+    v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
+    perform pgque._append_position(pgque._at_tick(v_pos, v_last));
+  end loop;
+  -- What somebody settles just now is left to him.
+  with found as materialized (
+    select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
+  )
+  delete from pgque.retry_queue r using found f
+  where r.ctid = f.ctid;
+  return v_count;
+end
+$$;
+comment on function pgque.purge(text, pgque.caller) is
+  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
+  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
+  'READ COMMITTED.';
 
 create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -8613,25 +8400,26 @@ begin
     if v_pos.pos_lapse <= pgque.clock() and v_queue.queue_max_receive_attempts = 1 then
       perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for no key update skip locked;
       continue when not found;
-      perform pgque._append_position(pgque._reap(v_queue, v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
+      perform pgque._append_position(pgque._reap(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
     end if;
     v_rows := array(
-      select r
+      select pgque._slim_waiting(r)
       from (
         select r.* from pgque.retry_queue r
         where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
-        limit 10000
+        limit 10000 - v_count
         for update skip locked
       ) r);
     perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
     v_count := v_count + cardinality(v_rows);
+    exit when v_count >= 10000;
   end loop;
   return v_count;
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for. Returns their number. Part '
-  'of maint().';
+  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for, at most 10,000. Returns '
+  'their number. Part of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  What each
@@ -8645,8 +8433,7 @@ declare
   v_last      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position;
-  v_lease     pgque.position;
-  v_token     bigint;
+  v_open      bigint[];
   v_rows      text;
 begin
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
@@ -8667,45 +8454,25 @@ begin
   if found then
     return false;
   end if;
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
-    v_position := pgque._position(v_sub.sub_id);
-    if v_sub.sub_role = 'pool' then
-      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
-        v_lease := pgque._lease(v_sub.sub_id, v_token);
-        continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
-        if not pg_try_advisory_xact_lock(v_token) then
-          -- To wait for it would be a deadlock if it asks for more then.
-          perform pgque._fail('serialization_failure', format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
-            'Retry the transaction.');
-        end if;
-        continue when (pgque._lease_state(v_token)).closed;   -- it has just been
-        perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
-      end loop;
-      v_position := pgque._next_from(v_position);
-      v_position.pos_open := '{}';
-      v_position.pos_lapse := null;
-      perform pgque._append_position(v_position);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
+    v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
+    if cardinality(pgque._hold_batches(p_queue_id, v_open)) < cardinality(v_open) then
+      -- To wait for it would be a deadlock if it asks for more then.
+      perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
+        'Retry the transaction.');
     end if;
-    if v_position.pos_main is null then
-      -- Everything behind its position, less what it finished of the window.
-      v_rows := pgque._rows_sql(p_queue_id, format(
-        '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
-        coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
-    elsif v_position.pos_batch is not null then
-      v_rows := pgque._rows_sql(p_queue_id, pgque._slice_condition(
-        pgque._xid_filter(v_position.pos_snapshot, v_position.pos_next_snapshot), v_sub.sub_main, v_position.pos_done_id, v_position.pos_last_id));
-    else
-      continue;
-    end if;
+    perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
+    v_position := pgque._next_from(pgque._position(v_sub.sub_id));
+    -- Everything behind its position, less what it finished of the window.
+    v_rows := pgque._rows_sql(p_queue_id, format(
+      '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
+      coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
     execute format(
       'insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,'
       ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
       ' select $1, %s, %s, e.ev_retry, e.ev_error,'
       ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
-      ' from (%s) e where (true%s)%s on conflict do nothing',
-      p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position),
-      -- What is settled in its batch may be back behind the window as a retry.
-      coalesce(' or not pg_visible_in_snapshot(e.ev_txid, ' || quote_literal(v_position.pos_next_snapshot) || ')', ''))
+      ' from (%s) e on conflict do nothing', p_queue_id, v_sub.sub_id, v_rows)
     using pgque.clock();
   end loop;
   perform pgque._refresh_waiting(p_queue_id);
@@ -8719,9 +8486,13 @@ begin
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
     case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
   v_last := pgque._last_tick(v_queue);
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
     v_position := pgque._position(v_sub.sub_id);
-    perform pgque._append_position(pgque._at_tick(v_position, case when v_position.pos_main is null then v_last end));
+    v_position.pos_lapse := null;
+    if v_sub.sub_role = 'pool' then
+      v_position.pos_open := '{}';
+    end if;
+    perform pgque._append_position(pgque._at_tick(v_position, v_last));
   end loop;
   return true;
 end
@@ -8807,7 +8578,7 @@ begin
   if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
-    where p.pos_done_id is not null)
+    where (pgque._next_from(p)).pos_done_id is not null)
   then
     v_count := v_count + pgque._empty('pgque.window_map', 'false');
   end if;
@@ -9014,14 +8785,7 @@ begin
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;
-  if exists (select from pgque.retry_queue) then
-    v_retry := (
-      select min(r.due)
-      from pgque._pumped() o (id)
-      cross join lateral (
-        select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
-      ) r);
-  end if;
+  v_retry := pgque._next_retry();
   retries := coalesce(v_retry <= v_now, false);
   look_at := least(look_at, case when retries then v_now + period else v_retry end);
 end
@@ -9612,10 +9376,29 @@ comment on function pgque.uninstall() is
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
-create or replace function pgque._position_of(p_sub int) returns pgque.position
+create or replace function pgque._position_of(p_sub pgque.subscriber) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_position  pgque.position := pgque._position(p_sub.sub_id);
+  v_time      timestamptz := v_position.pos_time;
 begin
-  return pgque._position(p_sub);
+  v_position := case when p_sub.sub_main is null then pgque._standing(p_sub, v_position) else pgque._batch_of_worker(p_sub) end;
+  v_position.pos_time := v_time;
+  if p_sub.sub_role = 'pool' then
+    v_position.pos_batch := null;
+  end if;
+  return v_position;
+end
+$$;
+
+-- The open batch of a subconsumer, or nothing.
+create or replace function pgque._batch_of_worker(p_member pgque.subscriber) returns pgque.position
+language plpgsql as $$
+declare
+  v_main  pgque.subscriber;
+begin
+  select s.* into v_main from pgque.subscriber s where s.sub_id = p_member.sub_main;
+  return pgque._lease(v_main.sub_id, pgque._open_batch_of(v_main, pgque._position(v_main.sub_id), p_member.sub_worker));
 end
 $$;
 
@@ -9623,7 +9406,7 @@ create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
-cross join lateral pgque._position_of(s.sub_id) p;
+cross join lateral pgque._position_of(s) p;
 comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
@@ -9823,25 +9606,23 @@ begin
   for n in 1..coalesce(pg_catalog.cardinality(p_subs), 0) loop
     v_sub := p_subs[n];
     v_pos := p_positions[n];
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
-    consumer_name := pgque._subscriber_name(v_sub);
     last_seen := pgque.clock() - v_pos.pos_time;
+    consumer_name := pgque._subscriber_name(v_sub);
+    v_pos := case when v_sub.sub_main is null then pgque._standing(v_sub, v_pos) else pgque._batch_of_worker(v_sub) end;
     last_tick := v_pos.pos_tick;
     current_batch := v_pos.pos_batch;
     next_tick := v_pos.pos_next_tick;
     role := v_sub.sub_role;
-    skipped_events := v_pos.pos_skipped;
+    skipped_events := p_positions[n].pos_skipped;
     if not p_blind then
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
         lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, v_last);
       else
-        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, v_pos.pos_next_tick)).tick_time end;
+        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
       end if;
-      if v_sub.sub_role = 'pool' then
-        -- What its workers may take again, or were not given yet for the sake of the
+      if v_sub.sub_main is null then
+        -- What may be taken again, or was not given yet for the sake of the
         -- order; of the window that is open it is among those that are pending.
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
         from (
@@ -9850,7 +9631,7 @@ begin
           group by 3
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
-          from pgque._lapsed_leases(v_sub.sub_id, v_pos) l
+          from pgque._lapsed(v_sub.sub_id, v_pos) l
         ) w;
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
@@ -9932,8 +9713,7 @@ declare
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
   v_cond   text;
-  v_rows   pgque.event[];
-  v_said   pgque.event[];
+  v_rows   text;
   v_lapsed pgque.position;
 begin
   if $2 is null or $2 < 1 then
@@ -9942,10 +9722,7 @@ begin
   end if;
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
-    v_pos := pgque._position(v_sub.sub_id);
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
+    v_pos := pgque._standing(v_sub, pgque._position(v_sub.sub_id));
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
@@ -9953,35 +9730,32 @@ begin
     || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
       v_pos.pos_next_snapshot), '');
-  for v_lapsed in select (l.lease).* from pgque._lapsed_leases(v_sub.sub_id, v_pos) l loop
-    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed, v_lapsed.pos_last_batch));
+  for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
+    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed));
   end loop;
-  execute format('select array_agg(row(e.*)::pgque.event) from (select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s) e',
-    pgque._rows_sql(v_queue.queue_id, v_cond), $2) into v_rows;
-  if v_queue.queue_keyed then
-    v_said := pgque._said(v_queue.queue_id, v_rows);
-    v_rows := pgque._with_bodies(v_queue.queue_id, v_rows, v_said);
-  end if;
-  return query
+  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s', pgque._rows_sql(v_queue.queue_id, v_cond), $2));
+  return query execute format(
+    $q$
+    with log as materialized (%s)
     select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
       e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
-      coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, v_queue.queue_name
-    from unnest(v_rows) e
-    where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
+      coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, $2
+    from log e
     union all (
       select distinct on (r.ev_id) r.ev_id, null::bigint, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
         r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
-        greatest(r.ev_receives, r.ev_retry, 0), r.ev_error, r.ev_expires, v_queue.queue_name
+        greatest(r.ev_receives, r.ev_retry, 0), r.ev_error, r.ev_expires, $2
       from pgque.retry_queue r
-      where r.ev_queue = v_queue.queue_id and r.ev_retry_after <= pgque.clock() and (v_sub.sub_id is null or r.ev_owner in (0, v_sub.sub_id))
-        and not exists (select from unnest(v_rows) e where e.ev_id = r.ev_id)
-        and not exists (
-          select from unnest(case when r.ev_key is not null and r.ev_receives = 0 then pgque._said(v_queue.queue_id, array[pgque._event(r)]) end) s
-          where s.ev_owner = -2)
+      where r.ev_queue = $1 and r.ev_retry_after <= $5 and ($3 is null or r.ev_owner in (0, $3))
+        and not exists (select from log e where e.ev_id = r.ev_id)
+        and not (r.ev_key is not null and r.ev_receives = 0 and exists (
+          select from pg_catalog.unnest(pgque._said($1, array[pgque._event(pgque._slim_waiting(r))])) s where s.ev_owner = -2))
       order by r.ev_id
-      limit $2)
+      limit $4)
     order by 1
-    limit $2;
+    limit $4
+    $q$, v_rows)
+  using v_queue.queue_id, v_queue.queue_name, v_sub.sub_id, $2, pgque.clock();
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
@@ -9999,63 +9773,27 @@ create or replace function pgque._messages(
 ) returns setof record
 language plpgsql as $$
 declare
-  v_now    timestamptz := pgque.clock();
-  v_sub    pgque.subscriber;
-  v_pos    pgque.position;
-  v_lease  pgque.position;
-  v_token  bigint;
-  v_rows   pgque.event[];
-  v_and    text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
-  v_but    text;
-  v_name   text;
+  v_now   timestamptz := pgque.clock();
+  v_sub   pgque.subscriber;
+  v_held  record;
+  v_and   text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
 begin
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id order by s.sub_id loop
-    v_name := (select c.co_name from pgque.consumer c where c.co_id = v_sub.sub_consumer);
-    v_pos := pgque._position(v_sub.sub_id);
-    continue when v_sub.sub_main is not null and v_pos.pos_batch is null;
-    -- in the hands of workers
-    foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
-      v_lease := pgque._lease(v_sub.sub_id, v_token);
-      continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
-      return query
-        select e.ev_id, v_name, case when t.until > v_now then 'processing' else 'retry' end,
-          e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time,
-          t.until, coalesce(e.ev_retry, 0) + 1, coalesce(e.ev_retry, 0),
-          e.ev_error, e.ev_expires, v_lease.pos_worker, case when t.until > v_now then v_token end, null::bigint
-        from pg_catalog.unnest(pgque._unsettled_rows(v_sub, v_lease, case when p_id is not null then array[p_id] end)) e,
-          lateral (select coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until) as until) t
-        limit p_limit;
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id and s.sub_main is null order by s.sub_id loop
+    -- in open batches
+    for v_held in select h.* from pgque._held(v_sub.sub_id) h loop
+      return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and)), $q$
+        case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
+        case when $4 = 'infinity' then e.ev_time else $4 end, coalesce(e.ev_retry, 0) + $6, $5, case when $4 > $2 then $7 end
+        $q$)
+      using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
     end loop;
     -- in the log
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
-    -- What has its outcome in an open batch is done, or found below.
-    v_but := coalesce((
-      select pg_catalog.format(' and not (e.ev_id = any (%L::bigint[]) and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))',
-        pg_catalog.array_agg(s.set_ev_id), v_pos.pos_next_snapshot)
-      from pgque.settled s
-      where s.set_batch = v_pos.pos_batch
-      having count(*) > 0), '');
-    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %s) e',
-      case
-        when v_sub.sub_main is not null then pgque._batch_sql(v_sub, v_pos, v_and || v_but)
-        else pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and || v_but)
-      end, p_limit)
-    into v_rows;
-    return query
-      select e.ev_id, v_name,
-        case
-          when e.ev_expires <= v_now then 'expired'
-          when v_pos.pos_batch is not null and pg_catalog.pg_visible_in_snapshot(e.ev_txid, v_pos.pos_next_snapshot)
-            and e.ev_id <= coalesce(v_pos.pos_last_id, 9223372036854775807) then 'processing'
-          when e.ev_owner is not null then 'retry'
-          else 'pending'
-        end,
-        e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time, e.ev_time, coalesce(e.ev_retry, 0), coalesce(e.ev_retry, 0),
-        e.ev_error, e.ev_expires, v_sub.sub_worker, v_pos.pos_batch, null::bigint
-      from pg_catalog.unnest(case when p_queue.queue_keyed then pgque._with_bodies(p_queue.queue_id, v_rows) else v_rows end) e
-      where not exists (select from pg_catalog.unnest(case when e.ev_key is not null then pgque._said(p_queue.queue_id, array[e]) end) s where s.ev_owner = -2);
+    return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._rows_sql(p_queue.queue_id,
+        pgque._unfinished_condition(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pg_catalog.pg_current_snapshot()) || v_and)), $q$
+      case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
+      e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
+      $q$)
+    using v_sub.sub_consumer, v_now, p_limit;
   end loop;
   return query
     (select r.ev_id, c.co_name,
@@ -10066,7 +9804,8 @@ begin
         when r.ev_receives = 0 then 'pending'
         else 'retry'
       end,
-      r.ev_type, r.ev_data, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_time, r.ev_retry_after, greatest(r.ev_receives, r.ev_retry), coalesce(r.ev_retry, 0),
+      r.ev_type, r.ev_data, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_time, case when r.ev_retry_after < 'infinity' then r.ev_retry_after else r.ev_time end,
+      greatest(r.ev_receives, r.ev_retry), coalesce(r.ev_retry, 0),
       r.ev_error, r.ev_expires, r.ev_worker, case when r.ev_retry_after > v_now then r.ev_batch end, null::bigint
     from pgque.retry_queue r
     left join pgque.subscriber s on s.sub_id = r.ev_owner
@@ -10093,6 +9832,19 @@ begin
     limit p_limit);
 end
 $$;
+
+-- Rows of pgque.event as _messages() returns them for consumer $1, at most $3; p_state are
+-- status, available_at, receive_count, worker and batch id.
+create or replace function pgque._messages_sql(p_rows text, p_state text) returns text
+language sql immutable as $f$
+  select pg_catalog.format(
+    $q$
+    select e.ev_id, (select c.co_name from pgque.consumer c where c.co_id = $1), x.status, e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes,
+      e.ev_time, x.available_at, x.receives, coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, x.worker, x.batch, null::bigint
+    from (select * from (%s) e order by e.ev_id limit $3) e
+    cross join lateral (select %s) x (status, available_at, receives, worker, batch)
+    $q$, p_rows, p_state)
+$f$;
 
 create or replace function pgque.list_messages(
   queue_name text, only_status text default null, limit_count int default 100, caller pgque.caller default current_user,
@@ -10165,11 +9917,8 @@ begin
     join pgque.queue q on q.queue_id = s.sub_queue
     join pgque.consumer c on c.co_id = s.sub_consumer
     cross join lateral (
-      select l.pos_worker as worker, o.token, l.pos_done_count - t.settled as messages, l.pos_time as at, coalesce(t.until, l.pos_until) as until
-      from unnest((pgque._position(s.sub_id)).pos_open) o (token)
-      cross join lateral pgque._lease(s.sub_id, o.token) l
-      cross join lateral pgque._lease_state(o.token) t
-      where l.pos_sub is not null and not t.closed
+      select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until
+      from pgque._held(s.sub_id) l
       union all
       select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
       from pgque.retry_queue r
@@ -10263,7 +10012,7 @@ begin
     from (
       select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
       from pgque._positions(p_queue.queue_id) p
-      cross join lateral pgque._open_leases((p.sub).sub_id, (p.pos).pos_open) o
+      cross join lateral pgque._held((p.sub).sub_id) o
       where cardinality((p.pos).pos_open) > 0
       union all
       select r.ev_owner, 1
@@ -10379,11 +10128,7 @@ begin
   select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
   from pgque._positions(p_queue.queue_id) p
   cross join lateral (
-    select (case
-      when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id)
-      when (p.sub).sub_role = 'pool' then pgque._next_from(p.pos)
-      else p.pos
-    end).*
+    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
     offset 0
   ) n
   order by n.pos_tick
@@ -10793,7 +10538,7 @@ language sql immutable as $$
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       tick_for next_tick split_window read_window read_window_cursor seek open_stream dead get_queue_info
-      get_consumer_info queue_config metrics health status
+      get_consumer_info queue_config metrics health status share_consumer unshare_consumer
       _ack _dead _next_batch'),
     ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages

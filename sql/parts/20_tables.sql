@@ -301,6 +301,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and never updated on that path.
+-- sub_offsets: nobody has received for it yet, or it is read by offsets (open_stream),
+-- so that what comes again must be in the log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -316,30 +318,28 @@ create table if not exists pgque.subscriber (
   sub_worker    text
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
   sub_keyed     boolean not null default false,
+  sub_offsets   boolean not null default true,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
 
 -- The journal of positions.  The row with the highest pos_seq of a subscriber is
--- true.
+-- true.  One that delivered a batch is also the record of that batch.
 --   pos_tick                     finished up to here
 --   pos_next_tick, pos_done_id   the window being read, and how far it is done
 --   pos_snapshot ...             what the two ticks say
---   pos_done_count               how many messages of the window were handed out
 --   pos_high                     where it stood when it was moved back
---   pos_batch, pos_last_id       the open batch: ids above pos_done_id up to
+--   pos_batch, pos_last_id       the batch: ids above pos_done_id up to
 --                                pos_last_id (null: to the end of the window)
---   pos_worker, pos_until        whose a worker's batch is and how long
---   pos_fresh                    how many messages it took from the log; rows of
---                                other consumers have null
---   pos_shelf                    how many from the retry queue
+--   pos_last_batch               the newest batch id that it was given
+--   pos_worker, pos_until        whose the batch is and how long
+--   pos_fresh, pos_done_count    whether it came from the log (above 0), and how many
+--   pos_shelf                    how many came from the retry queue
 --   pos_keys                     the order keys of its messages
 --   pos_open, pos_prune          batches that may be open, and when to look again
 --   pos_lapse                    no lease ends before this
 --   pos_paid                     throughput: paid up to here
--- A worker's row (pos_main is its consumer) has a batch or nothing; its
--- consumer's row has no batch, and pos_done_id says how far the window was
--- handed out.
+-- A subconsumer's rows say only when it was heard of.
 create table if not exists pgque.journal (
   journal_id   int not null default 1
     constraint journal_pkey primary key
@@ -357,7 +357,6 @@ comment on table pgque.journal is 'Which leaf of the positions is written. Inter
 
 create table if not exists pgque.position (
   pos_sub        int not null,
-  pos_main       int,
   pos_seq        bigint not null,
   pos_time       timestamptz not null,
   pos_tick       bigint,
@@ -372,7 +371,6 @@ create table if not exists pgque.position (
   pos_last_batch bigint not null default 0,
   pos_done_count bigint not null default 0,
   pos_high       bigint,
-  pos_attempt    int not null default 1,
   pos_skipped    bigint not null default 0,
   pos_worker     text,
   pos_until      timestamptz,
@@ -388,11 +386,11 @@ create table if not exists pgque.position (
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
 -- Messages of an open batch that have their outcome already.  Moves from leaf
--- to leaf together with the positions.  Of a worker's batch, in place of an id:
--- 0, it is closed; below 0, its end was moved; above 2^62, that id was settled in
--- the retry queue; 2^62 + 2^61 + n, an old snapshot settled n only to put them
--- there; the highest, its worker was told that a message is lost.  set_until of
--- one below 0 is where the lease ends.
+-- to leaf together with the positions.  In place of an id: 0, the batch is closed;
+-- below 0, its end was moved; above 2^62, that id was settled in the retry queue;
+-- 2^62 + 2^61 + n, what was left of it, n messages, was moved there; the highest, its
+-- worker was told that a message is lost.  set_until of one below 0 is where the lease
+-- ends.
 create table if not exists pgque.settled (
   set_batch  bigint not null,
   set_ev_id  bigint not null,
@@ -585,25 +583,6 @@ create table if not exists pgque.tally (
 ) partition by list (leaf);
 comment on table pgque.tally is 'Counts of messages that were dropped, expired or archived. Internal: see metrics().';
 
--- For workers, the messages of a window that is longer than a batch, in order
--- and with their addresses, a hundred a row (behind those of ros_last is none): a cache, in two leaves.
-create table if not exists pgque.roster (
-  ros_sub        int not null,
-  ros_from       bigint not null,
-  ros_to         bigint not null,
-  ros_id_hi      bigint not null,
-  ros_ids        bigint[] not null,
-  ros_leaves     smallint[] not null,
-  ros_tids       tid[] not null,
-  ros_keyed      boolean not null,
-  ros_filenodes  oid[] not null,
-  ros_xid        xid8 not null,
-  ros_valid      boolean generated always as (ros_xid = pgque._xid()) stored,
-  ros_last       boolean not null default false,
-  leaf           int not null
-) partition by list (leaf);
-comment on table pgque.roster is 'For workers, where the messages of big windows lie: a cache. Internal.';
-
 -- Messages that were done with and shall be kept.  A leaf holds one day of one
 -- queue; bucket = queue_id * 100000 + days since 2000-01-01.
 create sequence if not exists pgque.archive_id_seq;
@@ -633,10 +612,11 @@ create table if not exists pgque.archive (
 ) partition by list (bucket);
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
 
--- When the reapers ran last, in seconds since 1970: a register that leaves no
--- dead rows.
+-- When the reapers ran last, in seconds since 1970, and when consumers were woken last
+-- for what waits, in milliseconds: registers that leave no dead rows.
 create sequence if not exists pgque.expire_ran minvalue 0;
 create sequence if not exists pgque.delete_expired_ran minvalue 0;
+create sequence if not exists pgque.woken minvalue 0;
 
 -- The journals are append only and have two leaves, of which one is written while
 -- what still counts of the other is brought over, and that is emptied.  Up to 0.5
@@ -649,7 +629,7 @@ declare
 begin
   for v_journal in
     select j.name, j.key, n as leaf
-    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('roster', null), ('tally', null),
+    from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('tally', null),
       ('idempotency', 'idem_queue, idem_key, idem_n'), ('sink_attempt', 'attempt'), ('sink_stage', 'attempt, n'), ('sink_epoch', 'sink_id, epoch, part')) j (name, key)
     cross join generate_series(0, 1) n
   loop
@@ -668,6 +648,9 @@ begin
       loop
         execute 'drop function ' || v_function;
       end loop;
+      if v_journal.name = 'position' then
+        execute format('alter table pgque.%I drop column pos_main, drop column pos_attempt', v_leaf);
+      end if;
       execute format('alter table pgque.%I add column leaf int not null default %s', v_leaf, v_journal.leaf);
       execute format('alter table pgque.%I attach partition pgque.%I for values in (%s)', v_journal.name, v_leaf, v_journal.leaf);
       execute format('comment on table pgque.%I is null', v_leaf);
@@ -730,6 +713,72 @@ begin
   end loop;
 end
 $$;
+-- Up to 0.5 only workers had leases.  A consumer on its own had an open batch in its
+-- newest row, a subconsumer in a row of its own, and its retries came through the log.
+do $$
+declare
+  v_batch  pgque.position;
+  v_main   pgque.position;
+begin
+  if to_regclass('pgque.roster_0') is null then
+    return;
+  end if;
+  perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default true');
+  update pgque.position p set pos_batch = p.pos_last_batch
+  where (p.pos_fresh > 0 or p.pos_shelf > 0) and p.pos_seq = p.pos_last_batch >> 20;
+  update pgque.position p
+  set pos_fresh = case when p.pos_batch is null then 0 else 1 end, pos_shelf = 0, pos_until = 'infinity',
+    pos_open = case when p.pos_batch is not null then array[p.pos_batch] end, pos_prune = 64,
+    pos_done_count = greatest(p.pos_next_event_seq - p.pos_event_seq, 1)
+  from pgque.subscriber s
+  where s.sub_id = p.pos_sub and s.sub_role = 'normal' and p.pos_fresh is null;
+  -- The batches of subconsumers become their consumer's, below its newest row.
+  for v_main in
+    select distinct on (p.pos_sub) p.*
+    from pgque.subscriber s
+    join pgque.position p on p.pos_sub = s.sub_id
+    where s.sub_role = 'coop_main' and p.pos_fresh is null
+    order by p.pos_sub, p.pos_seq desc
+  loop
+    v_main.pos_fresh := 0;
+    v_main.pos_shelf := 0;
+    v_main.pos_open := '{}';
+    v_main.pos_prune := 64;
+    v_main.leaf := (select j.journal_cur from pgque.journal j);
+    for v_batch in
+      select distinct on (p.pos_sub) p.*
+      from pgque.subscriber s
+      join pgque.position p on p.pos_sub = s.sub_id
+      where s.sub_main = v_main.pos_sub
+      order by p.pos_sub, p.pos_seq desc
+    loop
+      continue when v_batch.pos_batch is null;
+      v_main.pos_open := v_main.pos_open || v_batch.pos_batch;
+      v_main.pos_seq := v_main.pos_seq + 1;
+      v_batch.pos_worker := (select s.sub_worker from pgque.subscriber s where s.sub_id = v_batch.pos_sub);
+      v_batch.pos_sub := v_main.pos_sub;
+      v_batch.pos_seq := v_main.pos_seq;
+      v_batch.pos_last_batch := v_main.pos_last_batch;
+      v_batch.pos_fresh := 1;
+      v_batch.pos_shelf := 0;
+      v_batch.pos_until := 'infinity';
+      v_batch.pos_done_count := greatest(v_batch.pos_next_event_seq - v_batch.pos_event_seq, 1);
+      v_batch.leaf := v_main.leaf;
+      insert into pgque.position select v_batch.*;
+    end loop;
+    v_main.pos_seq := v_main.pos_seq + 1;
+    insert into pgque.position select v_main.*;
+  end loop;
+  update pgque.position p
+  set pos_fresh = 0, pos_batch = null, pos_tick = null, pos_snapshot = null, pos_event_seq = null,
+    pos_next_tick = null, pos_next_snapshot = null, pos_next_event_seq = null, pos_done_id = null, pos_last_id = null
+  from pgque.subscriber s
+  where s.sub_id = p.pos_sub and s.sub_main is not null;
+  update pgque.subscriber s set sub_offsets = false
+  where exists (select from pgque.position p where p.pos_sub = s.sub_id and p.pos_last_batch > 0) and s.sub_offsets;
+  drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
+end
+$$;
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.queue.queue_tick_gap is
@@ -790,11 +839,11 @@ begin
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
   end if;
-  if to_regclass('pgque.roster_0_id') is null then
-    create index roster_0_id on pgque.roster_0 (ros_sub, ros_from, ros_to, ros_id_hi);
+  if to_regclass('pgque.position_0_batch') is null then
+    create index position_0_batch on pgque.position_0 (pos_batch) where pos_batch is not null;
   end if;
-  if to_regclass('pgque.roster_1_id') is null then
-    create index roster_1_id on pgque.roster_1 (ros_sub, ros_from, ros_to, ros_id_hi);
+  if to_regclass('pgque.position_1_batch') is null then
+    create index position_1_batch on pgque.position_1 (pos_batch) where pos_batch is not null;
   end if;
 end
 $$;

@@ -135,6 +135,103 @@ begin
 end
 $$;
 
+-- One condition on row addresses for each table, null where there is nothing to
+-- read, by the map of a position's window; null if it has no usable map.  p_max
+-- as in _slice_sql().
+--
+-- Every chunk but the last holds at least 25 events for everybody, so as many
+-- chunks as p_max needs and one more hold the batch and what comes after it.
+create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
+language plpgsql as $$
+declare
+  v_filenodes  oid[] := pgque._filenodes(p_queue_id);
+  v_tids       text[] := array_fill(null::text, array[3]);
+  v_lo         tid[];
+  v_hi         tid[];
+  v_mapped     boolean;
+begin
+  -- One statement: a map that another consumer makes meanwhile is there for
+  -- both questions or for none.
+  select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
+    count(*) > 0 or exists (
+      select from pgque.window_map m
+      where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+        and m.map_valid and m.map_filenodes = v_filenodes)
+  into v_lo, v_hi, v_mapped
+  from (
+    -- Two consumers may have made the same map.
+    select distinct on (m.map_id_hi) m.map_lo, m.map_hi
+    from pgque.window_map m
+    where m.map_queue = p_queue_id and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick
+      and m.map_valid and m.map_filenodes = v_filenodes
+      and m.map_id_hi > coalesce(p_pos.pos_done_id, 0)
+      and (p_pos.pos_last_id is null or m.map_id_lo <= p_pos.pos_last_id)
+    order by m.map_id_hi
+    limit p_max / 25 + 2
+  ) m;
+  if not v_mapped then
+    return null;
+  end if;
+  for n in 1..3 loop
+    if v_lo[n] is not null then
+      v_tids[n] := pg_catalog.format('e.ctid >= %L::tid and e.ctid <= %L::tid', v_lo[n], v_hi[n]);
+    end if;
+  end loop;
+  return v_tids;
+end
+$$;
+
+-- The query that reads the rows of a position's window that are above pos_done_id, up
+-- to pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, of
+-- the next batch of at most p_max messages.  p_and is one more condition on e.
+--
+-- A window that is far bigger than a batch is read by its map, which p_by_map asks for
+-- in any case.  A consumer that was
+-- moved back can meet an event and its own retry in one window: then the retry
+-- stands for both.
+create or replace function pgque._slice_sql(
+  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false
+) returns text
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_by_map  boolean;
+  v_xids    text;
+  v_tids    text[];
+  v_rows    text;
+begin
+  p_by_map := p_by_map or pgque._is_big(p_pos, p_max);
+  v_by_map := p_by_map or p_max is null and exists (
+    select from pgque.window_map m
+    where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
+  if v_by_map then
+    -- From here on no table can be rewritten under its row addresses.
+    execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
+    v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+  end if;
+  if v_tids is null then
+    v_xids := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
+    if p_by_map then
+      perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
+      v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
+    end if;
+  end if;
+  if v_tids is not null then
+    v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+  end if;
+  v_rows := pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(v_xids || p_and, p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_tids);
+  if p_pos.pos_tick < p_pos.pos_high then
+    v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
+  end if;
+  return v_rows;
+end
+$$;
+
+-- Whether a window is so much bigger than a batch that it is worth a map.
+create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
+language sql immutable as $$
+  select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
+$$;
+
 -- A queue's reader: two functions whose text names its tables, so that a session
 -- plans them once.  Where a queue has none of this version, after an upgrade, its
 -- tables are read by dynamic SQL until maintenance has made them; not the upgrade,

@@ -99,40 +99,13 @@ begin
 end
 $$;
 
--- Brings a subscriber's position, and what is settled in its open batch, to
--- the leaf that is being written.  Whoever appends to a position without
--- closing its batch, or settles a message, does this first; compaction does it
--- for everybody else.  Returns the leaf that is complete for this subscriber
--- now, and stays so while its lock is held, even if the journal turns.
-create or replace function pgque._carry_over(p_position pgque.position) returns int
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_leaf  int := pgque._journal_leaf();
-begin
-  if (pgque._position_in(p_position.pos_sub, v_leaf)).pos_sub is null then
-    p_position.leaf := v_leaf;
-    insert into pgque.position select p_position.* on conflict do nothing;
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_leaf from pgque.settled s where s.set_batch = p_position.pos_batch
-    on conflict do nothing;
-  end if;
-  return v_leaf;
-end
-$$;
-
--- The position of a subscriber whose lock is held, with what is settled in its
--- open batch, in the leaf that _journal_leaf() named under that lock.
-create or replace function pgque._carried_position(p_sub int, p_leaf int) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
-declare
-  v_position  pgque.position := pgque._position_in(p_sub, p_leaf);
-begin
-  if v_position.pos_sub is null then
-    v_position := pgque._position(p_sub, p_leaf);
-    perform pgque._carry_over(v_position);
-  end if;
-  return v_position;
-end
+-- Brings a subscriber's newest row to a leaf, if it is not there.
+create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
+language sql as $$
+  insert into pgque.position
+  select (pgque._in_leaf(p_position, p_leaf)).*
+  where (pgque._position_in(p_position.pos_sub, p_leaf)).pos_sub is null
+  on conflict do nothing
 $$;
 
 -- A batch id never issued before: the subscriber's low 20 bits under a number
@@ -143,26 +116,102 @@ create or replace function pgque._new_batch_id(p_position pgque.position) return
 language sql volatile as $$
   select (greatest(
       (p_position.pos_last_batch >> 20) + 1,
-      case when p_position.pos_fresh is not null then p_position.pos_seq + 1 end,
       ((extract(epoch from pg_catalog.clock_timestamp()) - 1735689600) * 4000)::bigint) << 20)
     | (p_position.pos_sub & 1048575)
 $$;
 
--- The subscriber whose bits a batch id carries, or null.
-create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
-language plpgsql as $$
-declare
-  v_sub  pgque.subscriber;
+-- Where a consumer goes on behind its newest delivery.
+create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
+language plpgsql immutable as $$
 begin
-  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
-  return v_sub;
+  if p_position.pos_fresh > 0 then
+    if p_position.pos_last_id is null then
+      return pgque._past_window(p_position);
+    end if;
+    p_position.pos_done_id := p_position.pos_last_id;
+  end if;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_fresh := 0;
+  p_position.pos_shelf := 0;
+  p_position.pos_keys := null;
+  return p_position;
 end
 $$;
 
-create or replace function pgque._no_batch(p_batch bigint) returns void
-language plpgsql as $$
+-- A position whose window ends at a tick.
+create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language plpgsql immutable as $$
 begin
-  perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    'It was finished already, its worker lost it to another one, or it never was.');
+  p_position.pos_next_tick := p_tick.tick_id;
+  p_position.pos_next_snapshot := p_tick.tick_snapshot;
+  p_position.pos_next_event_seq := p_tick.tick_event_seq;
+  return p_position;
+end
+$$;
+
+-- A position at a tick, with no window and no batch of its own.
+create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language plpgsql immutable as $$
+begin
+  p_position.pos_tick := p_tick.tick_id;
+  p_position.pos_snapshot := p_tick.tick_snapshot;
+  p_position.pos_event_seq := p_tick.tick_event_seq;
+  p_position.pos_next_tick := null;
+  p_position.pos_next_snapshot := null;
+  p_position.pos_next_event_seq := null;
+  p_position.pos_done_id := null;
+  p_position.pos_done_count := 0;
+  p_position.pos_last_id := null;
+  p_position.pos_batch := null;
+  p_position.pos_fresh := 0;
+  p_position.pos_shelf := 0;
+  p_position.pos_keys := null;
+  return p_position;
+end
+$$;
+
+-- A position at the end of its window.
+create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
+language plpgsql immutable as $$
+begin
+  return pgque._at_tick(p_position, row(
+    null, null, p_position.pos_next_tick, null, p_position.pos_next_snapshot, p_position.pos_next_event_seq)::pgque.tick);
+end
+$$;
+
+-- Opens the window that follows a position: up to the furthest of the next 100
+-- ticks before which no more than p_max events were numbered, so that a
+-- consumer which lags behind many small ticks gets full batches; at least one
+-- tick.  No window if there is no further tick.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_reader  text;
+  v_tick    pgque.tick;
+begin
+  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+  if not found then
+    raise undefined_table;
+  elsif v_reader = pgque.version() then
+    execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
+    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
+  end if;
+  for v_tick in execute pg_catalog.format(
+    'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
+  loop
+    exit when v_tick.tick_event_seq > p_position.pos_event_seq + p_max and p_position.pos_next_tick is not null;
+    p_position := pgque._with_window(p_position, v_tick);
+  end loop;
+  return p_position;
+exception
+  when undefined_table or undefined_function then
+    -- The queue was dropped meanwhile, or a table of it is gone.
+    if pgque._old_snapshot() then
+      perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
+    elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+      perform pgque._takes_nothing(p_queue_id);
+    end if;
+    raise;
 end
 $$;

@@ -29,23 +29,23 @@ begin
 end
 $$;
 
-create or replace function pgque._archive(p_queue pgque.queue, p_sub pgque.subscriber, p_items pgque.retry_queue[], p_outcome text) returns void
+-- The statement that keeps messages, rows of pgque.retry_queue, in the archive, and
+-- returns their ids.  p_with is what precedes them; its parameters are those of
+-- _apply(): $1 the subscriber, $2 the worker, $6 the outcome.
+create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql as $$
 declare
-  v_now     timestamptz := pgque.clock();
-  v_bucket  bigint := pgque._bucket(p_queue.queue_id, v_now);
+  v_now  timestamptz := pgque.clock();
 begin
-  if coalesce(pg_catalog.cardinality(p_items), 0) = 0 then
-    return;
-  end if;
-  perform pgque._archive_leaf(v_bucket);
-  insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,
-    ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
-  select v_bucket, v_now, p_queue.queue_id, p_sub.sub_consumer, coalesce(i.ev_worker, p_sub.sub_worker), p_outcome, i.ev_receives,
-    i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,
-    i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error
-  from pg_catalog.unnest(p_items) i;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'archived', pg_catalog.cardinality(p_items));
+  perform pgque._archive_leaf(pgque._bucket(p_queue_id, v_now));
+  return coalesce(p_with || ', ', 'with ') || pg_catalog.format(
+    'kept as (insert into pgque.archive (bucket, archived_at, arc_queue, arc_consumer, arc_worker, arc_outcome, arc_receives,'
+    ' ev_id, ev_time, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)'
+    ' select %s, %L, %s, $1.sub_consumer, coalesce(i.ev_worker, $2), $6, i.ev_receives,'
+    ' i.ev_id, i.ev_time, i.ev_retry, i.ev_type, i.ev_data, i.ev_extra1, i.ev_extra2, i.ev_extra3, i.ev_extra4,'
+    ' i.ev_headers, i.ev_key, i.ev_bytes, i.ev_expires, i.ev_error'
+    ' from (%s) i returning ev_id)'
+    ' select array_agg(k.ev_id) from kept k', pgque._bucket(p_queue_id, v_now), v_now, p_queue_id, p_items);
 end
 $$;
 

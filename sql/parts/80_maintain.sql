@@ -12,7 +12,7 @@ begin
   select min(p.pos_tick) into v_tick
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
-  where s.sub_queue = p_queue_id;
+  where s.sub_queue = p_queue_id and s.sub_main is null;
   return coalesce(v_tick, (pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id))).tick_id);
 end
 $$;
@@ -80,17 +80,13 @@ begin
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
       -- Before the tables are locked, since there may be thousands of consumers.  None
-      -- moves back meanwhile: for that it needs the queue's row.  But subconsumers take
-      -- over windows from each other.
+      -- moves back meanwhile: for that it needs the queue's row.
       v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
         execute format('lock table %s, %s in access exclusive mode', v_event, v_tick);
       else
         execute format('lock table %s, %s in access exclusive mode nowait', v_event, v_tick);
-      end if;
-      if exists (select from pgque.subscriber s where s.sub_queue = v_id and s.sub_role = 'coop_main') then
-        v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       end if;
       execute format(
         'select $3 is null or exists (select from %s e where e.ev_txid >= $1)'
@@ -121,55 +117,6 @@ comment on function pgque.maint_rotate_tables_step1(text) is
   'messages. Returns 1. Returns 0 if there was nothing to do, a consumer still needs the table, or the table is locked. Errors: PQ001 no such queue; '
   '25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Gives messages with keys that wait and were delivered to nobody the body that
--- was sent last, and takes out what was purged: those whose newest row lies in one
--- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
-create or replace function pgque._refresh_waiting(
-  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
-) returns bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-  v_count  bigint;
-begin
-  execute (
-    select pg_catalog.format(
-      $q$
-      with newest as materialized (
-        select r.ctid as place, e.*
-        from pgque.retry_queue r
-        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
-        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
-          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
-          and (e.ev_owner = -2
-            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
-              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
-            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
-        for update of r %s
-      ),
-      purged as (
-        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
-      ),
-      renewed as (
-        update pgque.retry_queue r
-        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
-          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
-        from newest n
-        where r.ctid = n.place and n.ev_owner = 0
-      )
-      select count(*) from newest
-      $q$,
-      pg_catalog.string_agg(pg_catalog.format(
-        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
-        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
-        p_queue_id, n), ' union all '),
-      p_locked)
-    from pg_catalog.generate_series(0, 2) n)
-  into v_count
-  using p_queue_id, p_leaf, p_ids;
-  return v_count;
-end
-$$;
-
 create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
 comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and returns 0: PgQ''s second half of a rotation.';
@@ -178,7 +125,7 @@ comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and retur
 create or replace function pgque._journal_size(p_leaf int) returns bigint
 language sql volatile as $$
   select sum(pg_catalog.pg_relation_size(('pgque.' || t.kind || '_' || p_leaf)::regclass))
-  from (values ('position'), ('settled'), ('roster'), ('tally')) t (kind)
+  from (values ('position'), ('settled'), ('tally')) t (kind)
 $$;
 
 -- Compacts the journal of positions once the leaf that is written has grown
@@ -193,7 +140,7 @@ declare
   v_cur      int;
   v_flipped  timestamptz;
   v_waits    boolean;
-  v_id       int;
+  v_sub      pgque.subscriber;
 begin
   perform pgque._need_read_committed('compaction');
   select j.journal_cur, j.journal_flipped_at into v_cur, v_flipped from pgque.journal j where j.journal_id = 1;
@@ -215,15 +162,9 @@ begin
     update pgque.journal j set journal_cur = 1 - v_cur, journal_flipped_at = clock_timestamp() where j.journal_id = 1;
     return 1;
   end if;
-  for v_id in
-    select s.sub_id
-    from pgque.subscriber s
-    where s.sub_role = 'pool'
-      or (pgque._position_in(s.sub_id, v_cur)).pos_sub is null
-    for no key update skip locked
-  loop
-    perform pgque._carry_over(pgque._position(v_id));
-    perform pgque._carry_leases(v_id, v_cur);
+  for v_sub in select s.* from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur) for no key update skip locked loop
+    perform pgque._carry_over(pgque._position(v_sub.sub_id), v_cur);
+    perform pgque._carry_leases(v_sub, v_cur);
   end loop;
   -- Whoever reads with an old snapshot gets 40001 where this row changed.
   if v_waits then
@@ -234,18 +175,8 @@ begin
       return 0;
     end if;
   end if;
-  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur,
-    case when not v_waits then ' nowait' end);
-  if exists (
-    select from pgque.subscriber s
-    where (pgque._position_in(s.sub_id, v_cur)).pos_sub is null)
-    or exists (
-      select
-      from pgque.subscriber s
-      cross join lateral pgque._position(s.sub_id) p
-      cross join lateral unnest(p.pos_open) o (token)
-      where s.sub_role = 'pool' and not pgque._carried(s.sub_id, o.token, v_cur))
-  then
+  execute format('lock table pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s in access exclusive mode%s', 1 - v_cur, case when not v_waits then ' nowait' end);
+  if exists (select from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur)) then
     return 0;
   end if;
   -- What was counted goes on counting.
@@ -258,14 +189,14 @@ begin
   insert into pgque.position
   select (pgque._in_leaf(p, v_cur)).*
   from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
-  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub = h.ev_owner and p.pos_seq = h.ev_batch >> 20 and p.pos_last_batch = h.ev_batch
+  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub = h.ev_owner and p.pos_batch = h.ev_batch
   on conflict do nothing;
   insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
   select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_cur
   from (select distinct r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
   join pgque.settled s on s.leaf = 1 - v_cur and s.set_batch = h.ev_batch
   on conflict do nothing;
-  execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.roster_%1$s, pgque.tally_%1$s', 1 - v_cur);
+  execute format('truncate pgque.position_%s, pgque.settled_%1$s, pgque.tally_%1$s', 1 - v_cur);
   update pgque.journal j set journal_emptied_at = clock_timestamp() where j.journal_id = 1;
   return 1;
 exception
@@ -274,44 +205,14 @@ exception
 end
 $$;
 
--- Brings the open batches of a pool to the leaf that is written.  The caller
--- holds the subscriber's lock, so there are no new ones.
-create or replace function pgque._carry_leases(p_sub int, p_cur int) returns void
+-- Whether a leaf knows where a subscriber stands, and all about its open batches.
+create or replace function pgque._is_carried(p_sub int, p_cur int) returns boolean
 language plpgsql as $$
 declare
-  v_token  bigint;
+  v_position  pgque.position := pgque._position_in(p_sub, p_cur);
 begin
-  for v_token in
-    select o.token
-    from pg_catalog.unnest((pgque._position(p_sub)).pos_open) o (token)
-    where not pgque._carried(p_sub, o.token, p_cur) and (pgque._lease(p_sub, o.token)).pos_sub is not null
-    limit 500   -- each takes a lock; the others come next time
-  loop
-    continue when not pg_catalog.pg_try_advisory_xact_lock(v_token);
-    insert into pgque.position select (pgque._in_leaf(pgque._lease(p_sub, v_token), p_cur)).* on conflict do nothing;
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
-    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
-    on conflict do nothing;
-  end loop;
-end
-$$;
-
--- Whether a leaf knows all about a batch, or nothing needs to be known.
-create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
-language plpgsql set enable_seqscan = off as $$
-begin
-  if (pgque._lease(p_sub, p_batch)).pos_sub is null then
-    return true;
-  elsif (pgque._lease_state(p_batch)).closed then
-    -- That it is closed must be known wherever the batch is.
-    return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur)
-      or not exists (select from pgque.position p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.leaf = p_cur);
-  end if;
-  return exists (select from pgque.position p where p.pos_sub = p_sub and p.pos_seq = p_batch >> 20 and p.leaf = p_cur)
-    and not exists (
-      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
-      except
-      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
+  return v_position.pos_sub is not null
+    and not exists (select from pg_catalog.unnest(v_position.pos_open) o (token) where not pgque._carried(p_sub, o.token, p_cur));
 end
 $$;
 
@@ -319,28 +220,16 @@ $$;
 -- last tick before it, so that a consumer which never comes back can not fill
 -- the disk.  What it misses, and what waits for it longer than that, goes the
 -- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
--- keeps no tick waiting for long.  A window that is open only begins later then:
--- how far it was delivered stays known.  Returns 0 only if there is nothing more
--- to do.
+-- keeps no tick waiting for long.  Returns 0 only if there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_queue     pgque.queue;
-  v_cutoff    timestamptz;
-  v_to        pgque.tick;
-  v_upto      pgque.tick;
-  v_young     bigint;
-  v_sub       pgque.subscriber;
-  v_position  pgque.position;
-  v_lease     pgque.position;
-  v_token     bigint;
-  v_leaf      int;
-  v_dropped   bigint[];
-  v_item      pgque.retry_queue;
-  v_aside     record;
-  v_items     int := 0;
-  v_moved     boolean;
-  v_count     int := 0;
+  v_queue   pgque.queue;
+  v_cutoff  timestamptz;
+  v_to      pgque.tick;
+  v_young   bigint;
+  v_sub     pgque.subscriber;
+  v_count   int := 0;
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
@@ -362,71 +251,131 @@ begin
     for v_sub in
       select s.*
       from pgque.subscriber s
-      where s.sub_queue = p_queue_id and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
+      where s.sub_queue = p_queue_id and s.sub_main is null and (pgque._oldest_need(s.sub_id)).pos_tick < v_to.tick_id
       for no key update skip locked
     loop
-      v_moved := false;
-      v_position := pgque._position(v_sub.sub_id);
-      -- What workers hold they may finish, but not from the log.
-      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
-        v_lease := pgque._lease(v_sub.sub_id, v_token);
-        if v_lease.pos_tick < v_to.tick_id and pg_try_advisory_xact_lock(v_token) and not (pgque._lease_state(v_token)).closed then
-          perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
-          v_moved := true;
-        end if;
-      end loop;
-      if v_sub.sub_role = 'pool' then
-        v_position := pgque._next_from(v_position);
-      end if;
-      if v_position.pos_tick < v_to.tick_id then
-        v_moved := true;
-        v_upto := v_to;
-        if v_position.pos_next_tick < v_upto.tick_id then
-          v_upto := pgque._tick(p_queue_id, v_position.pos_next_tick);
-        end if;
-        if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
-          v_upto := pgque._tick(p_queue_id, pgque.next_tick(v_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
-        end if;
-        v_dropped := pgque._drop_upto(v_queue, v_sub, v_position, v_upto);
-        -- The leaf that knows what is settled in its open batch.
-        v_leaf := case when v_sub.sub_role <> 'pool' then pgque._carry_over(v_position) end;
-        if v_position.pos_main is null then
-          v_position.pos_skipped := v_position.pos_skipped + cardinality(v_dropped);
-        end if;
-        if v_upto.tick_id < v_position.pos_next_tick then
-          -- Who says something about a message of the batch that was dropped hears that it has its outcome.
-          perform pgque._note(v_position.pos_batch, v_sub.sub_id,
-            array(select d.id from unnest(v_dropped) d (id) where (d.id > v_position.pos_last_id) is not true), null, v_leaf)
-          where v_position.pos_batch is not null;
-          v_position.pos_tick := v_upto.tick_id;
-          v_position.pos_snapshot := v_upto.tick_snapshot;
-          v_position.pos_event_seq := v_upto.tick_event_seq;
-        else
-          v_position := pgque._at_tick(v_position, case when v_position.pos_main is null then v_upto end);
-        end if;
-        perform pgque._append_position(v_position, v_leaf);
-      end if;
-      v_count := v_count + v_moved::int;
+      v_count := v_count + pgque._move_forward(v_queue, v_sub, v_to);
     end loop;
   end if;
-  v_aside := pgque._claim_aside(p_queue_id, array(
-    select e.item
+  return v_count + pgque._give_up_waiting(v_queue, v_cutoff);
+end
+$$;
+
+-- Moves one consumer forward, to a tick or so far that it drops some 10,000 messages.  A
+-- window that is open only begins later then: how far it was delivered stays known.
+-- Returns 1, or 0 if it did not move.
+create or replace function pgque._move_forward(p_queue pgque.queue, p_sub pgque.subscriber, p_to pgque.tick) returns int
+language plpgsql as $$
+declare
+  v_position  pgque.position := pgque._position(p_sub.sub_id);
+  v_old       bigint := v_position.pos_skipped;
+  v_upto      pgque.tick := p_to;
+  v_held      record;
+  v_moved     boolean := false;
+begin
+  -- What is held may be finished, but not from the log.
+  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200 loop
+    if pg_catalog.pg_try_advisory_xact_lock(v_held.token) and not (pgque._lease_state(v_held.token)).closed then
+      if p_sub.sub_role <> 'pool' then
+        -- A batch without an end is not kept for longer than the rest.  Who says something
+        -- about a message that was dropped hears that it has its outcome.
+        v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to);
+      end if;
+      perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      v_moved := true;
+    end if;
+  end loop;
+  v_position := pgque._next_from(v_position);
+  if v_position.pos_tick < p_to.tick_id then
+    v_moved := true;
+    if v_position.pos_next_tick < v_upto.tick_id then
+      v_upto := pgque._tick(p_queue.queue_id, v_position.pos_next_tick);
+    end if;
+    if v_upto.tick_event_seq - v_position.pos_event_seq > 10000 then
+      v_upto := pgque._tick(p_queue.queue_id, pgque.next_tick(p_queue.queue_name, v_position.pos_tick, 10000, null, v_upto.tick_id));
+    end if;
+    v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_position, v_upto);
+    if v_upto.tick_id < v_position.pos_next_tick then
+      v_position.pos_tick := v_upto.tick_id;
+      v_position.pos_snapshot := v_upto.tick_snapshot;
+      v_position.pos_event_seq := v_upto.tick_event_seq;
+    else
+      v_position := pgque._at_tick(v_position, v_upto);
+    end if;
+  end if;
+  if v_moved then
+    perform pgque._append_position(v_position);
+  end if;
+  return v_moved::int;
+end
+$$;
+
+-- What a subscriber has before it, or in a batch, up to a tick, not beyond its window, and
+-- will not get any more.  Returns how many messages.
+create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick) returns bigint
+language plpgsql as $$
+declare
+  v_rows   text;
+  v_keyed  pgque.event[];
+  v_claim  record;
+  v_event  pgque.event;
+  v_ids    bigint[];
+begin
+  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
+    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end));
+  if p_queue.queue_keyed then
+    -- As in receive(): a message whose body is being replaced is set aside.
+    execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
+    v_claim := pgque._claim(p_queue, v_keyed);
+    execute pg_catalog.format(
+      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, pgque.clock(), null, null)).* from (%s) e'
+      ' where e.ev_id in (select pg_catalog.unnest($2)) on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
+    using p_sub, v_claim.busy;
+    v_rows := pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
+      'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))', v_rows, v_claim.busy || v_claim.gone));
+  end if;
+  for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
+    v_ids := v_ids || v_event.ev_id;
+    if v_event.ev_expires <= pgque.clock() then
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+    else
+      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
+    end if;
+  end loop;
+  perform pgque._note(p_position.pos_batch, p_sub.sub_id, v_ids) where p_position.pos_batch is not null;
+  return coalesce(pg_catalog.cardinality(v_ids), 0);
+end
+$$;
+
+-- Gives up what waits since before p_cutoff, 10,000 messages in one call: then it
+-- returns 1.  What has a lease without an end does not keep it.
+create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
+language plpgsql as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_aside  record;
+  v_item   pgque.retry_queue;
+  v_sub    pgque.subscriber;
+  v_count  int := 0;
+begin
+  v_aside := pgque._claim_aside(p_queue.queue_id, array(
+    select pgque._slim_waiting(e)
     from (
-      select e as item from pgque.retry_queue e
-      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
-        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+      select e.* from pgque.retry_queue e
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
-      where e.ev_queue = p_queue_id and e.ev_time < v_cutoff and e.ev_owner <> 0
-        and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
+        and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
         -- A dead letter that was requeued has its time again.
-        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < v_cutoff)
+        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     )
@@ -434,75 +383,22 @@ begin
     where r.ctid = f.ctid
     returning r.*
   loop
-    v_items := v_items + 1;
+    v_count := v_count + 1;
     select s.* into v_sub from pgque.subscriber s where s.sub_id = v_item.ev_owner;
     if found then
-      perform pgque._bury(v_queue, v_sub, v_item, 'retention period passed');
+      perform pgque._bury(p_queue, v_sub, v_item, 'retention period passed');
     end if;
   end loop;
-  return v_count + (v_items = 10000)::int;
+  return (v_count = 10000)::int;
 end
 $$;
 
--- What a subscriber has before it up to a tick, not beyond its window, and will not
--- get any more; of a subconsumer, what its batch has.  Returns the ids.
-create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick)
-returns bigint[]
-language plpgsql as $$
-declare
-  v_rows   text;
-  v_ids    bigint[];
-  v_event  pgque.event;
-  v_keyed  pgque.event[];
-  v_claim  record;
-begin
-  if p_sub.sub_main is null then
-    p_position.pos_last_id := null;
-  end if;
-  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(
-    coalesce(p_sub.sub_main, p_sub.sub_id), pgque._with_window(p_position, p_to), coalesce(p_position.pos_batch, 0)));
-  if p_queue.queue_keyed then
-    -- As in receive(): a message whose body is being replaced is set aside.
-    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event) from (%s) e where e.ev_key is not null', v_rows) into v_keyed;
-    v_claim := pgque._claim(p_queue, v_keyed);
-    insert into pgque.retry_queue
-    select (pgque._waiting(e, p_sub, 0, pgque.clock(), null, null)).*
-    from pg_catalog.unnest(v_claim.rows) e
-    where e.ev_id in (select b.id from pg_catalog.unnest(v_claim.busy) b (id))
-    on conflict do nothing;
-    v_rows := pg_catalog.format(
-      'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))',
-      v_rows, v_claim.busy || v_claim.gone);
-  end if;
-  execute pg_catalog.format('select coalesce(array_agg(e.ev_id), ''{}'') from (%s) e', v_rows) into v_ids;
-  if p_queue.queue_drop_policy = 'drop' then
-    perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'dropped', pg_catalog.cardinality(v_ids));
-    return v_ids;
-  end if;
-  if not p_queue.queue_keyed and not p_queue.queue_expiring and (p_queue.queue_dead_letter_queue is null or p_queue.queue_drop_policy = 'hold') then
-    -- The same as below, set-based.
-    execute pg_catalog.format(
-      'insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,'
-      ' ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
-      ' select $1, $2, pgque.clock(), $3, coalesce(e.ev_retry, 0), $4, coalesce(e.ev_error, $3),'
-      ' e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
-      ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
-      ' from (%s) e order by e.ev_id on conflict do nothing', v_rows)
-    using p_queue.queue_id, p_sub.sub_consumer, 'retention period passed'::text, p_queue.queue_drop_policy = 'hold';
-    return v_ids;
-  end if;
-  for v_event in execute pg_catalog.format('select e.* from (%s) e order by e.ev_id', v_rows) loop
-    if v_event.ev_key is not null then
-      v_event := (pgque._with_bodies(p_queue.queue_id, array[v_event]))[1];
-    end if;
-    if v_event.ev_expires <= pgque.clock() then
-      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
-    else
-      perform pgque._bury(p_queue, p_sub, pgque._waiting(v_event, p_sub, coalesce(v_event.ev_retry, 0), null, null, null), 'retention period passed');
-    end if;
-  end loop;
-  return v_ids;
-end
+-- The condition on e for the rows of a position's slice or batch that have no outcome yet.
+create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
+language sql stable as $$
+  select pgque._slice_condition(
+      coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
+    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '')
 $$;
 
 -- The condition on e for what a subscriber has before it, as a snapshot shows
@@ -519,14 +415,13 @@ language sql stable as $$
       ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
 $$;
 
--- How many messages the slowest consumer has before it or in the hands of its
--- workers and subconsumers, and how many are delayed.
+-- How many messages the slowest consumer has before it or in open batches, and how many
+-- are delayed.
 create or replace function pgque._depth(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
   v_sub    pgque.subscriber;
-  v_pos    pgque.position;
-  v_held   pgque.position;
+  v_held   record;
   v_count  bigint;
   v_part   bigint;
   v_own    bigint := 0;
@@ -538,27 +433,18 @@ begin
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
-    v_pos := pgque._position(v_sub.sub_id);
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
     execute pg_catalog.format('select count(*) from (%s) e',
-      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, v_pos, pgque._tick_snapshot())
+      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque._tick_snapshot())
         || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
-    v_count := v_count + v_own
-      + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id)
-      + coalesce((
-        select sum((o.lease).pos_done_count - o.settled)
-        from pgque._open_leases(v_sub.sub_id, v_pos.pos_open) o), 0);
-    for v_held in
-      select p.*
-      from pgque.subscriber s
-      cross join lateral pgque._position(s.sub_id) p
-      where s.sub_main = v_sub.sub_id and p.pos_batch is not null
-    loop
-      execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
-        pgque._undone_condition(v_sub.sub_id, v_held, v_held.pos_batch) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
-      into v_part using pgque.clock();
+    v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
+    for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
+      v_part := (v_held.lease).pos_done_count - v_held.settled;
+      if v_sub.sub_role <> 'pool' then
+        -- What next_batch() opened nobody has counted yet.
+        execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
+          pgque._undone_condition(v_sub.sub_id, v_held.lease) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+        into v_part using pgque.clock();
+      end if;
       v_count := v_count + v_part;
     end loop;
     v_most := greatest(v_most, v_count);
@@ -566,6 +452,75 @@ begin
   return v_most + (select count(*) from pgque.retry_queue r where r.ev_owner = 0 and r.ev_queue = p_queue_id);
 end
 $$;
+
+-- Keeps everybody from a queue's consumers and batches until the transaction ends.  Who
+-- is busy with a batch may go on to receive: so it waits for nobody while it keeps the
+-- consumers, but lets go of all and tries again.
+create or replace function pgque._stop_all(p_queue_id int) returns void
+language plpgsql as $$
+declare
+  v_wait  text := pg_catalog.current_setting('lock_timeout');
+  v_end   timestamptz := pg_catalog.clock_timestamp() + coalesce(nullif(v_wait::interval, '0'), '1 minute');
+begin
+  loop
+    begin
+      perform from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update;
+      if pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+        return;
+      end if;
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
+    if pg_catalog.clock_timestamp() > v_end then
+      perform pgque._fail('lock_not_available', 'a worker of the queue is busy with a batch in a transaction that stays open', 'Try again, or end it.');
+    end if;
+    perform pg_catalog.pg_sleep(0.02);
+  end loop;
+end
+$$;
+
+create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_sub    pgque.subscriber;
+  v_pos    pgque.position;
+  v_last   pgque.tick;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge()');
+  perform pgque._rebase(v_queue.queue_id);
+  perform pgque._let_keys_be_said(v_queue);
+  perform pgque._stop_all(v_queue.queue_id);
+  v_count := pgque._depth(v_queue.queue_id);
+  perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
+  v_queue := pgque._queue(v_queue.queue_name);
+  v_last := pgque._last_tick(v_queue);
+  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+  v_last := pgque._last_tick(v_queue);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null loop
+    v_pos := pgque._position(v_sub.sub_id);
+    perform pgque._note(o.token, v_sub.sub_id, array[0]) from unnest(v_pos.pos_open) o (token);
+    v_pos.pos_open := '{}';
+    v_pos.pos_lapse := null;
+    v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
+    perform pgque._append_position(pgque._at_tick(v_pos, v_last));
+  end loop;
+  -- What somebody settles just now is left to him.
+  with found as materialized (
+    select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
+  )
+  delete from pgque.retry_queue r using found f
+  where r.ctid = f.ctid;
+  return v_count;
+end
+$$;
+comment on function pgque.purge(text, pgque.caller) is
+  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
+  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
+  'READ COMMITTED.';
 
 create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -679,25 +634,26 @@ begin
     if v_pos.pos_lapse <= pgque.clock() and v_queue.queue_max_receive_attempts = 1 then
       perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for no key update skip locked;
       continue when not found;
-      perform pgque._append_position(pgque._reap(v_queue, v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
+      perform pgque._append_position(pgque._reap(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque.clock()));
     end if;
     v_rows := array(
-      select r
+      select pgque._slim_waiting(r)
       from (
         select r.* from pgque.retry_queue r
         where r.ev_owner = v_sub.sub_id and r.ev_retry_after <= pgque.clock() and r.ev_receives >= v_queue.queue_max_receive_attempts
-        limit 10000
+        limit 10000 - v_count
         for update skip locked
       ) r);
     perform pgque._weed(v_queue, v_sub, v_rows, pgque.clock());
     v_count := v_count + cardinality(v_rows);
+    exit when v_count >= 10000;
   end loop;
   return v_count;
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for. Returns their number. Part '
-  'of maint().';
+  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for, at most 10,000. Returns '
+  'their number. Part of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  What each
@@ -711,8 +667,7 @@ declare
   v_last      pgque.tick;
   v_sub       pgque.subscriber;
   v_position  pgque.position;
-  v_lease     pgque.position;
-  v_token     bigint;
+  v_open      bigint[];
   v_rows      text;
 begin
   if not exists (select from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored) then
@@ -733,45 +688,25 @@ begin
   if found then
     return false;
   end if;
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id order by s.sub_main nulls first, s.sub_id for no key update loop
-    v_position := pgque._position(v_sub.sub_id);
-    if v_sub.sub_role = 'pool' then
-      foreach v_token in array coalesce(v_position.pos_open, '{}') loop
-        v_lease := pgque._lease(v_sub.sub_id, v_token);
-        continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
-        if not pg_try_advisory_xact_lock(v_token) then
-          -- To wait for it would be a deadlock if it asks for more then.
-          perform pgque._fail('serialization_failure', format('a worker is finishing batch %s of queue %I, which was loaded from a dump', v_token, v_queue.queue_name),
-            'Retry the transaction.');
-        end if;
-        continue when (pgque._lease_state(v_token)).closed;   -- it has just been
-        perform pgque._shelve(v_queue, v_sub, v_lease, coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until));
-      end loop;
-      v_position := pgque._next_from(v_position);
-      v_position.pos_open := '{}';
-      v_position.pos_lapse := null;
-      perform pgque._append_position(v_position);
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
+    v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
+    if cardinality(pgque._hold_batches(p_queue_id, v_open)) < cardinality(v_open) then
+      -- To wait for it would be a deadlock if it asks for more then.
+      perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
+        'Retry the transaction.');
     end if;
-    if v_position.pos_main is null then
-      -- Everything behind its position, less what it finished of the window.
-      v_rows := pgque._rows_sql(p_queue_id, format(
-        '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
-        coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
-    elsif v_position.pos_batch is not null then
-      v_rows := pgque._rows_sql(p_queue_id, pgque._slice_condition(
-        pgque._xid_filter(v_position.pos_snapshot, v_position.pos_next_snapshot), v_sub.sub_main, v_position.pos_done_id, v_position.pos_last_id));
-    else
-      continue;
-    end if;
+    perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
+    v_position := pgque._next_from(pgque._position(v_sub.sub_id));
+    -- Everything behind its position, less what it finished of the window.
+    v_rows := pgque._rows_sql(p_queue_id, format(
+      '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
+      coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
     execute format(
       'insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_retry, ev_error,'
       ' ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)'
       ' select $1, %s, %s, e.ev_retry, e.ev_error,'
       ' e.ev_id, e.ev_time, e.ev_txid, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires'
-      ' from (%s) e where (true%s)%s on conflict do nothing',
-      p_queue_id, coalesce(v_sub.sub_main, v_sub.sub_id), v_rows, pgque._unsettled_condition(v_position),
-      -- What is settled in its batch may be back behind the window as a retry.
-      coalesce(' or not pg_visible_in_snapshot(e.ev_txid, ' || quote_literal(v_position.pos_next_snapshot) || ')', ''))
+      ' from (%s) e on conflict do nothing', p_queue_id, v_sub.sub_id, v_rows)
     using pgque.clock();
   end loop;
   perform pgque._refresh_waiting(p_queue_id);
@@ -785,9 +720,13 @@ begin
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
     case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
   v_last := pgque._last_tick(v_queue);
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id loop
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
     v_position := pgque._position(v_sub.sub_id);
-    perform pgque._append_position(pgque._at_tick(v_position, case when v_position.pos_main is null then v_last end));
+    v_position.pos_lapse := null;
+    if v_sub.sub_role = 'pool' then
+      v_position.pos_open := '{}';
+    end if;
+    perform pgque._append_position(pgque._at_tick(v_position, v_last));
   end loop;
   return true;
 end
@@ -873,7 +812,7 @@ begin
   if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
-    where p.pos_done_id is not null)
+    where (pgque._next_from(p)).pos_done_id is not null)
   then
     v_count := v_count + pgque._empty('pgque.window_map', 'false');
   end if;

@@ -61,14 +61,7 @@ begin
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;
-  if exists (select from pgque.retry_queue) then
-    v_retry := (
-      select min(r.due)
-      from pgque._pumped() o (id)
-      cross join lateral (
-        select r.ev_retry_after as due from pgque.retry_queue r where r.ev_owner = o.id order by r.ev_retry_after limit 1
-      ) r);
-  end if;
+  v_retry := pgque._next_retry();
   retries := coalesce(v_retry <= v_now, false);
   look_at := least(look_at, case when retries then v_now + period else v_retry end);
 end

@@ -3,10 +3,29 @@
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
-create or replace function pgque._position_of(p_sub int) returns pgque.position
+create or replace function pgque._position_of(p_sub pgque.subscriber) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_position  pgque.position := pgque._position(p_sub.sub_id);
+  v_time      timestamptz := v_position.pos_time;
 begin
-  return pgque._position(p_sub);
+  v_position := case when p_sub.sub_main is null then pgque._standing(p_sub, v_position) else pgque._batch_of_worker(p_sub) end;
+  v_position.pos_time := v_time;
+  if p_sub.sub_role = 'pool' then
+    v_position.pos_batch := null;
+  end if;
+  return v_position;
+end
+$$;
+
+-- The open batch of a subconsumer, or nothing.
+create or replace function pgque._batch_of_worker(p_member pgque.subscriber) returns pgque.position
+language plpgsql as $$
+declare
+  v_main  pgque.subscriber;
+begin
+  select s.* into v_main from pgque.subscriber s where s.sub_id = p_member.sub_main;
+  return pgque._lease(v_main.sub_id, pgque._open_batch_of(v_main, pgque._position(v_main.sub_id), p_member.sub_worker));
 end
 $$;
 
@@ -14,7 +33,7 @@ create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
-cross join lateral pgque._position_of(s.sub_id) p;
+cross join lateral pgque._position_of(s) p;
 comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
@@ -214,25 +233,23 @@ begin
   for n in 1..coalesce(pg_catalog.cardinality(p_subs), 0) loop
     v_sub := p_subs[n];
     v_pos := p_positions[n];
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
-    consumer_name := pgque._subscriber_name(v_sub);
     last_seen := pgque.clock() - v_pos.pos_time;
+    consumer_name := pgque._subscriber_name(v_sub);
+    v_pos := case when v_sub.sub_main is null then pgque._standing(v_sub, v_pos) else pgque._batch_of_worker(v_sub) end;
     last_tick := v_pos.pos_tick;
     current_batch := v_pos.pos_batch;
     next_tick := v_pos.pos_next_tick;
     role := v_sub.sub_role;
-    skipped_events := v_pos.pos_skipped;
+    skipped_events := p_positions[n].pos_skipped;
     if not p_blind then
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
         lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, v_last);
       else
-        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, v_pos.pos_next_tick)).tick_time end;
+        lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
       end if;
-      if v_sub.sub_role = 'pool' then
-        -- What its workers may take again, or were not given yet for the sake of the
+      if v_sub.sub_main is null then
+        -- What may be taken again, or was not given yet for the sake of the
         -- order; of the window that is open it is among those that are pending.
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
         from (
@@ -241,7 +258,7 @@ begin
           group by 3
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
-          from pgque._lapsed_leases(v_sub.sub_id, v_pos) l
+          from pgque._lapsed(v_sub.sub_id, v_pos) l
         ) w;
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
@@ -323,8 +340,7 @@ declare
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
   v_cond   text;
-  v_rows   pgque.event[];
-  v_said   pgque.event[];
+  v_rows   text;
   v_lapsed pgque.position;
 begin
   if $2 is null or $2 < 1 then
@@ -333,10 +349,7 @@ begin
   end if;
   if $3 is not null then
     v_sub := pgque._subscriber($1, $3, caller);
-    v_pos := pgque._position(v_sub.sub_id);
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
+    v_pos := pgque._standing(v_sub, pgque._position(v_sub.sub_id));
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
@@ -344,35 +357,32 @@ begin
     || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
       v_pos.pos_next_snapshot), '');
-  for v_lapsed in select (l.lease).* from pgque._lapsed_leases(v_sub.sub_id, v_pos) l loop
-    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed, v_lapsed.pos_last_batch));
+  for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
+    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed));
   end loop;
-  execute format('select array_agg(row(e.*)::pgque.event) from (select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s) e',
-    pgque._rows_sql(v_queue.queue_id, v_cond), $2) into v_rows;
-  if v_queue.queue_keyed then
-    v_said := pgque._said(v_queue.queue_id, v_rows);
-    v_rows := pgque._with_bodies(v_queue.queue_id, v_rows, v_said);
-  end if;
-  return query
+  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s', pgque._rows_sql(v_queue.queue_id, v_cond), $2));
+  return query execute format(
+    $q$
+    with log as materialized (%s)
     select e.ev_id, null::bigint, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,
       e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,
-      coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, v_queue.queue_name
-    from unnest(v_rows) e
-    where not exists (select from unnest(v_said) s where s.ev_id = e.ev_id and s.ev_owner = -2)
+      coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, $2
+    from log e
     union all (
       select distinct on (r.ev_id) r.ev_id, null::bigint, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
         r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
-        greatest(r.ev_receives, r.ev_retry, 0), r.ev_error, r.ev_expires, v_queue.queue_name
+        greatest(r.ev_receives, r.ev_retry, 0), r.ev_error, r.ev_expires, $2
       from pgque.retry_queue r
-      where r.ev_queue = v_queue.queue_id and r.ev_retry_after <= pgque.clock() and (v_sub.sub_id is null or r.ev_owner in (0, v_sub.sub_id))
-        and not exists (select from unnest(v_rows) e where e.ev_id = r.ev_id)
-        and not exists (
-          select from unnest(case when r.ev_key is not null and r.ev_receives = 0 then pgque._said(v_queue.queue_id, array[pgque._event(r)]) end) s
-          where s.ev_owner = -2)
+      where r.ev_queue = $1 and r.ev_retry_after <= $5 and ($3 is null or r.ev_owner in (0, $3))
+        and not exists (select from log e where e.ev_id = r.ev_id)
+        and not (r.ev_key is not null and r.ev_receives = 0 and exists (
+          select from pg_catalog.unnest(pgque._said($1, array[pgque._event(pgque._slim_waiting(r))])) s where s.ev_owner = -2))
       order by r.ev_id
-      limit $2)
+      limit $4)
     order by 1
-    limit $2;
+    limit $4
+    $q$, v_rows)
+  using v_queue.queue_id, v_queue.queue_name, v_sub.sub_id, $2, pgque.clock();
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
@@ -390,63 +400,27 @@ create or replace function pgque._messages(
 ) returns setof record
 language plpgsql as $$
 declare
-  v_now    timestamptz := pgque.clock();
-  v_sub    pgque.subscriber;
-  v_pos    pgque.position;
-  v_lease  pgque.position;
-  v_token  bigint;
-  v_rows   pgque.event[];
-  v_and    text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
-  v_but    text;
-  v_name   text;
+  v_now   timestamptz := pgque.clock();
+  v_sub   pgque.subscriber;
+  v_held  record;
+  v_and   text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
 begin
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id order by s.sub_id loop
-    v_name := (select c.co_name from pgque.consumer c where c.co_id = v_sub.sub_consumer);
-    v_pos := pgque._position(v_sub.sub_id);
-    continue when v_sub.sub_main is not null and v_pos.pos_batch is null;
-    -- in the hands of workers
-    foreach v_token in array coalesce(v_pos.pos_open, '{}') loop
-      v_lease := pgque._lease(v_sub.sub_id, v_token);
-      continue when v_lease.pos_sub is null or (pgque._lease_state(v_token)).closed;
-      return query
-        select e.ev_id, v_name, case when t.until > v_now then 'processing' else 'retry' end,
-          e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time,
-          t.until, coalesce(e.ev_retry, 0) + 1, coalesce(e.ev_retry, 0),
-          e.ev_error, e.ev_expires, v_lease.pos_worker, case when t.until > v_now then v_token end, null::bigint
-        from pg_catalog.unnest(pgque._unsettled_rows(v_sub, v_lease, case when p_id is not null then array[p_id] end)) e,
-          lateral (select coalesce((pgque._lease_state(v_token)).until, v_lease.pos_until) as until) t
-        limit p_limit;
+  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id and s.sub_main is null order by s.sub_id loop
+    -- in open batches
+    for v_held in select h.* from pgque._held(v_sub.sub_id) h loop
+      return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and)), $q$
+        case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
+        case when $4 = 'infinity' then e.ev_time else $4 end, coalesce(e.ev_retry, 0) + $6, $5, case when $4 > $2 then $7 end
+        $q$)
+      using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
     end loop;
     -- in the log
-    if v_sub.sub_role = 'pool' then
-      v_pos := pgque._next_from(v_pos);
-    end if;
-    -- What has its outcome in an open batch is done, or found below.
-    v_but := coalesce((
-      select pg_catalog.format(' and not (e.ev_id = any (%L::bigint[]) and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))',
-        pg_catalog.array_agg(s.set_ev_id), v_pos.pos_next_snapshot)
-      from pgque.settled s
-      where s.set_batch = v_pos.pos_batch
-      having count(*) > 0), '');
-    execute pg_catalog.format('select array_agg(row(e.*)::pgque.event order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %s) e',
-      case
-        when v_sub.sub_main is not null then pgque._batch_sql(v_sub, v_pos, v_and || v_but)
-        else pgque._rows_sql(p_queue.queue_id, pgque._unfinished_condition(v_sub, v_pos, pg_catalog.pg_current_snapshot()) || v_and || v_but)
-      end, p_limit)
-    into v_rows;
-    return query
-      select e.ev_id, v_name,
-        case
-          when e.ev_expires <= v_now then 'expired'
-          when v_pos.pos_batch is not null and pg_catalog.pg_visible_in_snapshot(e.ev_txid, v_pos.pos_next_snapshot)
-            and e.ev_id <= coalesce(v_pos.pos_last_id, 9223372036854775807) then 'processing'
-          when e.ev_owner is not null then 'retry'
-          else 'pending'
-        end,
-        e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes, e.ev_time, e.ev_time, coalesce(e.ev_retry, 0), coalesce(e.ev_retry, 0),
-        e.ev_error, e.ev_expires, v_sub.sub_worker, v_pos.pos_batch, null::bigint
-      from pg_catalog.unnest(case when p_queue.queue_keyed then pgque._with_bodies(p_queue.queue_id, v_rows) else v_rows end) e
-      where not exists (select from pg_catalog.unnest(case when e.ev_key is not null then pgque._said(p_queue.queue_id, array[e]) end) s where s.ev_owner = -2);
+    return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._rows_sql(p_queue.queue_id,
+        pgque._unfinished_condition(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pg_catalog.pg_current_snapshot()) || v_and)), $q$
+      case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
+      e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
+      $q$)
+    using v_sub.sub_consumer, v_now, p_limit;
   end loop;
   return query
     (select r.ev_id, c.co_name,
@@ -457,7 +431,8 @@ begin
         when r.ev_receives = 0 then 'pending'
         else 'retry'
       end,
-      r.ev_type, r.ev_data, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_time, r.ev_retry_after, greatest(r.ev_receives, r.ev_retry), coalesce(r.ev_retry, 0),
+      r.ev_type, r.ev_data, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_time, case when r.ev_retry_after < 'infinity' then r.ev_retry_after else r.ev_time end,
+      greatest(r.ev_receives, r.ev_retry), coalesce(r.ev_retry, 0),
       r.ev_error, r.ev_expires, r.ev_worker, case when r.ev_retry_after > v_now then r.ev_batch end, null::bigint
     from pgque.retry_queue r
     left join pgque.subscriber s on s.sub_id = r.ev_owner
@@ -484,6 +459,19 @@ begin
     limit p_limit);
 end
 $$;
+
+-- Rows of pgque.event as _messages() returns them for consumer $1, at most $3; p_state are
+-- status, available_at, receive_count, worker and batch id.
+create or replace function pgque._messages_sql(p_rows text, p_state text) returns text
+language sql immutable as $f$
+  select pg_catalog.format(
+    $q$
+    select e.ev_id, (select c.co_name from pgque.consumer c where c.co_id = $1), x.status, e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes,
+      e.ev_time, x.available_at, x.receives, coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, x.worker, x.batch, null::bigint
+    from (select * from (%s) e order by e.ev_id limit $3) e
+    cross join lateral (select %s) x (status, available_at, receives, worker, batch)
+    $q$, p_rows, p_state)
+$f$;
 
 create or replace function pgque.list_messages(
   queue_name text, only_status text default null, limit_count int default 100, caller pgque.caller default current_user,
@@ -556,11 +544,8 @@ begin
     join pgque.queue q on q.queue_id = s.sub_queue
     join pgque.consumer c on c.co_id = s.sub_consumer
     cross join lateral (
-      select l.pos_worker as worker, o.token, l.pos_done_count - t.settled as messages, l.pos_time as at, coalesce(t.until, l.pos_until) as until
-      from unnest((pgque._position(s.sub_id)).pos_open) o (token)
-      cross join lateral pgque._lease(s.sub_id, o.token) l
-      cross join lateral pgque._lease_state(o.token) t
-      where l.pos_sub is not null and not t.closed
+      select (l.lease).pos_worker as worker, l.token, (l.lease).pos_done_count - l.settled as messages, (l.lease).pos_time as at, l.until
+      from pgque._held(s.sub_id) l
       union all
       select r.ev_worker, r.ev_batch, 1, null, r.ev_retry_after
       from pgque.retry_queue r
@@ -654,7 +639,7 @@ begin
     from (
       select (p.sub).sub_id, (o.lease).pos_done_count - o.settled as messages
       from pgque._positions(p_queue.queue_id) p
-      cross join lateral pgque._open_leases((p.sub).sub_id, (p.pos).pos_open) o
+      cross join lateral pgque._held((p.sub).sub_id) o
       where cardinality((p.pos).pos_open) > 0
       union all
       select r.ev_owner, 1
@@ -770,11 +755,7 @@ begin
   select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
   from pgque._positions(p_queue.queue_id) p
   cross join lateral (
-    select (case
-      when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id)
-      when (p.sub).sub_role = 'pool' then pgque._next_from(p.pos)
-      else p.pos
-    end).*
+    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
     offset 0
   ) n
   order by n.pos_tick

@@ -22,7 +22,7 @@ language sql immutable as $$
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
       tick_for next_tick split_window read_window read_window_cursor seek open_stream dead get_queue_info
-      get_consumer_info queue_config metrics health status
+      get_consumer_info queue_config metrics health status share_consumer unshare_consumer
       _ack _dead _next_batch'),
     ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages

@@ -106,6 +106,12 @@ select worker, messages, lease_until from pgque.list_workers('orders');
 -- reclaim
 select pgque.reclaim('orders', 'mailers', '1 hour');
 
+-- unshare_consumer
+select pgque.unshare_consumer('orders', 'mailers');
+
+-- share_consumer
+select pgque.share_consumer('orders', 'mailers');
+
 -- group: Failures
 -- Dead letters are messages that were given up. These functions list them, deliver them again or delete them.
 -- [nack](#nack) rejects a message.

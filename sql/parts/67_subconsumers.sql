@@ -6,9 +6,10 @@
 -- by name, each holds one batch, and a silent one is passed over only by who
 -- asks for it (dead_interval).  For leases see "workers".
 --
--- A consumer's position says what was handed out; each worker's own row says
--- which batch it holds.  A worker that is done with its batch has an empty
--- row, which holds nothing back.
+-- A subconsumer is a worker whose lease has no end: its open batch comes again to it.
+-- The newest row that it has in the journal says when it was heard of last.  The rest
+-- of the engine meets subconsumers where _turn() asks _worker() whether one is
+-- registered and calls _touch().
 
 -- Refuses a call of a consumer on its own for one that has workers.
 create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
@@ -51,7 +52,6 @@ create or replace function pgque.register_subconsumer(
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_main      pgque.subscriber;
-  v_worker    int;
   v_position  pgque.position;
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
@@ -75,10 +75,10 @@ begin
     end if;
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
   end if;
-  v_worker := pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
-  if v_position.pos_batch is not null then
-    perform pgque._move_batch(v_position, v_worker, v_position.pos_attempt);
-  end if;
+  perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
+  -- What its own reader had comes again to who asks first.
+  perform pgque._hand_back(v_main, o.token) from unnest(v_position.pos_open) o (token);
+  perform pgque._end_batches(v_main);
   return 1;
 exception
   when unique_violation then
@@ -102,22 +102,23 @@ create or replace function pgque.unregister_subconsumer(
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_main      pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_sub       int;
-  v_position  pgque.position;
+  v_main   pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_sub    int;
+  v_batch  bigint;
 begin
-  perform pgque._lock_position(v_main.sub_id);
+  perform pgque._lock_subscriber(v_main.sub_id);
   v_sub := pgque._find_worker(v_main.sub_id, $3);
   if v_sub is null then
     return 0;
   end if;
-  v_position := pgque._lock_position(v_sub);
-  if v_position.pos_batch is not null then
+  perform pgque._lock_subscriber(v_sub);
+  v_batch := pgque._open_batch_of(v_main, pgque._position(v_main.sub_id), $3);
+  if v_batch is not null then
     if $4 is distinct from 1 then
       perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
         'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
     end if;
-    perform pgque._settle(v_position.pos_batch, null, 'nack', '0', 'worker unregistered', false);
+    perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;
@@ -135,69 +136,55 @@ comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
-declare
-  v_position  pgque.position;
 begin
-  v_position := pgque._lock_position(pgque._worker(pgque._subscriber($1, $2, caller), $3));
-  perform pgque._append_position(v_position, pgque._carry_over(v_position));
+  perform pgque._touch(pgque._worker(pgque._subscriber($1, $2, caller), $3));
   return 1;
 end
 $$;
 comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
--- Gives the open batch of one subscriber to a worker that has none, under a new
--- batch id and with its outcomes.  The caller holds the locks of both.
-create or replace function pgque._move_batch(p_from pgque.position, p_sub int, p_attempt int) returns void
+-- Takes the oldest batch whose worker was silent for longer than p_dead_interval from
+-- it: what is left of it waits in the retry queue, to be taken under a new batch id.  A
+-- worker that has a batch takes nothing over, and one that holds its own lock is alive.
+create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_leaf   int := pgque._journal_leaf();
-  v_batch  pgque.position := pgque._as_batch_of(pgque._position(p_sub, v_leaf), p_from);
+  v_dead  record;
 begin
-  v_batch.pos_attempt := p_attempt;
-  v_batch.pos_batch := pgque._new_batch_id(v_batch);
-  v_batch.pos_last_batch := v_batch.pos_batch;
-  perform pgque._note(v_batch.pos_batch, p_sub, array(
-    select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_from.pos_batch), null, v_leaf);
-  perform pgque._append_position(v_batch, v_leaf);
-  perform pgque._append_position(pgque._behind(p_from, p_from), v_leaf);
-end
-$$;
-
--- Gives the oldest batch whose worker was silent for longer than
--- p_dead_interval to another worker, under a new batch id: from then on the
--- old id is dead.
-create or replace function pgque._take_over(p_main int, p_sub int, p_dead_interval interval) returns void
-language plpgsql as $$
-declare
-  v_own   pgque.position;
-  v_dead  pgque.position;
-  v_id    int;
-begin
-  select p.pos_sub into v_id
-  from pgque.subscriber s
+  perform pgque._lock_subscriber(p_main.sub_id);
+  if pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is not null then
+    return;
+  end if;
+  select o.token, l as lease, s.sub_id into v_dead
+  from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
+  cross join lateral pgque._lease(p_main.sub_id, o.token) l
+  join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = l.pos_worker
   cross join lateral pgque._position(s.sub_id) p
-  where s.sub_main = p_main and s.sub_id <> p_sub and p.pos_batch is not null and p.pos_time < pgque.clock() - p_dead_interval
+  where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
   order by p.pos_time
   limit 1;
   if not found then
     return;
   end if;
-  perform pgque._lock_position(p_main);
-  v_own := pgque._lock_position(p_sub);
-  if v_own.pos_batch is not null then
+  perform from pgque.subscriber s where s.sub_id = v_dead.sub_id for no key update skip locked;
+  if not found or (pgque._position(v_dead.sub_id)).pos_time >= pgque.clock() - p_dead_interval then
     return;
   end if;
-  -- A worker that holds its own lock is alive.
-  perform from pgque.subscriber s where s.sub_id = v_id for no key update skip locked;
-  if not found then
-    return;
+  perform pgque._lock_batch(p_main.sub_queue, v_dead.token);
+  if (v_dead.lease).pos_fresh > 0 and not (pgque._lease_state(v_dead.token)).closed then
+    perform pgque._shelve(p_main, v_dead.lease, pgque.clock());
+  else
+    update pgque.retry_queue r set ev_retry_after = pgque.clock() where r.ev_owner = p_main.sub_id and r.ev_batch = v_dead.token;
   end if;
-  v_dead := pgque._position(v_id);
-  if v_dead.pos_batch is null or v_dead.pos_time >= pgque.clock() - p_dead_interval then
-    return;
-  end if;
-  perform pgque._move_batch(v_dead, p_sub, v_dead.pos_attempt + 1);
+end
+$$;
+
+-- Notes that a worker was heard of.
+create or replace function pgque._touch(p_member int) returns void
+language plpgsql as $$
+begin
+  perform pgque._append_position(pgque._lock_position(p_member));
 end
 $$;
 
@@ -220,7 +207,7 @@ begin
     v_main := (pgque._subscriber($1, $2, caller)).sub_id;
   end if;
   if $4 is not null then
-    perform pgque._take_over(v_main, pgque._find_worker(v_main, $3), $4);
+    perform pgque._take_over(pgque._subscriber($1, $2, caller), $3, $4);
   end if;
 end
 $$;

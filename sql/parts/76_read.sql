@@ -206,12 +206,11 @@ begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);
-  if $3 is null or ($4 is not true and $3 > v_position.pos_tick) or ($4 and $3 <> v_position.pos_tick) then
-    v_position.pos_high := greatest(v_position.pos_high, v_position.pos_tick, v_position.pos_next_tick);
-    v_position := pgque._at_tick(v_position, pgque._need_tick(v_queue, $3));
-    perform pgque._append_position(v_position);
+  if $3 is null or ($4 is not true and $3 > (pgque._standing(v_sub, v_position)).pos_tick) or ($4 and $3 <> v_position.pos_tick) then
+    perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
+    return $3;
   end if;
-  return v_position.pos_tick;
+  return (pgque._standing(v_sub, v_position)).pos_tick;
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
@@ -240,7 +239,9 @@ begin
     perform pgque._fail('PQ006', format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
       'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.');
   end if;
-  return (pgque._position(v_sub.sub_id)).pos_tick;
+  -- From now on what comes again must be in the log.
+  update pgque.subscriber s set sub_offsets = true where s.sub_id = v_sub.sub_id and not s.sub_offsets;
+  return (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
 end
 $$;
 comment on function pgque.open_stream(text, text, text, pgque.caller) is
@@ -254,27 +255,24 @@ declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_position  pgque.position := pgque._position(v_sub.sub_id);
   v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot);
-  v_rows      pgque.event[];
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
     perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
       'Pass two arrays: the ids, and a reason for each.');
   end if;
-  execute format('select array_agg(row(e.*)::pgque.event) from (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e',
-    pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
-  into v_rows;
-  return query
-    select i.id, b.ok is true,
-      case
-        when b.ok then null
-        when b.ok is null then 'not found behind the position'
-        else 'dead already'
-      end
-    from unnest($3, $4) with ordinality i (id, reason, n)
-    left join unnest(v_rows) r on r.ev_id = i.id
-    left join lateral (select pgque._add_dead_letter(pgque._waiting(r, v_sub, coalesce(r.ev_retry, 0) + 1, null, null, null), v_sub.sub_consumer, i.reason, false) as ok where r.ev_id is not null offset 0) b on true
-    order by i.n;
+  return query execute format(
+    $q$
+    select i.id, b.ok is true, case when b.ok then null when b.ok is null then 'not found behind the position' else 'dead already' end
+    from unnest($1, $2) with ordinality i (id, reason, n)
+    left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e on e.ev_id = i.id
+    left join lateral (
+      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, coalesce(e.ev_retry, 0) + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
+      where e.ev_id is not null offset 0) b on true
+    order by i.n
+    $q$, pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(
+      coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
+  using $3, $4, v_sub;
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is

@@ -1,0 +1,405 @@
+-- ---------------------------------------------------------------------------
+-- lease: which batches are open, and what was said about them
+-- ---------------------------------------------------------------------------
+
+-- A delivery is one row in the journal of positions: it says what was delivered, to
+-- whom, until when, and by that where the next one begins.  That a batch is closed,
+-- or a message of it has its outcome, is a row in the journal of settled messages.
+-- So neither is updated, and a worker needs no row of its own: names may come and go.
+--
+-- A consumer on its own is one worker without a name whose lease has no end.  A
+-- subconsumer is a worker whose lease has no end either.
+--
+-- The log is for first deliveries.  Whatever comes again (a lease ended, a nack,
+-- a release) waits in the retry queue, and is leased from there: ev_retry_after
+-- is when it may be taken, ev_batch who has it.  So one rule serves all: who
+-- takes a message that is due overwrites ev_batch, and from then on the old
+-- batch id no longer fits.
+--
+-- Locks: deliveries of one consumer meet at the subscriber's row; whatever is said
+-- about a batch meets at an advisory lock on its id, which a delivery only tries.
+
+-- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
+-- bits of their own up to 0.5.
+create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where (s.sub_id & 1048575) = (p_batch & 1048575)::int;
+  if v_sub.sub_main is not null then
+    select s.* into v_sub from pgque.subscriber s where s.sub_id = v_sub.sub_main;
+  end if;
+  return v_sub;
+end
+$$;
+
+create or replace function pgque._no_batch(p_batch bigint) returns void
+language plpgsql as $$
+begin
+  perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
+    'It was finished already, its worker lost it to another one, or it never was.');
+end
+$$;
+
+-- Whoever says something about a batch has its lock, and keeps those out that have
+-- to do with all batches of the queue.
+create or replace function pgque._lock_batch(p_queue_id int, p_batch bigint) returns void
+language sql as $$
+  select pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_queue_id), pg_catalog.pg_advisory_xact_lock(p_batch)
+$$;
+
+-- Tries to keep others from many batches at once, and returns those that it got:
+-- with one lock for all of them or, where somebody is busy with one, one by one,
+-- p_most of them.
+create or replace function pgque._hold_batches(p_queue_id int, p_batches bigint[], p_most int default 200) returns bigint[]
+language plpgsql as $$
+begin
+  if pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+    return p_batches;
+  end if;
+  return array(
+    select b.id
+    from pg_catalog.unnest(p_batches) with ordinality b (id, n)
+    where b.n <= p_most and pg_catalog.pg_try_advisory_xact_lock(b.id)
+    order by b.n);
+end
+$$;
+
+-- The delivery of a batch, or null.
+create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_position  pgque.position;
+begin
+  -- Both leaves in one statement: it may move from one to the other.
+  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub limit 1;
+  if not found and pgque._old_snapshot() then
+    -- It may see neither leaf's row: then this is 40001.
+    perform pgque._journal_leaf();
+  end if;
+  return v_position;
+end
+$$;
+
+-- What was said about the log part of a batch: whether it is closed, how many of
+-- its messages have an outcome, how often its end was moved (negative) and
+-- where to.
+create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
+language plpgsql set enable_seqscan = off as $$
+begin
+  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+    (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
+  into closed, settled, moved, until
+  from (select distinct s.set_ev_id, s.set_until from pgque.settled s where s.set_batch = p_batch) s;
+end
+$$;
+
+-- Notes messages of a batch as settled (ids above 0) or something about all of
+-- it (see pgque.settled).  Returns the ids that were new.  An old snapshot
+-- writes to both leaves, and gets 40001 if what it does not see is there.
+create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
+language plpgsql as $$
+declare
+  v_leaves  int[] := pgque._leaves_for(coalesce(p_leaf, pgque._journal_leaf()));
+  v_new     bigint[];
+begin
+  if pg_catalog.cardinality(p_ids) * pg_catalog.cardinality(v_leaves) = 1 then
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf) values (p_batch, p_ids[1], p_sub, p_until, v_leaves[1]) on conflict do nothing;
+    return case when found then p_ids end;
+  end if;
+  with new as (
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
+    select p_batch, i.id, p_sub, p_until, l.leaf
+    from pg_catalog.unnest(p_ids) i (id)
+    cross join pg_catalog.unnest(v_leaves) l (leaf)
+    on conflict do nothing
+    returning set_ev_id
+  )
+  select pg_catalog.array_agg(g.id) into v_new
+  from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
+  return v_new;
+end
+$$;
+
+-- The batches of a consumer that are open: what was delivered from the log, how many
+-- of its messages have an outcome, and until when it is leased.
+create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+returns setof record
+language sql as $$
+  select o.token, l, s.settled, coalesce(s.until, l.pos_until)
+  from pg_catalog.unnest(pgque._not_closed((pgque._position(p_sub)).pos_open)) o (token)
+  cross join lateral pgque._lease(p_sub, o.token) l
+  cross join lateral pgque._lease_state(o.token) s
+  where not s.closed and l.pos_fresh > 0
+$$;
+
+-- Those that have lapsed and that nobody asked for since.
+create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
+returns setof record
+language plpgsql as $$
+begin
+  -- Until the first of them may have lapsed none is looked at.
+  if p_pos.pos_lapse <= pgque.clock() then
+    return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
+  end if;
+end
+$$;
+
+-- Of batches that may be open those that are.
+create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
+language plpgsql set enable_seqscan = off as $$
+begin
+  return array(
+    select o.token
+    from pg_catalog.unnest(p_tokens) with ordinality o (token, n)
+    where not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
+    order by o.n);
+end
+$$;
+
+-- The open batch that a consumer on its own has, or a subconsumer: it comes again.
+create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text) returns bigint
+language plpgsql set enable_seqscan = off as $$
+begin
+  if p_sub.sub_role = 'pool' or coalesce(pg_catalog.cardinality(p_pos.pos_open), 0) = 0 then
+    return null;
+  end if;
+  return (
+    select o.token
+    from pg_catalog.unnest(p_pos.pos_open) o (token)
+    where (p_worker is null or (pgque._lease(p_sub.sub_id, o.token)).pos_worker = p_worker)
+      and (not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
+        or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token))
+    limit 1);
+end
+$$;
+
+-- Where a consumer stands: before what is delivered and open, if it is on its own,
+-- else behind it.
+create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'normal' and p_pos.pos_batch is not null and pgque._open_batch_of(p_sub, p_pos, null) = p_pos.pos_batch then
+    return p_pos;
+  end if;
+  return pgque._next_from(p_pos);
+end
+$$;
+
+-- What a subscriber still needs: its position, or the oldest of its open batches.  One
+-- that was given all of a window is behind it: nobody has to ask once more before
+-- that shows.
+create or replace function pgque._oldest_need(p_sub int) returns pgque.position
+language plpgsql as $$
+declare
+  v_pos    pgque.position := pgque._next_from(pgque._position(p_sub));
+  v_lease  pgque.position;
+begin
+  if pg_catalog.cardinality(v_pos.pos_open) > 0 then
+    select (h.lease).* into v_lease
+    from pgque._held(p_sub) h
+    where (h.lease).pos_tick < v_pos.pos_tick
+    order by (h.lease).pos_tick
+    limit 1;
+    if found then
+      return v_lease;
+    end if;
+  end if;
+  return v_pos;
+end
+$$;
+
+-- The rows of a batch that came from the log and have no outcome.
+create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '') returns text
+language sql as $$
+  select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
+    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch))
+$$;
+
+-- Whether a batch still has all of its messages but those that were settled one
+-- by one: whoever is given some of it, or has been, or has them taken out, makes
+-- it less.  Locks those that wait in the retry queue.  The caller holds the
+-- batch's lock.  Nothing is known of a batch that compaction forgot, as 0.4.1 did
+-- with those that waited.
+create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease    pgque.position := pgque._lease(p_sub, p_batch);
+  v_state    record := pgque._lease_state(p_batch);
+  v_waiting  bigint;
+  v_settled  bigint;
+  v_moved    bigint;
+  v_lost     boolean;
+begin
+  select count(*) into v_waiting
+  from (
+    select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
+  ) r;
+  -- Those that were settled where they waited, how many were moved there, and
+  -- whether the holder was told that one is lost.
+  select count(*) filter (where s.set_ev_id < 6917529027641081856),
+    max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id between 6917529027641081856 and 9223372036854775806),
+    coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
+  into v_settled, v_moved, v_lost
+  from (select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904) s;
+  if v_lost then
+    return false;
+  elsif v_lease.pos_sub is null or v_lease.pos_fresh > 0 and not v_state.closed then
+    return true;
+  end if;
+  -- Up to 0.5 it was not noted how many were moved.
+  return v_waiting >= case when v_lease.pos_fresh > 0 then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else v_lease.pos_shelf end - v_settled;
+end
+$$;
+
+-- ack() of a whole batch.  The messages that wait in the retry queue under its
+-- id are done as well: nobody has taken them.
+create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease   pgque.position;
+  v_count   int := 0;
+  v_done    int := 0;
+begin
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+  if not pgque._old_snapshot() then
+    -- The usual case in one statement.
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
+    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
+    from pgque.position p
+    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
+      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
+    limit 1
+    on conflict do nothing;
+    if found then
+      return 1;
+    end if;
+  end if;
+  if not pgque._still_whole(p_sub.sub_id, p_batch) then
+    return 0;
+  end if;
+  v_lease := pgque._lease(p_sub.sub_id, p_batch);
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
+  end if;
+  delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+  get diagnostics v_count = row_count;
+  return (v_count + v_done > 0)::int;
+end
+$$;
+
+-- Moves what is left of a batch from the log to the retry queue, still under its
+-- batch id, to be taken from p_due on; returns how many messages.  The caller holds
+-- the batch's lock.
+create or replace function pgque._shelve(p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_rows   text := pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, p_lease));
+  v_count  bigint;
+begin
+  execute pg_catalog.format(
+    'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, $2, $3, $4)).* from (%s) e'
+    -- A consumer that was moved back may have the message waiting already: who holds
+    -- it there loses it, so that this one comes.
+    ' on conflict (ev_owner, ev_id, ev_queue) do update'
+    ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
+    v_rows)
+  using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
+  get diagnostics v_count = row_count;
+  if pgque._old_snapshot() then
+    -- What it does not see is found by the primary key.
+    perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
+      select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+  end if;
+  perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array[0, 6917529027641081856 + v_count]);
+  return v_count;
+end
+$$;
+
+-- Looks at every batch of a consumer that may be open.  Whatever is left of one whose
+-- lease ended goes to the retry queue, to be taken at once; until somebody does,
+-- the old batch id stays good.  A batch that its worker is just speaking about
+-- is alive.
+create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
+language plpgsql as $$
+declare
+  v_open   bigint[] := '{}';
+  v_lapse  timestamptz;
+  v_tried  int := 0;
+  v_held   record;
+  v_state  record;
+begin
+  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
+    if v_held.until <= p_now and v_tried < 200 then
+      -- The server has room for some thousand locks; the others come next time.
+      v_tried := v_tried + 1;
+      if pg_catalog.pg_try_advisory_xact_lock(v_held.token) then
+        v_state := pgque._lease_state(v_held.token);
+        continue when v_state.closed;
+        v_held.until := coalesce(v_state.until, (v_held.lease).pos_until);
+        if v_held.until <= p_now then
+          perform pgque._shelve(p_sub, v_held.lease, p_now);
+          continue;
+        end if;
+      else
+        v_held.until := p_now + interval '1 second';
+      end if;
+    end if;
+    v_open := v_open || v_held.token;
+    v_lapse := least(v_lapse, v_held.until);
+  end loop;
+  if p_sub.sub_role <> 'pool' then
+    -- Those from the retry queue too: they come again.
+    v_open := v_open || array(
+      select o.token from pg_catalog.unnest(p_pos.pos_open) o (token)
+      where o.token <> all (v_open) and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token));
+  end if;
+  p_pos.pos_open := v_open;
+  p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
+  p_pos.pos_lapse := v_lapse;
+  return p_pos;
+end
+$$;
+
+-- Brings the open batches of a consumer to the leaf that is written.  The caller
+-- holds the subscriber's lock, so there are no new ones.
+create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
+language plpgsql as $$
+declare
+  v_token  bigint;
+begin
+  foreach v_token in array pgque._hold_batches(p_sub.sub_queue, array(
+    select o.token
+    from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
+    where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)
+  loop
+    insert into pgque.position
+    select (pgque._in_leaf(l, p_cur)).* from pgque._lease(p_sub.sub_id, v_token) l where l.pos_sub is not null
+    on conflict do nothing;
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
+    select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, p_cur from pgque.settled s where s.set_batch = v_token
+    on conflict do nothing;
+  end loop;
+end
+$$;
+
+-- Whether a leaf knows all about a batch, or nothing needs to be known.
+create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub and p.leaf = p_cur);
+begin
+  if (pgque._lease(p_sub, p_batch)).pos_sub is null then
+    return true;
+  elsif (pgque._lease_state(p_batch)).closed then
+    -- That it is closed must be known wherever the batch is.
+    return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur);
+  end if;
+  return v_there
+    and not exists (
+      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf <> p_cur
+      except
+      select s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.leaf = p_cur);
+end
+$$;

@@ -1,0 +1,322 @@
+-- ---------------------------------------------------------------------------
+-- subscribe: who reads a queue
+-- ---------------------------------------------------------------------------
+
+-- The subscriber for a queue and a consumer, without a lock, which leaf of the journal
+-- is written, and whether acknowledged messages are archived; PQ001 or PQ011 if there
+-- is none.
+create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
+language plpgsql as $$
+declare
+  v_found  record;
+begin
+  select s as sub, j.journal_cur, q.queue_archive_on_ack into v_found
+  from pgque.queue q
+  join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+  join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+  cross join pgque.journal j
+  where q.queue_name = p_queue collate pg_catalog."default"
+    and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
+  if not found then
+    if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue collate pg_catalog."default" then
+      select f.sub, f.leaf as journal_cur, f.archives as queue_archive_on_ack into v_found
+      from pgque._find((pgque._queue(p_queue)).queue_name, p_consumer, current_user) f;
+    else
+      perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
+        'select pgque.subscribe(queue, consumer) makes it one.');
+    end if;
+  end if;
+  sub := v_found.sub;
+  leaf := v_found.journal_cur;
+  archives := v_found.queue_archive_on_ack;
+end
+$$;
+
+create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
+language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
+
+-- Locks a subscriber against its own other calls and returns its role; an old
+-- snapshot that does not know of a change since fails with 40001.
+create or replace function pgque._lock_subscriber(p_sub int) returns text
+language plpgsql as $$
+declare
+  v_role  text;
+begin
+  select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
+  if not found then
+    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'It was unsubscribed while this call waited.');
+  end if;
+  return v_role;
+end
+$$;
+
+-- The same, and returns its position.
+create or replace function pgque._lock_position(p_sub int) returns pgque.position
+language plpgsql as $$
+begin
+  perform pgque._lock_subscriber(p_sub);
+  return pgque._position(p_sub);
+end
+$$;
+
+-- The tick that start_at means: latest, earliest, a tick id, or a time (the
+-- last tick before it).
+create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns pgque.tick
+language plpgsql as $$
+declare
+  v_tick   pgque.tick;
+  v_ticks  text := pgque._ticks_sql(p_queue.queue_id);
+begin
+  if p_start_at is null then
+    null;
+  elsif p_start_at = 'latest' then
+    v_tick := pgque._last_tick(p_queue);
+  elsif p_start_at = 'earliest' then
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_id limit 1', v_ticks) into v_tick;
+  elsif p_start_at ~ '^[0-9]{1,19}$' then
+    v_tick := pgque._tick(p_queue.queue_id, p_start_at::bigint);
+  else
+    execute pg_catalog.format('select t.* from (%s) t order by t.tick_time > $1, abs(extract(epoch from t.tick_time - $1)), t.tick_id desc limit 1', v_ticks)
+    into v_tick using p_start_at::timestamptz;
+  end if;
+  if v_tick.tick_id is not null then
+    return v_tick;
+  end if;
+  perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
+    'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
+exception
+  when data_exception then
+    perform pgque._fail('PQ005', pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
+      'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
+end
+$$;
+
+-- Adds a subscriber row with its first position; the low 20 bits of its id are
+-- taken once only.  After 2^31 numbers the sequence begins again: a number whose
+-- earlier subscriber left positions or retries is passed over.
+create or replace function pgque._add_subscriber(
+  p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
+) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_seq       regclass := pg_catalog.pg_get_serial_sequence('pgque.subscriber', 'sub_id');
+  v_position  pgque.position;
+  v_id        int;
+begin
+  perform pgque._need_place(p_queue_id, p_caller);
+  for v_try in 0..2097152 loop
+    v_id := pg_catalog.nextval(v_seq);
+    if not exists (select from pgque.subscriber s where (s.sub_id & 1048575) = (v_id & 1048575))
+      and not exists (select from pgque.position p where p.pos_sub = v_id)
+      and not exists (select from pgque.retry_queue r where r.ev_owner = v_id)
+    then
+      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
+      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker)
+      on conflict ((sub_id & 1048575)) do nothing
+      returning sub_id into v_position.pos_sub;
+      exit when found;
+    end if;
+    if v_try % 65536 = 0 and (select pg_catalog.count(*) from pgque.subscriber) >= 1048576 then
+      exit;
+    end if;
+  end loop;
+  if v_position.pos_sub is null then
+    perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
+      'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
+  end if;
+  v_position.pos_seq := 0;
+  v_position.pos_last_batch := 0;
+  v_position.pos_skipped := 0;
+  perform pgque._append_position(pgque._at_tick(v_position, p_tick));
+  return v_position.pos_sub;
+end
+$$;
+
+-- Keeps a role that has a right to this queue only within the queue's
+-- max_consumers; PQ003 if that many are there.  Such roles subscribe to a queue
+-- one after the other, and in a transaction whose snapshot shows them all.
+create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_queue  pgque.queue;
+  v_count  bigint;
+begin
+  if pgque._may(p_caller, 'consume', null) then
+    return;
+  end if;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  if v_queue.queue_max_consumers = 0 then
+    return;
+  end if;
+  perform pgque._need_read_committed('a new consumer of a role with a right to one queue');
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.subscribe'), p_queue_id);
+  select pg_catalog.count(*) into v_count
+  from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
+  if v_count >= v_queue.queue_max_consumers then
+    perform pgque._fail('PQ003', pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
+      pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+        v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
+      pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
+  end if;
+end
+$$;
+
+create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
+  v_sub  pgque.subscriber;
+begin
+  if $4 is true then
+    v_sub := pgque._subscriber($1, $2, caller);
+    if v_new = 0 and not v_sub.sub_keyed then
+      perform pgque._fail('PQ006', format('consumer %I of queue %I is subscribed without keyed order', $2, $1),
+        'Unsubscribe it first, or subscribe another consumer.');
+    elsif v_new = 1 then
+      update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
+    end if;
+  end if;
+  return v_new;
+end
+$$;
+comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after the '
+  'newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
+  'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
+  'max_consumers consumers; PQ004 a name that has not 1 to 1000 bytes; PQ005 no such start_at.';
+
+create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
+language plpgsql as $$
+declare
+  v_queue  pgque.queue;
+  v_co     int;
+begin
+  v_queue := pgque._queue(p_queue, p_caller, 'consume');
+  v_co := pgque._consumer(p_consumer, v_queue.queue_id);
+  if exists (select from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_consumer = v_co and s.sub_main is null) then
+    return 0;
+  end if;
+  perform pgque._let_keys_be_said(v_queue);
+  -- The lock keeps rotation from emptying the tick that is about to be used.
+  select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
+  if not found then
+    perform pgque._no_queue(p_queue);
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at), p_caller);
+  return 1;
+exception
+  when unique_violation then
+    return 0;
+end
+$$;
+
+-- The id of the name of a queue's consumer, made known if it is new.
+create or replace function pgque._consumer(p_consumer text, p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_id  int;
+begin
+  if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
+    perform pgque._fail('PQ004', 'invalid consumer name', 'A consumer name has 1 to 1000 bytes; any character is allowed.');
+  end if;
+  for v_try in 1..2 loop
+    select c.co_id into v_id
+    from pgque.consumer c
+    where c.co_queue in (0, p_queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+    order by c.co_queue
+    limit 1;
+    exit when found;
+    insert into pgque.consumer (co_name, co_queue) values (p_consumer, p_queue_id) on conflict (co_queue, co_name) do nothing;
+  end loop;
+  return v_id;
+end
+$$;
+
+create or replace function pgque.register_consumer(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
+comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
+
+create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue     pgque.queue;
+  v_sub       pgque.subscriber;
+  v_position  pgque.position;
+begin
+  if register_consumer_at.tick_id is null then
+    return pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, 'latest', false, caller);
+  end if;
+  if pgque.subscribe(register_consumer_at.queue_name, register_consumer_at.consumer_name, register_consumer_at.tick_id::text, false, caller) = 1 then
+    return 1;
+  end if;
+  v_queue := pgque._queue(register_consumer_at.queue_name, caller, 'consume');
+  v_sub := pgque._subscriber(v_queue.queue_name, register_consumer_at.consumer_name, caller);
+  -- As in seek().
+  perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
+  perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
+  perform pgque._move_to(v_sub, pgque._lock_position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
+  return 0;
+end
+$$;
+comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
+  'Subscribes a consumer at a tick and returns 1. A consumer that is subscribed already is moved to that tick, its open batch is dropped, and 0 is '
+  'returned. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is gone.';
+
+-- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
+create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'normal' then
+    perform pgque._drop_batch(p_sub, o.token) from pg_catalog.unnest(p_position.pos_open) o (token);
+    p_position.pos_open := '{}';
+  end if;
+  p_position.pos_high := greatest(p_position.pos_high, p_position.pos_tick, p_position.pos_next_tick);
+  perform pgque._append_position(pgque._at_tick(p_position, p_tick));
+end
+$$;
+
+-- Takes a batch from who has it: what it has from the log is passed, what it has from
+-- the retry queue waits again.
+create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
+language plpgsql set enable_seqscan = off as $$
+begin
+  perform pgque._lock_batch(p_sub.sub_queue, p_batch);
+  perform pgque._note(p_batch, p_sub.sub_id, array[0]);
+  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
+  where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+end
+$$;
+
+create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name, caller, 'consume');
+  v_main   int;
+  v_count  int;
+  v_rows   int;
+begin
+  select s.sub_id into v_main
+  from pgque.subscriber s
+  join pgque.consumer c on c.co_id = s.sub_consumer
+  where s.sub_queue = v_queue.queue_id and c.co_name = unsubscribe.consumer_name collate "default" and s.sub_main is null
+  for update of s;
+  if not found then
+    return 0;
+  end if;
+  delete from pgque.subscriber s where s.sub_main = v_main;
+  get diagnostics v_count = row_count;
+  -- What an old snapshot does not see maintenance finds.
+  delete from pgque.retry_queue r where r.ev_owner = v_main;
+  delete from pgque.subscriber s where s.sub_id = v_main;
+  get diagnostics v_rows = row_count;
+  return v_count + v_rows;
+end
+$$;
+comment on function pgque.unsubscribe(text, text, pgque.caller) is
+  'Removes a consumer from a queue with its workers and its pending retries; its dead letters stay. Returns the number of subscribers removed, 0 if '
+  'it was not subscribed. Errors: PQ001 no such queue.';
+
+create or replace function pgque.unregister_consumer(queue_name text, consumer_name text) returns int
+language sql as $$ select pgque.unsubscribe($1, $2) $$;
+comment on function pgque.unregister_consumer(text, text) is 'PgQ''s name for unsubscribe().';

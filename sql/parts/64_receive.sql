@@ -1,0 +1,362 @@
+-- ---------------------------------------------------------------------------
+-- receive: deliveries
+-- ---------------------------------------------------------------------------
+
+create or replace function pgque.receive(
+  queue_name text, consumer_name text, max_return int default 100, worker text default null,
+  visibility_timeout interval default null, ack_batch bigint default null, caller pgque.caller default current_user
+) returns setof pgque.delivery
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+declare
+  v_turn    record;
+  v_sub     pgque.subscriber;
+  v_queue   pgque.queue;
+  v_pos     pgque.position;
+  v_token   bigint;
+  v_room    bigint;
+  v_row     pgque.delivery;
+  v_rows    text;
+  v_sifted  record;
+  v_last    bigint;
+  v_count   bigint := 0;
+  v_looked  bigint := 0;
+begin
+  v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
+  v_sub := v_turn.sub;
+  if v_sub.sub_id is null then
+    return;
+  end if;
+  v_queue := v_turn.queue;
+  v_pos := v_turn.pos;
+  v_room := v_turn.room;
+  v_token := pgque._new_batch_id(v_pos);
+  if v_turn.open is not null then
+    return query select * from pgque._again(v_sub, v_queue, v_turn.open);
+    if found then
+      return;
+    end if;
+    -- Every message of it was settled: it is done.
+    v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
+  end if;
+
+  if v_turn.due and v_room > 0 then
+    v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
+    if v_pos.pos_shelf > 0 then
+      return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
+    end if;
+  end if;
+
+  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 and v_looked < 10000 loop
+    if v_pos.pos_next_tick is null then
+      v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
+      exit when v_pos.pos_next_tick is null;
+      -- Only now it is known whether a message of the window may have a key or a ttl.
+      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
+    end if;
+    v_pos.pos_last_id := null;
+    if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room);
+      v_pos := v_sifted.pos;
+      v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
+      if v_sifted.rows is not null then
+        return query execute v_sifted.rows using v_sifted.ids, v_token, v_queue.queue_name;
+        get diagnostics v_count = row_count;
+      end if;
+    elsif v_room <= 1000 then
+      if pgque._is_big(v_pos, v_room) or v_pos.pos_tick < v_pos.pos_high or v_queue.queue_reader is distinct from pgque.version() then
+        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit ' || v_room + 1;
+      else
+        -- A small window is read straight, by functions whose plans the session keeps.
+        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($4, $5, $6, $7, $8, $2, 1, $3)';
+      end if;
+      for v_row in
+        execute v_rows
+        using null::bigint[], v_token, v_queue.queue_name,
+          v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_room + 1
+      loop
+        if v_count = v_room then
+          v_pos.pos_last_id := v_last;   -- there are more
+          exit;
+        end if;
+        v_count := v_count + 1;
+        v_last := v_row.msg_id;
+        return next v_row;
+      end loop;
+      v_pos.pos_done_count := v_count;
+    else
+      v_rows := pgque._slice_sql(v_sub, v_pos, '', v_room);
+      return query execute pgque._delivery_sql(v_rows) || ' limit ' || v_room using null::bigint[], v_token, v_queue.queue_name;
+      get diagnostics v_count = row_count;
+      v_pos.pos_done_count := v_count;
+      v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(v_rows, v_room) end;
+    end if;
+    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
+    if v_count = 0 then
+      v_pos := pgque._next_from(v_pos);
+    end if;
+  end loop;
+  perform pgque._delivered(v_turn, v_pos, v_count, v_token, $4);
+end
+$$;
+comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
+  'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
+  'messages that come again, or new ones; what comes again goes first. Without worker, the '
+  'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
+  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
+  'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
+  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. A delivery '
+  'locks the consumer until the transaction ends: workers that receive, work and acknowledge in one transaction take turns, so receive in a '
+  'transaction of its own, and do the work and the ack in another. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
+  'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
+  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
+
+-- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
+-- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
+-- with its next window; open an open batch that comes again; due whether something may
+-- wait; room how many messages it may get; span how many a window shall have; until
+-- when its lease ends; changed whether pos must be stored in any case.
+--
+-- Every expression and statement here is made ready anew in each transaction, so
+-- what can be said in one is not said in two.
+create or replace function pgque._turn(
+  p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
+  out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
+  out room bigint, out span bigint, out until timestamptz, out changed boolean
+)
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  v_found  record;
+  v_ahead  pgque.position;
+begin
+  if (p_max >= 1) is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'It is the greatest number of messages to hand out.');
+  end if;
+  loop
+    v_found := pgque._find(p_queue, p_consumer, p_caller);
+    sub := v_found.sub;
+    leaf := v_found.leaf;
+    if not (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)
+      or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
+    then
+      sub := pgque._refuse_or_share(sub, p_worker, p_timeout, p_queue, p_consumer);
+      leaf := pgque._journal_leaf();
+    end if;
+    if p_ack is null then
+      null;
+    elsif (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
+      perform pgque._close(sub, p_ack);
+    else
+      perform pgque._ack(pgque._batch_for(p_caller, p_ack));
+    end if;
+    span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
+    if p_ack is null then
+      -- An idle poll takes no lock, writes nothing and needs no transaction id.
+      pos := pgque._position(sub.sub_id, leaf);
+      open := pgque._open_batch_of(sub, pos, p_worker);
+      if open is null then
+        v_ahead := pgque._next_from(pos);
+        if v_ahead.pos_next_tick is null then
+          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span);
+        end if;
+        if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
+          and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
+        then
+          sub := null;
+          return;
+        end if;
+      end if;
+    end if;
+    exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
+    -- Workers share it since this call began, or do not any more.
+    p_ack := null;
+  end loop;
+  v_now := pgque.clock();
+  -- Whether it has a key or a ttl is known of every message in the window that was opened.
+  select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
+    case when pos.pos_sub is null or j.journal_cur <> leaf then true
+      when leaf = 0 then exists (select from pgque.position_0 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq)
+      else exists (select from pgque.position_1 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq) end as newer
+  into v_found
+  from pgque.queue q, pgque.journal j
+  where q.queue_id = sub.sub_queue;
+  queue := v_found.queue;
+  due := v_found.due;
+  if v_found.newer then
+    leaf := pgque._journal_leaf();
+    pos := pgque._position(sub.sub_id, leaf);
+    open := pgque._open_batch_of(sub, pos, p_worker);
+    v_ahead := pgque._next_from(pos);
+  end if;
+  if sub.sub_role = 'coop_main' then
+    perform pgque._touch(pgque._worker(sub, p_worker));
+  end if;
+  room := p_max;
+  until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
+  changed := false;
+  if open is not null then
+    return;
+  end if;
+  pos := v_ahead;
+  if v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune then
+    pos := pgque._reap(sub, pos, v_now);
+    due := true;
+    changed := true;
+  end if;
+  if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
+    -- What was not used within the last second is lost, and what was paid by a clock that has been set back.
+    pos.pos_paid := greatest(case when pos.pos_paid <= v_now + interval '1 second' then pos.pos_paid end, v_now - interval '1 second');
+    room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
+  end if;
+end
+$$;
+
+-- What a caller without the usual rights of its kind gets: an error, or a consumer that
+-- its workers share from now on.
+create or replace function pgque._refuse_or_share(p_sub pgque.subscriber, p_worker text, p_timeout interval, p_queue text, p_consumer text)
+returns pgque.subscriber
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'coop_main' and p_worker is not null then
+    perform pgque._worker(p_sub, p_worker);
+  elsif p_worker is null then
+    perform pgque._need_alone(p_sub, p_queue, p_consumer);
+  else
+    perform pgque._need_read_committed('receive() for a worker');
+    if p_worker = '' or pg_catalog.octet_length(p_worker) > 1000 then
+      perform pgque._fail('PQ004', pg_catalog.format('invalid worker name for queue %I', p_queue),
+        'A worker name has 1 to 1000 bytes; any character is allowed.');
+    elsif p_timeout <= '0' or p_timeout > '100 years' then
+      perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
+        'It is how long the worker has before others get its messages.');
+    end if;
+    -- One that has received a batch on its own stays as it is: the process that reads
+    -- it could not go on.
+    if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
+      perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
+        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader, and let workers share it: select pgque.share_consumer(%L, %L);',
+          p_queue, pgque._subscriber_name(p_sub)));
+    end if;
+    update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
+    return (select s from pgque.subscriber s where s.sub_id = p_sub.sub_id);
+  end if;
+  if p_timeout is not null then
+    perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
+      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
+  end if;
+  return p_sub;
+end
+$$;
+
+-- An open batch once more, without what has an outcome.  It comes whole, whatever
+-- max_return says now, since ack() finishes it whole.
+create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+end
+$$;
+
+-- A consumer that has a batch with no message left.
+create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
+language plpgsql as $$
+begin
+  perform pgque._note(p_batch, p_sub.sub_id, array[0]);
+  p_pos := pgque._next_from(p_pos);
+  p_pos.pos_open := pg_catalog.array_remove(p_pos.pos_open, p_batch);
+  return p_pos;
+end
+$$;
+
+-- The query of an open batch, as columns of pgque.event: what came from the log and has no
+-- outcome, or what waits in the retry queue under its id.
+create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+begin
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
+  end if;
+  return pg_catalog.format('select (pgque._event(r)).* from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s', p_sub.sub_id, p_batch);
+end
+$$;
+
+-- Rows of pgque.event as they are delivered: those with ids $1, in the batch $2, of the
+-- queue named $3.
+create or replace function pgque._delivery_sql(p_rows text) returns text
+language sql immutable as $$
+  select 'select e.ev_id, $2, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+    ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
+    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $3 from (' || p_rows || ') e'
+    ' where ($1 is null or ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id) order by e.ev_id'
+$$;
+
+-- The id of the p_n-th row of a slice, if there are more than that.  To count first is
+-- a third of the price of sorting in vain.
+create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
+language plpgsql as $$
+declare
+  v_more  boolean;
+  v_id    bigint;
+begin
+  execute pg_catalog.format('select count(*) > %s from (select from (%s) e limit %s) e', p_n, p_rows, p_n + 1) into v_more;
+  if v_more then
+    execute pg_catalog.format('select e.ev_id from (%s) e order by e.ev_id offset %s limit 1', p_rows, p_n - 1) into v_id;
+  end if;
+  return v_id;
+end
+$$;
+
+-- Stores what was delivered, or how far there was nothing to deliver.
+create or replace function pgque._delivered(p_turn record, p_pos pgque.position, p_count bigint, p_token bigint, p_worker text) returns void
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber := p_turn.sub;
+  v_first  pgque.position := p_turn.pos;
+  v_limit  int := (p_turn.queue).queue_throughput_limit;
+begin
+  if p_count + p_pos.pos_shelf = 0 then
+    if not p_turn.changed and (p_pos.pos_tick, p_pos.pos_done_id, p_pos.pos_open) is not distinct from (v_first.pos_tick, v_first.pos_done_id, v_first.pos_open) then
+      return;
+    end if;
+    p_pos.pos_batch := null;
+    p_pos.pos_fresh := 0;
+  else
+    p_pos.pos_batch := p_token;
+    p_pos.pos_last_batch := p_token;
+    p_pos.pos_worker := p_worker;
+    p_pos.pos_until := p_turn.until;
+    p_pos.pos_fresh := p_count;
+    p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
+    if v_sub.sub_role = 'normal' then
+      p_pos.pos_open := array[p_token];
+    elsif p_count > 0 or v_sub.sub_role = 'coop_main' then
+      p_pos.pos_open := coalesce(p_pos.pos_open, '{}') || p_token;
+      p_pos.pos_lapse := least(p_pos.pos_lapse, p_pos.pos_until);
+    end if;
+    if v_limit > 0 then
+      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / v_limit;
+    end if;
+    if v_sub.sub_offsets then
+      update pgque.subscriber s set sub_offsets = false where s.sub_id = v_sub.sub_id;
+    end if;
+  end if;
+  perform pgque._append_position(p_pos, p_turn.leaf);
+end
+$$;
+
+-- The messages of a batch that came from the retry queue.
+create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
+language plpgsql set enable_seqscan = off as $$
+begin
+  return query
+    select r.ev_id, p_batch, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
+      r.ev_extra1, r.ev_extra2, r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes,
+      r.ev_receives, r.ev_error, r.ev_expires, p_queue
+    from pgque.retry_queue r
+    where r.ev_owner = p_sub and r.ev_batch = p_batch
+    order by r.ev_id;
+end
+$$;

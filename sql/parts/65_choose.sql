@@ -1,0 +1,269 @@
+-- ---------------------------------------------------------------------------
+-- choose: which messages of a slice, and of those that wait, are delivered
+-- ---------------------------------------------------------------------------
+
+-- Chooses from the next messages of a window, at most p_max, for queues and consumers
+-- with keys or expiry.  A message whose key or lane is busy goes to the retry queue;
+-- what was purged or has expired is left out.  The slice ends where it stopped; ids are
+-- those to be delivered, and rows is the query for them.  With p_whole the slice is
+-- the whole window, for who reads the rest of it without this.
+create or replace function pgque._sift(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  out pos pgque.position, out ids bigint[], out rows text
+)
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_now    timestamptz := pgque.clock();
+  -- Each key takes a lock; what is not delivered is looked through quickly.
+  v_look   bigint := case when p_whole then null when p_queue.queue_keyed then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_rows   pgque.event[];
+  v_more   boolean;
+  v_busy   bigint[] := '{}';
+  v_gone   bigint[] := '{}';
+  v_claim  record;
+  v_out    text[];
+  v_found  record;
+begin
+  pos := p_pos;
+  pos.pos_done_count := 0;
+  execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
+    pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
+    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L)', v_now) else '' end, v_look),
+    v_look + 1)
+  into v_rows using p_sub;
+  if v_rows is null then
+    return;
+  end if;
+  v_more := pg_catalog.cardinality(v_rows) > v_look;
+  if v_more then
+    v_rows := v_rows[:v_look];
+  end if;
+  if p_queue.queue_keyed then
+    v_claim := pgque._claim(p_queue, v_rows);
+    v_rows := v_claim.rows;
+    v_busy := v_claim.busy;
+    v_gone := v_claim.gone;
+  end if;
+  if p_sub.sub_keyed then
+    v_out := pgque._lanes_out(p_sub);
+  end if;
+  with looked as materialized (
+    select e.ev_id, e.ev_extra1 as lane,
+      case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
+    from pg_catalog.unnest(v_rows) e
+  ),
+  judged as (
+    select l.ev_id, l.lane,
+      case
+        when l.what <> 'good' or l.lane is null then l.what
+        when l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+          or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
+        else 'good'
+      end as what
+    from looked l
+  ),
+  counted as (
+    select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+  )
+  select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'expired') as expired,
+    array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
+    max(c.ev_id) as last, count(*) as looked
+  into v_found
+  from counted c
+  -- What follows the last one stays in the window.
+  where c.n < p_max or c.n = p_max and c.what = 'good';
+  pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
+  pos.pos_done_count := v_found.looked;
+  pos.pos_keys := v_found.lanes;
+  ids := v_found.good;
+  if v_found.aside is not null then
+    execute pg_catalog.format(
+      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
+    using p_sub, v_now, v_found.aside;
+  end if;
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
+  if p_queue.queue_keyed then
+    -- Expired ones too: an older snapshot may not show that a body was replaced.
+    perform pgque._seal(p_queue.queue_id, array(
+      select r from pg_catalog.unnest(v_rows) r where r.ev_id in (select pg_catalog.unnest(v_found.good || v_found.expired))));
+  end if;
+  if v_found.skip is not null and (ids is not null or p_whole) then
+    perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
+  end if;
+  if ids is not null then
+    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)));
+  end if;
+end
+$$;
+
+-- A message that waits without what may be large.
+create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
+language sql immutable as $$
+  select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
+    null, null, null, null, null, null, null, p_row.ev_key, null, p_row.ev_expires, null,
+    p_row.ev_receives, p_row.ev_batch, p_row.ev_worker, p_row.ev_lane)::pgque.retry_queue
+$$;
+
+-- An event as it waits for a subscriber in the retry queue.
+create or replace function pgque._waiting(
+  p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
+) returns pgque.retry_queue
+language sql volatile as $$
+  select row(p_due, p_sub.sub_queue, p_event.ev_id, p_event.ev_time, p_event.ev_txid, coalesce(p_sub.sub_main, p_sub.sub_id), p_event.ev_retry,
+    p_event.ev_type, p_event.ev_data, p_event.ev_extra1, p_event.ev_extra2, p_event.ev_extra3, p_event.ev_extra4,
+    p_event.ev_headers, p_event.ev_key, p_event.ev_bytes, p_event.ev_expires, p_event.ev_error,
+    p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
+$$;
+
+-- How many messages that lapsed go out together: fewer each time, and on the
+-- last attempt each is alone.  One that was requeued while it was held counts from zero.
+create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
+language sql immutable as $$
+  select case
+    when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
+    else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
+  end
+$$;
+
+-- Locks messages that wait for a consumer and are due, but for p_but: any (p_receives
+-- null), of those that lapsed the ones with so many receives, or of the others (-1).
+create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off as $$
+begin
+  if p_sub.sub_keyed then
+    return array(
+      select r from pg_catalog.unnest(pgque._heads_of_lanes(p_sub, p_max, p_now, p_but)) r
+      where p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end);
+  end if;
+  return array(
+    select pgque._slim_waiting(r)
+    from (
+      select r.* from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+        and (p_receives is null or p_receives = case when r.ev_batch is null then -1 else r.ev_receives end)
+      order by r.ev_retry_after, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;
+
+-- Leases messages that wait in the retry queue and are due, and returns their number.
+-- Those whose attempts are used up, or that expired, are not delivered but done with.
+-- What lapsed may be poison: nothing else goes with it.
+create or replace function pgque._take_waiting(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
+) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_now       timestamptz := pgque.clock();
+  v_attempts  int := case when p_sub.sub_role = 'pool' then p_queue.queue_max_receive_attempts else 2147483647 end;
+  v_rows      pgque.retry_queue[];
+  v_doomed    pgque.retry_queue[];
+  v_good      pgque.retry_queue[];
+  v_ids       bigint[];
+  v_busy      bigint[] := '{}';
+  v_lapsed    boolean;
+  v_piece     bigint;
+  v_look      bigint;
+begin
+  for v_try in 0..99 loop
+    -- The first says how many go together; the others stay unlocked, since
+    -- their holder may be about to say something.
+    v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
+    exit when pg_catalog.cardinality(v_rows) = 0;
+    v_lapsed := v_rows[1].ev_batch is not null;
+    v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
+    -- Those that are not to be delivered are weeded out many at a time.  After a
+    -- try in which all were being replaced, it looks at twice as many.
+    v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
+    if v_rows[1].ev_receives >= v_attempts or v_rows[1].ev_expires <= v_now then
+      v_look := greatest(v_look, 1000);
+    end if;
+    if v_look > 1 then
+      v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
+    end if;
+    v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
+    v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
+    -- Of the others no more than go out, since with that their bodies are fixed.
+    v_good := v_good || pgque._weed(p_queue, p_sub,
+      array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
+      v_piece - pg_catalog.cardinality(v_good));
+    -- Where none may go, all are gone, or wait for who is replacing them: of those it
+    -- looks at no more than some thousands.
+    v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
+    v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
+    if pg_catalog.cardinality(v_ids) > 0 then
+      -- One look-up by index for each, whatever the planner takes their number for.
+      with found as materialized (
+        select f.ctid
+        from pg_catalog.unnest(v_ids) i (id)
+        cross join lateral (select e.ctid from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) f
+      )
+      update pgque.retry_queue r
+      set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
+      from found f
+      where r.ctid = f.ctid;
+      return pg_catalog.cardinality(v_ids);
+    end if;
+    exit when v_try >= 15 and pg_catalog.cardinality(v_doomed) = 0;
+  end loop;
+  return 0;
+end
+$$;
+
+-- Of messages that wait and are due, those that may be delivered, p_enough of them.
+-- The others on the way are taken out: expired, or their attempts are used up.
+create or replace function pgque._weed(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_row   pgque.retry_queue;
+  v_gone  pgque.retry_queue;
+  v_good  pgque.retry_queue[] := '{}';
+begin
+  foreach v_row in array p_rows loop
+    exit when pg_catalog.cardinality(v_good) >= p_enough;
+    if v_row.ev_key is not null and v_row.ev_receives = 0 then
+      v_row := pgque._claim_waiting(p_queue, v_row);
+      continue when v_row.ev_id is null;
+    end if;
+    if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then
+      delete from pgque.retry_queue r where r.ev_owner = v_row.ev_owner and r.ev_id = v_row.ev_id returning r.* into v_gone;
+      if v_row.ev_expires <= p_now then
+        perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', 1);
+      else
+        perform pgque._bury(p_queue, p_sub, v_gone, coalesce(case when v_gone.ev_batch is null then v_gone.ev_error end, 'receive attempts used up'));
+      end if;
+    else
+      v_good := v_good || v_row;
+    end if;
+  end loop;
+  return v_good;
+end
+$$;
+
+-- A waiting message as the event it was.
+create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
+language sql immutable as $$
+  select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
+    p_row.ev_extra1, p_row.ev_extra2, p_row.ev_extra3, p_row.ev_extra4, p_row.ev_headers, p_row.ev_key, p_row.ev_bytes,
+    p_row.ev_expires, p_row.ev_error)::pgque.event
+$$;
+
+-- Counts what nobody will see again.
+create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
+language plpgsql as $$
+begin
+  if p_count > 0 then
+    insert into pgque.tally values (p_queue_id, p_sub, p_what, p_count, pgque._journal_leaf());
+  end if;
+end
+$$;

@@ -1,0 +1,264 @@
+-- ---------------------------------------------------------------------------
+-- keys: a pending message that is sent again is replaced
+-- ---------------------------------------------------------------------------
+
+-- Sending replaces the body of a pending message with the same key.  The log is append
+-- only, so a new body is a row with the id of the message and owner 0.  That a
+-- message was delivered is a row too, a seal (owner -1), which keeps senders from
+-- replacing it; so is a purge (-2).  Of one message the rows have rising ev_retry
+-- under a unique index.
+--
+-- The rest of the engine meets keys in these places: _send_keyed() (40), where _sift()
+-- chooses messages it calls _claim() and _seal(); where _weed() takes waiting ones,
+-- _claim_waiting(); whoever reads bodies reads them through _renewed_sql(); the pump and
+-- retention set aside what is being replaced, _claim_aside(); rotation calls
+-- _refresh_waiting() before a body goes.
+
+-- What was said about messages after they were sent, without bodies: that there are
+-- such (owner 0), seals (-1), purges (-2).
+create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_said  pgque.event[];
+begin
+  execute (
+    select 'select array_agg(' || pgque._slim('null') || ' order by e.ev_id, e.ev_retry) from ('
+      || pg_catalog.string_agg(pg_catalog.format(
+        'select e.* from pgque.event_%s_%s e where e.ev_key = any ($1) and e.ev_id = any ($2) and e.ev_owner <= 0'
+        ' and (e.ev_owner is null or e.ev_owner <= 0)', p_queue_id, n), ' union all ')
+      || ') e'
+    from pg_catalog.generate_series(0, 2) n)
+  into v_said
+  using array(select r.ev_key from pg_catalog.unnest(p_rows) r where r.ev_key is not null),
+    array(select r.ev_id from pg_catalog.unnest(p_rows) r where r.ev_key is not null);
+  return coalesce(v_said, '{}');
+end
+$$;
+
+-- A row e of pgque.event without what may be large; p_lane stands in ev_extra1.  Where
+-- many messages are looked at, nobody holds all of their payloads.
+create or replace function pgque._slim(p_lane text) returns text
+language sql immutable as $$
+  select 'row(e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, null, null, ' || p_lane
+    || ', null, null, null, null, e.ev_key, null, e.ev_expires, case when e.ev_error is not null then '''' end)::pgque.event'
+$$;
+
+-- Rows of pgque.event with the newest body that their key was given, less those that
+-- were purged.
+create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
+language sql volatile as $$
+  select case when not q.queue_keyed then p_rows else (
+    select pg_catalog.format(
+      'select e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry,'
+      ' case when s.ev_id is null then e.ev_type else s.ev_type end as ev_type,'
+      ' case when s.ev_id is null then e.ev_data else s.ev_data end as ev_data,'
+      ' case when s.ev_id is null then e.ev_extra1 else s.ev_extra1 end as ev_extra1,'
+      ' case when s.ev_id is null then e.ev_extra2 else s.ev_extra2 end as ev_extra2,'
+      ' case when s.ev_id is null then e.ev_extra3 else s.ev_extra3 end as ev_extra3,'
+      ' case when s.ev_id is null then e.ev_extra4 else s.ev_extra4 end as ev_extra4,'
+      ' case when s.ev_id is null then e.ev_headers else s.ev_headers end as ev_headers, e.ev_key,'
+      ' case when s.ev_id is null then e.ev_bytes else s.ev_bytes end as ev_bytes,'
+      ' case when s.ev_id is null or e.ev_error is not null then e.ev_expires else s.ev_expires end as ev_expires, e.ev_error'
+      ' from (%s) e left join lateral (select b.* from (%s) b order by b.ev_retry desc limit 1) s on e.ev_key is not null'
+      ' where s.ev_owner = 0 or s.ev_id is null', p_rows, pg_catalog.string_agg(pg_catalog.format(
+        'select b.* from pgque.event_%s_%s b where b.ev_key = e.ev_key and b.ev_id = e.ev_id'
+        ' and (b.ev_owner is null or b.ev_owner <= 0) and b.ev_owner in (0, -2)', q.queue_id, n), ' union all '))
+    from pg_catalog.generate_series(0, 2) n) end
+  from pgque.queue q
+  where q.queue_id = p_queue_id
+$$;
+
+-- Before messages with keys are delivered for the first time, or passed: takes
+-- their keys' locks and reads when they expire.  busy: somebody is replacing it, and is
+-- not waited for; gone: it was purged.  A whole window may have more keys than one
+-- transaction should lock: then one lock stands for all of them, and while senders
+-- hold that one, the messages with the keys that are left over count as busy.
+create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
+language plpgsql as $$
+declare
+  v_class  int := pg_catalog.hashtext('pgque.keys');
+  v_most   bigint := greatest(pgque._lock_room() / 4, 200);
+  v_said   pgque.event[];
+  v_ids    bigint[];
+  v_keys   text[];
+begin
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  select pg_catalog.array_agg(r.ev_id order by r.ev_id), pg_catalog.array_agg(r.ev_key order by r.ev_id) into v_ids, v_keys
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_key is not null
+    and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
+  busy := '{}';
+  if (pg_catalog.cardinality(v_ids) > v_most and pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id)) is not true then
+    busy := array(
+      select r.id
+      from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) with ordinality r (id, key, n)
+      where case
+        when r.n > v_most or not pg_catalog.pg_try_advisory_xact_lock_shared(v_class, p_queue.queue_id) then true
+        else not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.key))
+      end);
+  end if;
+  -- Under the locks nothing more is said.
+  v_said := pgque._said(p_queue.queue_id, p_rows);
+  gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
+  rows := array(
+    select row(r.slot, r.ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, null, null, r.ev_extra1, null, null, null, null, r.ev_key, null,
+      case when s.ev_id is not null and r.ev_error is null then s.ev_expires else r.ev_expires end, r.ev_error)::pgque.event
+    from pg_catalog.unnest(p_rows) r
+    left join (
+      select distinct on (s.ev_id) s.* from pg_catalog.unnest(v_said) s where s.ev_owner = 0 order by s.ev_id, s.ev_retry desc
+    ) s on s.ev_id = r.ev_id and r.ev_key is not null
+    order by r.ev_id);
+end
+$$;
+
+-- Notes that messages with keys were handed out: their bodies stay as they are.
+-- An old snapshot may not show a body that was stored before a rotation and
+-- committed since, so it notes that in all three tables: the unique index of each
+-- knows its own rows only.
+create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
+language plpgsql as $$
+declare
+  v_said          pgque.event[];
+  v_old_snapshot  boolean := pgque._old_snapshot();
+begin
+  if not exists (select from pg_catalog.unnest(p_rows) r where r.ev_key is not null) then
+    return;
+  end if;
+  if v_old_snapshot then
+    -- So that the table is the one where senders write, or this one gets 40001.
+    perform from pgque.queue q where q.queue_id = p_queue_id for share;
+  end if;
+  v_said := pgque._said(p_queue_id, p_rows);
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+  select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
+  from pgque.queue q
+  join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
+  cross join pg_catalog.unnest(p_rows) r
+  left join (
+    select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
+  ) s on s.ev_id = r.ev_id
+  where q.queue_id = p_queue_id and r.ev_key is not null and s.sealed is not true;
+exception
+  when unique_violation then
+    perform pgque._fail('serialization_failure', 'the key of a message changed since this transaction began', 'Retry the transaction.');
+end
+$$;
+
+-- The same for one that went to the retry queue before anybody got it; null if
+-- it can not be delivered now.
+create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
+begin
+  if p_row.ev_id = any (v_claim.gone) then
+    delete from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id;
+    return null;
+  elsif p_row.ev_id = any (v_claim.busy) then
+    return null;
+  end if;
+  perform pgque._seal(p_queue.queue_id, v_claim.rows);
+  perform pgque._refresh_waiting(p_queue.queue_id, null, array[p_row.ev_id]);
+  p_row.ev_expires := (select r.ev_expires from pgque.retry_queue r where r.ev_owner = p_row.ev_owner and r.ev_id = p_row.ev_id);
+  return p_row;
+end
+$$;
+
+-- Gives messages with keys that wait and were delivered to nobody the body that
+-- was sent last, and takes out what was purged: those whose newest row lies in one
+-- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
+create or replace function pgque._refresh_waiting(
+  p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
+) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_count  bigint;
+begin
+  execute (
+    select pg_catalog.format(
+      $q$
+      with newest as materialized (
+        select r.ctid as place, e.*
+        from pgque.retry_queue r
+        cross join lateral (select * from (%s) e order by e.ev_retry desc limit 1) e
+        where r.ev_queue = $1 and r.ev_key is not null and r.ev_owner <> 0 and r.ev_receives = 0
+          and ($2 is null or e.leaf = $2) and ($3 is null or r.ev_id in (select i.id from pg_catalog.unnest($3) i (id)))
+          and (e.ev_owner = -2
+            or row(r.ev_type, r.ev_data, r.ev_bytes, r.ev_headers, r.ev_extra1)
+              is distinct from row(e.ev_type, e.ev_data, e.ev_bytes, e.ev_headers, e.ev_extra1)
+            or r.ev_error is null and r.ev_expires is distinct from e.ev_expires)
+        for update of r %s
+      ),
+      purged as (
+        delete from pgque.retry_queue r using newest n where r.ctid = n.place and n.ev_owner = -2
+      ),
+      renewed as (
+        update pgque.retry_queue r
+        set ev_type = n.ev_type, ev_data = n.ev_data, ev_bytes = n.ev_bytes, ev_headers = n.ev_headers, ev_extra1 = n.ev_extra1,
+          ev_expires = case when r.ev_error is null then n.ev_expires else r.ev_expires end
+        from newest n
+        where r.ctid = n.place and n.ev_owner = 0
+      )
+      select count(*) from newest
+      $q$,
+      pg_catalog.string_agg(pg_catalog.format(
+        '(select %2$s as leaf, e.* from pgque.event_%1$s_%2$s e where e.ev_key = r.ev_key and e.ev_id = r.ev_id'
+        ' and (e.ev_owner is null or e.ev_owner <= 0) and e.ev_owner in (0, -2) order by e.ev_key desc, e.ev_id desc, e.ev_retry desc limit 1)',
+        p_queue_id, n), ' union all '),
+      p_locked)
+    from pg_catalog.generate_series(0, 2) n)
+  into v_count
+  using p_queue_id, p_leaf, p_ids;
+  return v_count;
+end
+$$;
+
+-- Claims messages with keys that wait for their consumer's first delivery, in rows
+-- that the caller has locked.  Gives back those that may leave: they have their
+-- newest bodies, and nobody is replacing them.
+create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
+language plpgsql as $$
+declare
+  v_claim  record;
+begin
+  if pg_catalog.cardinality(p_rows) = 0 then
+    return;
+  end if;
+  v_claim := pgque._claim((select q from pgque.queue q where q.queue_id = p_queue_id), array(select pgque._event(r) from pg_catalog.unnest(p_rows) r));
+  select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
+  from pg_catalog.unnest(p_rows) r
+  where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
+  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
+end
+$$;
+
+create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_last   pgque.event;
+  v_count  bigint;
+begin
+  perform pgque._need_read_committed('purge_key()');
+  if $2 is null then
+    perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
+      'To remove everything use pgque.purge(queue).');
+  end if;
+  perform pgque._lock_keys(v_queue.queue_id, array[$2]);
+  delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
+  get diagnostics v_count = row_count;
+  -- Only now: the pump, which that waits for, may have moved it into the log.
+  v_last := pgque._last_of_key(v_queue.queue_id, $2);
+  if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
+    insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
+    select q.queue_id * 3 + q.queue_cur_table, -2, v_last.ev_id, v_last.ev_time, pg_current_xact_id(), v_last.ev_retry + 1, $2
+    from pgque.queue q
+    where q.queue_id = v_queue.queue_id;
+    v_count := v_count + 1;
+  end if;
+  return v_count;
+end
+$$;
+comment on function pgque.purge_key(text, text, pgque.caller) is
+  'Removes the pending message with a key. Returns 1, or 0 if there is none. Errors: PQ001 no such queue; PQ005 key is NULL; 25000 not READ '
+  'COMMITTED.';

@@ -1,0 +1,239 @@
+-- ---------------------------------------------------------------------------
+-- batches: PgQ's way to receive
+-- ---------------------------------------------------------------------------
+
+-- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
+-- what receive() left of one; or what comes again.  An open batch comes again.  Null if
+-- there is no further tick.  What receive() would not deliver is no part of the batch,
+-- and bodies stay as they are from here on: nobody may read the batch before
+-- finish_batch().  With a worker, a subconsumer, the batch is that worker's.
+create or replace function pgque._next_batch(
+  queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
+  v_sub    pgque.subscriber := v_turn.sub;
+  v_queue  pgque.queue := v_turn.queue;
+  v_pos    pgque.position := v_turn.pos;
+  v_count  bigint := 0;
+  v_prev   pgque.tick;
+  v_cur    pgque.tick;
+begin
+  if v_sub.sub_id is null then
+    return;
+  elsif v_turn.open is not null then
+    batch_id := v_turn.open;
+    v_pos := pgque._lease(v_sub.sub_id, batch_id);
+  else
+    batch_id := pgque._new_batch_id(v_pos);
+    if v_turn.due then
+      v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, batch_id, 10000, $3, v_turn.until);
+    end if;
+    if v_pos.pos_shelf = 0 then
+      if v_pos.pos_done_id is null then
+        v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
+        execute format(
+          'select t.* from (%s) t where t.tick_id > $1'
+          ' and ($2 is null or t.tick_time <= $3 - $2)'
+          ' and (($4 is null and $5 is null) or t.tick_event_seq >= $6 + $4 or t.tick_time >= $7 + $5)'
+          ' order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_cur
+        using v_pos.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
+        if v_cur.tick_id is null then
+          batch_id := null;
+          perform pgque._delivered(v_turn, v_turn.pos, 0, null, null) where v_turn.changed;
+          return;
+        end if;
+        v_pos := pgque._with_window(v_pos, v_cur);
+      end if;
+      v_pos.pos_last_id := null;
+      -- How many there are is not known yet.
+      v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
+      v_count := v_pos.pos_done_count;
+      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
+      if v_queue.queue_keyed or v_queue.queue_expiring then
+        perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
+      end if;
+    end if;
+    perform pgque._delivered(v_turn, v_pos, v_count, batch_id, $3);
+  end if;
+  v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
+  v_cur := pgque._tick(v_queue.queue_id, pgque._end_of(v_pos));
+  cur_tick_id := v_cur.tick_id;
+  cur_tick_time := v_cur.tick_time;
+  cur_tick_event_seq := v_cur.tick_event_seq;
+  prev_tick_id := v_prev.tick_id;
+  prev_tick_time := v_prev.tick_time;
+  prev_tick_event_seq := v_prev.tick_event_seq;
+end
+$$;
+
+-- The tick that ends a batch.  One from the retry queue ends where it began.
+create or replace function pgque._end_of(p_lease pgque.position) returns bigint
+language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
+
+-- No argument caller: with it a call with a subconsumer and six nulls could be
+-- this one as well.
+create or replace function pgque.next_batch_custom(
+  queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque._next_batch($1, $2, null, $3, $4, $5) $$;
+comment on function pgque.next_batch_custom(text, text, interval, int, interval) is
+  'Opens a batch as next_batch_info() does, for a bigger window: it ends at a tick that is at least min_lag old, and spans at least min_count events '
+  'or min_interval of time. NULL is no condition.';
+
+create or replace function pgque.next_batch_info(
+  queue_name text, consumer_name text,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$ select * from pgque._next_batch($1, $2, null, null, null, null) $$;
+comment on function pgque.next_batch_info(text, text) is
+  'Opens a batch as next_batch() does, and returns its id with the ids, times and event sequences of its two ticks.';
+
+create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
+language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
+comment on function pgque.next_batch(text, text) is
+  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick. An open batch is returned again. Read it '
+  'with get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
+  'subscribed.';
+
+-- The delivery of a batch that is open, without a lock; PQ012 when it is not.
+create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
+language plpgsql as $$
+begin
+  if not pgque._is_open(p_sub, p_batch) then
+    perform pgque._no_batch(p_batch);
+  end if;
+  return pgque._lease(p_sub.sub_id, p_batch);
+end
+$$;
+
+-- Whether a batch is open in any way.
+create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  return ((pgque._lease(p_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
+    or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch);
+end
+$$;
+
+-- The query of an open batch: all of it, but where messages may be left out as it is
+-- opened, those that have no outcome.
+create or replace function pgque._open_sql(p_batch bigint) returns text
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber := pgque._batch_owner(p_batch);
+  v_lease  pgque.position := pgque._open_lease(v_sub, p_batch);
+begin
+  if v_lease.pos_fresh > 0 and exists (
+    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not q.queue_keyed and not q.queue_expiring)
+    and not (pgque._lease_state(p_batch)).closed
+  then
+    return pgque._slice_sql(v_sub, v_lease);
+  end if;
+  return pgque._batch_sql(v_sub, p_batch);
+end
+$$;
+
+create or replace function pgque.get_batch_events(
+  batch_id bigint, caller pgque.caller default current_user,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(pgque._batch_for(caller, $1)));
+end
+$$;
+comment on function pgque.get_batch_events(bigint, pgque.caller) is
+  'Returns the events of an open batch in the order of their ids, as stored. Errors: PQ012 the batch is not open.';
+
+create or replace function pgque._event_columns() returns text
+language sql stable as $$
+  select 'e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, e.ev_type, e.ev_data, e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4,'
+    ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
+$$;
+
+-- The query of an open batch, for those who may read the leaves themselves.
+create or replace function pgque._cursor_sql(p_batch bigint) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return pgque._open_sql(p_batch);
+end
+$$;
+
+-- extra_where runs with the caller's rights and sees pg_catalog and pgque only.
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int, extra_where text,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_cursor  refcursor := $2;
+begin
+  if coalesce($2, '') = '' or ($3 >= 0) is not true then
+    perform pgque._fail('PQ005', format('a cursor over batch %s needs a name and a count that is not negative', coalesce($1::text, 'null')),
+      'Pass any name that is free in this transaction, and FETCH from it.');
+  end if;
+  open v_cursor for execute format('select %s from (%s) e where true %s order by e.ev_id',
+    pgque._event_columns(), pgque._cursor_sql($1), coalesce('and (' || $4 || ')', ''));
+  return query execute format('fetch forward %s from %I', $3, $2);
+end
+$$;
+comment on function pgque.get_batch_cursor(bigint, text, int, text) is
+  'Opens a cursor over an open batch and returns its first quick_limit events. Fetch the rest from cursor_name in the same transaction. extra_where: '
+  'an SQL condition on the event columns; never build it from untrusted input. Errors: PQ012 the batch is not open.';
+
+create or replace function pgque.get_batch_cursor(
+  batch_id bigint, cursor_name text, quick_limit int,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language sql as $$ select * from pgque.get_batch_cursor($1, $2, $3, null) $$;
+comment on function pgque.get_batch_cursor(bigint, text, int) is 'The same without extra_where.';
+
+create or replace function pgque.get_batch_info(
+  batch_id bigint, caller pgque.caller default current_user,
+  out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
+  out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
+  v_lease  pgque.position := pgque._open_lease(v_sub, $1);
+  v_prev   pgque.tick := pgque._tick(v_sub.sub_queue, v_lease.pos_tick);
+  v_cur    pgque.tick := pgque._tick(v_sub.sub_queue, pgque._end_of(v_lease));
+begin
+  queue_name := (select q.queue_name from pgque.queue q where q.queue_id = v_sub.sub_queue);
+  consumer_name := pgque._subscriber_name(v_sub) || coalesce('.' || v_lease.pos_worker, '');
+  batch_start := v_prev.tick_time;
+  batch_end := v_cur.tick_time;
+  prev_tick_id := v_prev.tick_id;
+  tick_id := v_cur.tick_id;
+  lag := pgque.clock() - v_cur.tick_time;
+  seq_start := v_prev.tick_event_seq;
+  seq_end := v_cur.tick_event_seq;
+end
+$$;
+comment on function pgque.get_batch_info(bigint, pgque.caller) is
+  'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
+  'PQ012 the batch is not open.';
+
+-- A consumer's name; for a worker consumer.worker.
+create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
+language sql stable as $$
+  select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer
+$$;

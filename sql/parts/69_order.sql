@@ -1,0 +1,92 @@
+-- ---------------------------------------------------------------------------
+-- order: messages of one key one at a time (keyed_order)
+-- ---------------------------------------------------------------------------
+
+-- A lane is the messages of a consumer that share a key or a partition key.  _sift()
+-- asks _lanes_out() and sets aside what follows in a lane that is busy; _due() asks
+-- _heads_of_lanes() what of it may go next.
+
+-- The key whose order a pool keeps.  An index takes no long ones; two that share
+-- a lane keep an order too many.
+create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
+language sql immutable as $$
+  select case
+    when not p_sub.sub_keyed then null
+    when pg_catalog.octet_length(coalesce(p_key, p_extra1)) > 1000 then pg_catalog.hashtextextended(coalesce(p_key, p_extra1), 0)::text
+    else coalesce(p_key, p_extra1)
+  end
+$$;
+
+-- The lanes of a consumer's messages that came from the log and are out.
+create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_held   record;
+  v_some   text[];
+  v_lanes  text[] := '{}';
+begin
+  for v_held in select h.lease, h.settled from pgque._held(p_sub.sub_id) h loop
+    v_some := (v_held.lease).pos_keys;
+    if v_held.settled > 0 then
+      execute pg_catalog.format('select array_agg(pgque._lane($1, e.ev_key, e.ev_extra1)) from (%s) e', pgque._unsettled_sql(p_sub, v_held.lease))
+      into v_some using p_sub;
+    end if;
+    v_lanes := v_lanes || v_some;
+  end loop;
+  return array_remove(v_lanes, null);
+end
+$$;
+
+-- With keyed order: of keys that wait and are not out the first message, if it is
+-- due.  It looks at what is due; only if that is much, and mostly not first of
+-- its key, at each key and at what has none.
+create or replace function pgque._heads_of_lanes(
+  p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[]
+)
+returns pgque.retry_queue[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_out  text[] := pgque._lanes_out(p_sub);
+  v_due  bigint[];
+begin
+  v_due := array(
+    select r.ev_id from pgque.retry_queue r
+    where r.ev_owner = p_sub.sub_id and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+  if pg_catalog.cardinality(v_due) = 1000 then
+    v_due := v_due || array(
+      with recursive lane (lane) as (
+        (select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane is not null order by r.ev_lane limit 1)
+        union all
+        select (
+          select r.ev_lane from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane > l.lane order by r.ev_lane limit 1)
+        from lane l
+        where l.lane is not null
+      )
+      select h.ev_id
+      from lane l
+      cross join lateral (
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane order by r.ev_id limit 1) h)
+      || array(
+        select r.ev_id from pgque.retry_queue r
+        where r.ev_owner = p_sub.sub_id and r.ev_lane is null and r.ev_retry_after <= p_now order by r.ev_retry_after limit 1000);
+  end if;
+  return array(
+    select pgque._slim_waiting(r)
+    from (
+      select r.*
+      from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_id = any (v_due) and r.ev_retry_after <= p_now
+        and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
+        and (r.ev_lane is null
+          or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
+            -- A message of the key that is out may be one that was sent later.
+            and not exists (
+              select from pgque.retry_queue o
+              where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
+                and (o.ev_id < r.ev_id or o.ev_batch is not null and o.ev_retry_after > p_now)))
+      order by r.ev_batch is null, r.ev_id
+      limit p_max
+      for update skip locked
+    ) r);
+end
+$$;

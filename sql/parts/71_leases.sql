@@ -1,0 +1,205 @@
+-- ---------------------------------------------------------------------------
+-- lease: what workers say about a batch that they keep
+-- ---------------------------------------------------------------------------
+
+-- Leases are of workers only.
+create or replace function pgque._need_pool(p_batch bigint) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
+begin
+  if v_sub.sub_role <> 'pool' then
+    perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
+      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
+  end if;
+  return v_sub;
+end
+$$;
+
+create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  batch_id := pgque._batch_for(caller, $1);
+  perform pgque._need_pool($1);
+  return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
+end
+$$;
+comment on function pgque.release(bigint, bigint[], pgque.caller) is
+  'Releases messages of a worker''s batch, all by default, and returns their number. Any worker can receive them at once; their receive_count stays. '
+  'Errors: PQ005 the batch is not a worker''s.';
+
+create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
+    return pgque.release($1, null, caller);
+  end if;
+  return pgque._lease_until(pgque._batch_for(caller, $1), $2, false);
+end
+$$;
+comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
+  'Sets when the lease on a worker''s batch expires, counted from now; 0 releases the batch. Returns the number of messages still leased, 0 if the '
+  'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
+
+create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
+  return pgque._lease_until(pgque._batch_for(caller, $1), $2, true);
+end
+$$;
+comment on function pgque.extend(bigint, interval, pgque.caller) is
+  'Extends the lease on a worker''s batch by an interval; it never shortens the lease. Returns the number of messages still leased, 0 if the batch is '
+  'lost. Errors: PQ005 the interval is negative or above 100 years.';
+
+-- Moves the end of a lease: to p_span from now, or, to extend it, by p_span.
+create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._need_pool(p_batch);
+  v_now    timestamptz := pgque.clock();
+  v_lease  pgque.position;
+  v_state  record;
+  v_until  timestamptz;
+  v_held   int;
+begin
+  perform pgque._lock_batch(v_sub.sub_queue, p_batch) where v_sub.sub_id is not null;
+  v_lease := pgque._lease(v_sub.sub_id, p_batch);
+  v_state := pgque._lease_state(p_batch);
+  with found as materialized (
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = v_sub.sub_id and e.ev_batch = p_batch
+    order by e.ev_id
+    for update skip locked
+  )
+  update pgque.retry_queue r set ev_retry_after = case when p_extend then greatest(r.ev_retry_after, v_now) else v_now end + p_span
+  from found f
+  where r.ctid = f.ctid;
+  get diagnostics v_held = row_count;
+  if v_lease.pos_fresh > 0 and not v_state.closed then
+    v_until := case when p_extend then greatest(coalesce(v_state.until, v_lease.pos_until), v_now) else v_now end + p_span;
+    -- An old snapshot does not see that the batch was closed: where rows are locked it
+    -- is found out.  A lease that may end earlier is looked at in the retry queue.
+    if pgque._old_snapshot() or not p_extend then
+      return v_held + pgque._shelve(v_sub, v_lease, v_until);
+    end if;
+    perform pgque._note(p_batch, v_sub.sub_id, array[v_state.moved - 1], v_until);
+    v_held := v_held + v_lease.pos_done_count - v_state.settled;
+  end if;
+  return v_held;
+end
+$$;
+
+-- Hands back what a batch has: nobody has it any more, and it may be taken at once.  The
+-- caller holds the batch's lock.
+create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
+  v_count  bigint;
+begin
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+    perform pgque._shelve(p_sub, v_lease, pgque.clock());
+  end if;
+  with found as materialized (
+    select e.ctid from pgque.retry_queue e
+    where e.ev_owner = p_sub.sub_id and e.ev_batch = p_batch
+    order by e.ev_id
+    for update skip locked
+  )
+  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
+  from found f
+  where r.ctid = f.ctid;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- The batches of a consumer that somebody has, those that lapsed too.
+create or replace function pgque._batches_of(p_sub int) returns setof bigint
+language sql set enable_seqscan = off as $$
+  select h.token from pgque._held(p_sub) h
+  union
+  select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
+$$;
+
+create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_token  bigint;
+  v_count  int := 0;
+begin
+  if $3 is null then
+    perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
+      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
+  end if;
+  -- A worker that is just settling its batch is left alone.
+  foreach v_token in array pgque._hold_batches(v_sub.sub_queue, array(
+    select b.id
+    from pgque._batches_of(v_sub.sub_id) b (id)
+    cross join lateral pgque._lease(v_sub.sub_id, b.id) l
+    where v_sub.sub_role = 'pool' and (l.pos_time > v_now - $3 and l.pos_time <= v_now) is not true), 500)
+  loop
+    v_count := v_count + (pgque._hand_back(v_sub, v_token) > 0)::int;
+  end loop;
+  return v_count;
+end
+$$;
+comment on function pgque.reclaim(text, text, interval, pgque.caller) is
+  'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
+  'number of batches. While workers settle batches it releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+
+create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
+comment on function pgque.share_consumer(text, text, pgque.caller) is
+  'Lets workers share a consumer that has read on its own: from now on it is received with worker => name. Its position and pending retries stay; an '
+  'open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if workers share it already. Errors: PQ001 no such queue; PQ006 it has '
+  'subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
+
+create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
+language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
+comment on function pgque.unshare_consumer(text, text, pgque.caller) is
+  'Lets a consumer that workers share be read on its own: from now on it is received without worker. Its position and pending retries stay; what '
+  'workers hold is redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no such queue; PQ006 it '
+  'has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is settling a batch.';
+
+create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
+language plpgsql as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber(p_queue, p_consumer, p_caller);
+  v_token  bigint;
+  v_open   bigint[];
+begin
+  perform pgque._need_read_committed('to change who reads a consumer');
+  perform pgque._lock_subscriber(v_sub.sub_id);
+  v_sub := pgque._subscriber(p_queue, p_consumer, p_caller);
+  if v_sub.sub_role = p_to then
+    return 0;
+  elsif v_sub.sub_role <> p_from or v_sub.sub_keyed then
+    perform pgque._fail('PQ006', pg_catalog.format('consumer %I of queue %I has %s', p_consumer, p_queue,
+      case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
+  end if;
+  v_open := array(select pgque._batches_of(v_sub.sub_id));
+  if pg_catalog.cardinality(pgque._hold_batches(v_sub.sub_queue, v_open)) < pg_catalog.cardinality(v_open) then
+    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
+  end if;
+  perform pgque._hand_back(v_sub, o.token) from pg_catalog.unnest(v_open) o (token);
+  perform pgque._end_batches(v_sub);
+  update pgque.subscriber s set sub_role = p_to where s.sub_id = v_sub.sub_id;
+  return 1;
+end
+$$;
+
+-- A consumer of whose batches none is open any more.
+create or replace function pgque._end_batches(p_sub pgque.subscriber) returns void
+language plpgsql as $$
+declare
+  v_pos  pgque.position := pgque._next_from(pgque._position(p_sub.sub_id));
+begin
+  v_pos.pos_open := '{}';
+  v_pos.pos_lapse := null;
+  perform pgque._append_position(v_pos);
+end
+$$;

@@ -1,0 +1,162 @@
+-- ---------------------------------------------------------------------------
+-- retry: what waits and is due
+-- ---------------------------------------------------------------------------
+
+-- Whose waiting messages come back through the log: 0, since delayed messages are for
+-- everybody, and consumers that are read by offsets, who do not look elsewhere.  All
+-- others take theirs where they wait.
+create or replace function pgque._pumped() returns setof int
+language sql stable as $$
+  select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role = 'normal' and s.sub_offsets
+$$;
+
+create or replace function pgque.maint_retry_events() returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
+declare
+  v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
+  v_queue_id  int;
+  v_count     int := 0;
+begin
+  for v_queue_id in
+    select distinct d.ev_queue
+    from pgque._pumped() o (id)
+    cross join lateral (
+      select distinct r.ev_queue from pgque.retry_queue r where r.ev_owner = o.id and r.ev_retry_after <= v_now
+    ) d
+  loop
+    begin
+      v_count := v_count + pgque._retry_queue(v_queue_id);
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
+  perform pgque._wake(v_now);
+  return v_count;
+end
+$$;
+comment on function pgque.maint_retry_events() is
+  'Moves delayed messages that are due into their queues, at most 10,000 of each, and returns their number; the next tick delivers them. So are retries '
+  'of consumers that are read by offsets. All other consumers receive retries as soon as they are due; this wakes those that listen.';
+
+-- Wakes the consumers for whom a message became due since this was done last: an id that
+-- nobody gets makes the loop tick, and a tick notifies.
+create or replace function pgque._wake(p_now timestamptz) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_since  timestamptz := least(pgque._woken(), p_now);
+begin
+  perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000)::bigint);
+  perform pg_catalog.nextval(q.queue_event_seq)
+  from pgque.queue q
+  where not q.queue_restored and exists (
+    select
+    from pgque.subscriber s
+    cross join lateral (
+      select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after > v_since and r.ev_retry_after <= p_now limit 1) r
+    where s.sub_queue = q.queue_id);
+end
+$$;
+
+create or replace function pgque._woken() returns timestamptz
+language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000.0) $$;
+
+-- When there is something to do for maint_retry_events(); null: nothing waits.
+create or replace function pgque._next_retry() returns timestamptz
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_since  timestamptz := least(pgque._woken(), pgque.clock());
+begin
+  if not exists (select from pgque.retry_queue) then
+    return null;
+  end if;
+  return (
+    select min(r.due)
+    from (
+      select o.id, timestamptz '-infinity' as since from pgque._pumped() o (id)
+      union all
+      select s.sub_id, v_since from pgque.subscriber s
+    ) o
+    cross join lateral (
+      select r.ev_retry_after as due from pgque.retry_queue r
+      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity'
+      order by r.ev_retry_after
+      limit 1
+    ) r);
+end
+$$;
+
+create or replace function pgque._retry_queue(p_queue_id int) returns int
+language plpgsql as $$
+declare
+  v_txid   xid8 := pg_catalog.pg_current_xact_id();
+  v_now    timestamptz;
+  v_aside  record;
+  v_count  int;
+begin
+  perform pgque._rebase(p_queue_id);
+  v_now := pgque.clock();   -- what was put there just now is due
+  v_aside := pgque._claim_aside(p_queue_id, array(
+    select e.item
+    from pgque.subscriber s
+    cross join lateral (
+      select e as item from pgque.retry_queue e
+      where e.ev_owner = s.sub_id and e.ev_retry_after <= v_now and e.ev_key is not null and e.ev_receives = 0
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    where s.sub_queue = p_queue_id and s.sub_id in (select o.id from pgque._pumped() o (id))
+    limit 10000));
+  with found as materialized (
+    select e.ctid
+    from (
+      select o.id from pgque._pumped() o (id)
+      where o.id = 0 or exists (select from pgque.subscriber s where s.sub_id = o.id and s.sub_queue = p_queue_id)
+    ) o
+    cross join lateral (
+      select e.ctid from pgque.retry_queue e
+      where e.ev_owner = o.id and e.ev_queue = p_queue_id and e.ev_retry_after <= v_now
+        and (e.ev_key is null or e.ev_receives > 0 or e.ev_owner = 0
+          or (e.ev_owner, e.ev_id) in (select f.owner, f.id from rows from (pg_catalog.unnest(v_aside.owners), pg_catalog.unnest(v_aside.ids)) f (owner, id)))
+      order by e.ev_retry_after
+      limit 10000
+      for update skip locked
+    ) e
+    limit 10000
+  ),
+  due as (
+    delete from pgque.retry_queue r using found f
+    where r.ctid = f.ctid
+    returning r.*
+  )
+  insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data,
+    ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_error)
+  select q.queue_id * 3 + q.queue_cur_table, nullif(d.ev_owner, 0), d.ev_id, d.ev_time, v_txid,
+    case when d.ev_owner = 0 and d.ev_key is not null then 0 else d.ev_retry end, d.ev_type, d.ev_data,
+    d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_expires, d.ev_error
+  from due d
+  join pgque.queue q on q.queue_id = d.ev_queue;
+  get diagnostics v_count = row_count;
+  -- An id that nobody gets: by it the loop sees that there is something to tick.
+  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  return v_count;
+end
+$$;
+
+create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
+  v_now    timestamptz := pgque.clock();
+  v_count  bigint;
+begin
+  update pgque.retry_queue r set ev_retry_after = v_now
+  where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+comment on function pgque.retry_now(text, text, pgque.caller) is
+  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
+  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
