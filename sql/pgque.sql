@@ -603,8 +603,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and never updated on that path.
--- sub_offsets: nobody has received for it yet, or it is read by offsets (open_stream),
--- so that what comes again must be in the log.
+-- sub_offsets: it is read by offsets (open_stream), so what comes again must be in the
+-- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -620,7 +620,7 @@ create table if not exists pgque.subscriber (
   sub_worker    text
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
   sub_keyed     boolean not null default false,
-  sub_offsets   boolean not null default true,
+  sub_offsets   boolean not null default false,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
@@ -915,7 +915,7 @@ create table if not exists pgque.archive (
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
 
 -- When the reapers ran last, in seconds since 1970, and when consumers were woken last
--- for what waits, in milliseconds: registers that leave no dead rows.
+-- for what waits, in microseconds: registers that leave no dead rows.
 create sequence if not exists pgque.expire_ran minvalue 0;
 create sequence if not exists pgque.delete_expired_ran minvalue 0;
 create sequence if not exists pgque.woken minvalue 0;
@@ -1025,7 +1025,7 @@ begin
   if to_regclass('pgque.roster_0') is null then
     return;
   end if;
-  perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default true');
+  perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
   update pgque.position p set pos_batch = p.pos_last_batch
   where (p.pos_fresh > 0 or p.pos_shelf > 0) and p.pos_seq = p.pos_last_batch >> 20;
   update pgque.position p
@@ -1076,8 +1076,6 @@ begin
     pos_next_tick = null, pos_next_snapshot = null, pos_next_event_seq = null, pos_done_id = null, pos_last_id = null
   from pgque.subscriber s
   where s.sub_id = p.pos_sub and s.sub_main is not null;
-  update pgque.subscriber s set sub_offsets = false
-  where exists (select from pgque.position p where p.pos_sub = s.sub_id and p.pos_last_batch > 0) and s.sub_offsets;
   drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
 end
 $$;
@@ -3332,6 +3330,16 @@ begin
 end
 $$;
 
+-- Wakes those that listen to a queue.
+create or replace function pgque._notify(p_queue pgque.queue, p_tick_id bigint) returns void
+language plpgsql as $$
+begin
+  if pg_catalog.pg_notification_queue_usage() < 0.5 then
+    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
+  end if;
+end
+$$;
+
 -- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
@@ -3347,8 +3355,8 @@ begin
     coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
   -- A listener in an open transaction lets the server's queue fill up, and then a
   -- commit fails: rather no notification than no tick.
-  if p_notify and pg_catalog.pg_notification_queue_usage() < 0.5 then
-    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
+  if p_notify then
+    perform pgque._notify(p_queue, p_tick_id);
   end if;
   return p_tick_id;
 end
@@ -3940,6 +3948,17 @@ begin
 end
 $$;
 
+-- Whether a leaf has a newer row than a position.
+create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  if p_leaf = 0 then
+    return exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
+  end if;
+  return exists (select from pgque.position_1 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
+end
+$$;
+
 -- A position as a row of a leaf.
 create or replace function pgque._in_leaf(p_position pgque.position, p_leaf int) returns pgque.position
 language plpgsql immutable as $$
@@ -4124,7 +4143,8 @@ $$;
 -- batch id no longer fits.
 --
 -- Locks: deliveries of one consumer meet at the subscriber's row; whatever is said
--- about a batch meets at an advisory lock on its id, which a delivery only tries.
+-- about a batch of workers meets at an advisory lock on its id, which who holds that row
+-- only tries.
 
 -- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
 -- bits of their own up to 0.5.
@@ -4150,19 +4170,29 @@ end
 $$;
 
 -- Whoever says something about a batch has its lock, and keeps those out that have
--- to do with all batches of the queue.
-create or replace function pgque._lock_batch(p_queue_id int, p_batch bigint) returns void
-language sql as $$
-  select pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_queue_id), pg_catalog.pg_advisory_xact_lock(p_batch)
+-- to do with all batches of the queue.  One that is of no pool of workers is locked with
+-- its consumer.  False: the consumer is gone.
+create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'pool' then
+    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+    return true;
+  end if;
+  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  return found;
+end
 $$;
 
 -- Tries to keep others from many batches at once, and returns those that it got:
 -- with one lock for all of them or, where somebody is busy with one, one by one,
--- p_most of them.
-create or replace function pgque._hold_batches(p_queue_id int, p_batches bigint[], p_most int default 200) returns bigint[]
+-- p_most of them.  The caller holds the consumer's lock.
+create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
-  if pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+  if p_sub.sub_role <> 'pool'
+    or pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue)
+  then
     return p_batches;
   end if;
   return array(
@@ -4265,20 +4295,39 @@ begin
 end
 $$;
 
--- The open batch that a consumer on its own has, or a subconsumer: it comes again.
-create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text) returns bigint
+-- Whether a batch is closed.  Where the delivery is in the leaf that is written, p_leaf,
+-- so is what was said about it: then the other leaf, which is to be emptied, is not asked.
+create or replace function pgque._is_closed(p_batch bigint, p_leaf int default null) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
-  if p_sub.sub_role = 'pool' or coalesce(pg_catalog.cardinality(p_pos.pos_open), 0) = 0 then
+  if p_leaf = 0 then
+    return exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0);
+  elsif p_leaf = 1 then
+    return exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0);
+  end if;
+  return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0);
+end
+$$;
+
+-- The open batch that a consumer on its own has, or a subconsumer: it comes again.
+-- p_leaf is the leaf that is written.
+create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_token  bigint;
+begin
+  if p_sub.sub_role = 'pool' then
     return null;
   end if;
-  return (
-    select o.token
-    from pg_catalog.unnest(p_pos.pos_open) o (token)
-    where (p_worker is null or (pgque._lease(p_sub.sub_id, o.token)).pos_worker = p_worker)
-      and (not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
-        or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token))
-    limit 1);
+  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+    continue when p_worker is not null and (pgque._lease(p_sub.sub_id, v_token)).pos_worker is distinct from p_worker;
+    if not pgque._is_closed(v_token, case when p_worker is null and p_pos.leaf = p_leaf then p_leaf end)
+      or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token)
+    then
+      return v_token;
+    end if;
+  end loop;
+  return null;
 end
 $$;
 
@@ -4369,16 +4418,24 @@ declare
   v_count   int := 0;
   v_done    int := 0;
 begin
-  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+  if not pgque._lock_batch(p_sub, p_batch) then
+    return 0;
+  end if;
   if not pgque._old_snapshot() then
-    -- The usual case in one statement.
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
-    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
-    from pgque.position p
-    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
-      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
-    limit 1
-    on conflict do nothing;
+    -- The usual case in one statement, which keeps away from the leaf that is to be emptied.
+    if pgque._journal_leaf() = 0 then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, p_sub.sub_id
+      from pgque.position_0 p
+      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
+      on conflict do nothing;
+    else
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, p_sub.sub_id
+      from pgque.position_1 p
+      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
+      on conflict do nothing;
+    end if;
     if found then
       return 1;
     end if;
@@ -4387,7 +4444,7 @@ begin
     return 0;
   end if;
   v_lease := pgque._lease(p_sub.sub_id, p_batch);
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed or p_sub.sub_role <> 'pool' and v_lease.pos_shelf > 0 then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
@@ -4441,7 +4498,7 @@ begin
     if v_held.until <= p_now and v_tried < 200 then
       -- The server has room for some thousand locks; the others come next time.
       v_tried := v_tried + 1;
-      if pg_catalog.pg_try_advisory_xact_lock(v_held.token) then
+      if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
         v_state := pgque._lease_state(v_held.token);
         continue when v_state.closed;
         v_held.until := coalesce(v_state.until, (v_held.lease).pos_until);
@@ -4476,7 +4533,7 @@ language plpgsql as $$
 declare
   v_token  bigint;
 begin
-  foreach v_token in array pgque._hold_batches(p_sub.sub_queue, array(
+  foreach v_token in array pgque._hold_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
     where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)
@@ -4793,7 +4850,6 @@ $$;
 create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
 language plpgsql set enable_seqscan = off as $$
 begin
-  perform pgque._lock_batch(p_sub.sub_queue, p_batch);
   perform pgque._note(p_batch, p_sub.sub_id, array[0]);
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
   where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
@@ -4971,7 +5027,7 @@ begin
     v_found := pgque._find(p_queue, p_consumer, p_caller);
     sub := v_found.sub;
     leaf := v_found.leaf;
-    if not (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)
+    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
       sub := pgque._refuse_or_share(sub, p_worker, p_timeout, p_queue, p_consumer);
@@ -4988,7 +5044,7 @@ begin
     if p_ack is null then
       -- An idle poll takes no lock, writes nothing and needs no transaction id.
       pos := pgque._position(sub.sub_id, leaf);
-      open := pgque._open_batch_of(sub, pos, p_worker);
+      open := pgque._open_batch_of(sub, pos, p_worker, leaf);
       if open is null then
         v_ahead := pgque._next_from(pos);
         if v_ahead.pos_next_tick is null then
@@ -5009,18 +5065,16 @@ begin
   v_now := pgque.clock();
   -- Whether it has a key or a ttl is known of every message in the window that was opened.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
-    case when pos.pos_sub is null or j.journal_cur <> leaf then true
-      when leaf = 0 then exists (select from pgque.position_0 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq)
-      else exists (select from pgque.position_1 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq) end as newer
+    pos.pos_sub is null or j.journal_cur <> leaf as newer
   into v_found
   from pgque.queue q, pgque.journal j
   where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   due := v_found.due;
-  if v_found.newer then
+  if v_found.newer or pgque._is_newer(pos, leaf) then
     leaf := pgque._journal_leaf();
     pos := pgque._position(sub.sub_id, leaf);
-    open := pgque._open_batch_of(sub, pos, p_worker);
+    open := pgque._open_batch_of(sub, pos, p_worker, leaf);
     v_ahead := pgque._next_from(pos);
   end if;
   if sub.sub_role = 'coop_main' then
@@ -5285,7 +5339,7 @@ begin
   if p_queue.queue_keyed then
     -- Expired ones too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
-      select r from pg_catalog.unnest(v_rows) r where r.ev_id in (select pg_catalog.unnest(v_found.good || v_found.expired))));
+      select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
   end if;
   if v_found.skip is not null and (ids is not null or p_whole) then
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
@@ -5782,6 +5836,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_main      pgque.subscriber;
   v_position  pgque.position;
+  v_batch     bigint;   -- what its own reader had
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
@@ -5802,12 +5857,13 @@ begin
       perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
         'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
     end if;
+    v_batch := pgque._open_batch_of(v_main, v_position, null);
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
   end if;
   perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
-  -- What its own reader had comes again to who asks first.
-  perform pgque._hand_back(v_main, o.token) from unnest(v_position.pos_open) o (token);
-  perform pgque._end_batches(v_main);
+  if v_batch is not null then
+    perform pgque._give_batch(v_main, v_batch, $3, 0);
+  end if;
   return 1;
 exception
   when unique_violation then
@@ -5848,6 +5904,7 @@ begin
         'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
     end if;
     perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
+    perform pgque._note(v_batch, v_main.sub_id, array[0]);
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;
@@ -5865,47 +5922,70 @@ comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
-  perform pgque._touch(pgque._worker(pgque._subscriber($1, $2, caller), $3));
+  perform pgque._lock_subscriber(v_main.sub_id);
+  perform pgque._touch(pgque._worker(v_main, $3));
   return 1;
 end
 $$;
 comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
--- Takes the oldest batch whose worker was silent for longer than p_dead_interval from
--- it: what is left of it waits in the retry queue, to be taken under a new batch id.  A
--- worker that has a batch takes nothing over, and one that holds its own lock is alive.
+-- Gives the oldest batch whose worker was silent for longer than p_dead_interval to
+-- another worker.  A worker that has a batch takes nothing over, and one that holds its
+-- own lock is alive.
 create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
   v_dead  record;
 begin
-  perform pgque._lock_subscriber(p_main.sub_id);
-  if pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is not null then
-    return;
-  end if;
-  select o.token, l as lease, s.sub_id into v_dead
-  from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
-  cross join lateral pgque._lease(p_main.sub_id, o.token) l
-  join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = l.pos_worker
-  cross join lateral pgque._position(s.sub_id) p
-  where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
-  order by p.pos_time
-  limit 1;
-  if not found then
-    return;
-  end if;
+  for v_try in 0..1 loop
+    select o.token, s.sub_id into v_dead
+    from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
+    join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (pgque._lease(p_main.sub_id, o.token)).pos_worker
+    cross join lateral pgque._position(s.sub_id) p
+    where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
+      and pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is null
+    order by p.pos_time
+    limit 1;
+    if not found then
+      return;
+    elsif v_try = 0 then
+      perform pgque._lock_subscriber(p_main.sub_id);
+    end if;
+  end loop;
   perform from pgque.subscriber s where s.sub_id = v_dead.sub_id for no key update skip locked;
-  if not found or (pgque._position(v_dead.sub_id)).pos_time >= pgque.clock() - p_dead_interval then
-    return;
+  if found and (pgque._position(v_dead.sub_id)).pos_time < pgque.clock() - p_dead_interval then
+    perform pgque._give_batch(p_main, v_dead.token, p_worker, 1);
   end if;
-  perform pgque._lock_batch(p_main.sub_queue, v_dead.token);
-  if (v_dead.lease).pos_fresh > 0 and not (pgque._lease_state(v_dead.token)).closed then
-    perform pgque._shelve(p_main, v_dead.lease, pgque.clock());
-  else
-    update pgque.retry_queue r set ev_retry_after = pgque.clock() where r.ev_owner = p_main.sub_id and r.ev_batch = v_dead.token;
+end
+$$;
+
+-- Gives an open batch to a worker, under a new batch id, without what has an outcome; to
+-- count as so many deliveries more.  The caller holds the consumer's lock.
+create or replace function pgque._give_batch(p_main pgque.subscriber, p_batch bigint, p_worker text, p_deliveries int) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
+  v_token  bigint := pgque._new_batch_id(v_pos);
+  v_lease  pgque.position;
+begin
+  v_lease := pgque._lease(p_main.sub_id, p_batch);
+  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
+    perform pgque._shelve(p_main, v_lease, 'infinity');
   end if;
+  update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
+  where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
+  get diagnostics v_pos.pos_shelf = row_count;
+  v_pos.pos_batch := v_token;
+  v_pos.pos_last_batch := v_token;
+  v_pos.pos_worker := p_worker;
+  v_pos.pos_until := 'infinity';
+  v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
+  v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch) || v_token;
+  perform pgque._append_position(v_pos);
 end
 $$;
 
@@ -6331,8 +6411,7 @@ begin
     v_found.sub := pgque._batch_owner(p_batch);
   end if;
   if v_found.archives then
-    perform pgque._lock_batch((v_found.sub).sub_queue, p_batch);
-    if not pgque._is_open(v_found.sub, p_batch) or not pgque._still_whole((v_found.sub).sub_id, p_batch) then
+    if not pgque._lock_batch(v_found.sub, p_batch) or not pgque._is_open(v_found.sub, p_batch) or not pgque._still_whole((v_found.sub).sub_id, p_batch) then
       return 0;
     end if;
     select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
@@ -6379,9 +6458,9 @@ begin
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
-  -- Nobody unsubscribes it until this is committed; others go on meanwhile.
+  -- Nobody unsubscribes it until this is committed; other workers go on meanwhile.
   perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
-  perform pgque._lock_batch(v_sub.sub_queue, p_batch);
+  perform pgque._lock_batch(v_sub, p_batch);
   v_lease := pgque._lease(v_sub.sub_id, p_batch);
   v_state := pgque._lease_state(p_batch);
   if v_lease.pos_fresh > 0 and not v_state.closed and pgque._old_snapshot() then
@@ -6424,15 +6503,17 @@ begin
     select i.id, i.ok,
       case
         when i.ok then null
-        when exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
+        when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
+        when i.taken then 'lost to another worker'
         when v_lease.pos_sub is null or v_state.closed then 'batch not open'
         else 'not in this batch'
       end
     from (
       select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
-        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
+        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok,
+        exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
@@ -6450,7 +6531,7 @@ begin
   return pgque._slice_sql(p_sub, p_lease,
     -- The index finds one message of many; many are looked up in a hash table.
     pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
-      else ' and e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))' end, pg_catalog.array_remove(p_ids, null)),
+      else ' and (e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))) is true' end, pg_catalog.array_remove(p_ids, null)),
     null, pgque._is_big(p_lease, 500));
 end
 $$;
@@ -6484,7 +6565,7 @@ begin
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
       'select (pgque._waiting(row(e.*)::pgque.event, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where e.ev_id in (select pg_catalog.unnest((select $5)))', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+      ' where (e.ev_id in (select pg_catalog.unnest((select $5)))) is true', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
     return null;
@@ -6503,7 +6584,7 @@ begin
       perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;
   end if;
-  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest(p_new))) is not true);
+  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest((select p_new)))) is not true);
 end
 $$;
 
@@ -6756,7 +6837,7 @@ declare
   v_until  timestamptz;
   v_held   int;
 begin
-  perform pgque._lock_batch(v_sub.sub_queue, p_batch) where v_sub.sub_id is not null;
+  perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
   v_lease := pgque._lease(v_sub.sub_id, p_batch);
   v_state := pgque._lease_state(p_batch);
   with found as materialized (
@@ -6829,7 +6910,7 @@ begin
       'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
   end if;
   -- A worker that is just settling its batch is left alone.
-  foreach v_token in array pgque._hold_batches(v_sub.sub_queue, array(
+  foreach v_token in array pgque._hold_batches(v_sub, array(
     select b.id
     from pgque._batches_of(v_sub.sub_id) b (id)
     cross join lateral pgque._lease(v_sub.sub_id, b.id) l
@@ -6875,7 +6956,7 @@ begin
       case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
-  if pg_catalog.cardinality(pgque._hold_batches(v_sub.sub_queue, v_open)) < pg_catalog.cardinality(v_open) then
+  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
   end if;
   perform pgque._hand_back(v_sub, o.token) from pg_catalog.unnest(v_open) o (token);
@@ -7096,8 +7177,14 @@ $$;
 -- everybody, and consumers that are read by offsets, who do not look elsewhere.  All
 -- others take theirs where they wait.
 create or replace function pgque._pumped() returns setof int
-language sql stable as $$
-  select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role = 'normal' and s.sub_offsets
+language sql as $$
+  select 0
+  union all
+  select s.sub_id
+  from pgque.subscriber s
+  where s.sub_role = 'normal' and (s.sub_offsets
+    -- One that was never given a batch may be.
+    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id) and (pgque._position(s.sub_id)).pos_last_batch = 0)
 $$;
 
 create or replace function pgque.maint_retry_events() returns int
@@ -7107,6 +7194,15 @@ declare
   v_queue_id  int;
   v_count     int := 0;
 begin
+  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored and exists (select from pgque.retry_queue r where r.ev_queue = q.queue_id) loop
+    begin
+      perform pgque._rebase(v_queue_id);
+      v_now := pgque.clock();   -- what was put there just now is due
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
   for v_queue_id in
     select distinct d.ev_queue
     from pgque._pumped() o (id)
@@ -7121,41 +7217,52 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  perform pgque._wake(v_now);
-  return v_count;
+  return v_count + pgque._wake(v_now);
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each, and returns their number; the next tick delivers them. So are retries '
-  'of consumers that are read by offsets. All other consumers receive retries as soon as they are due; this wakes those that listen.';
+  'Moves delayed messages that are due into their queues, at most 10,000 of each, so that the next tick delivers them; and so the retries of consumers '
+  'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
 
--- Wakes the consumers for whom a message became due since this was done last: an id that
--- nobody gets makes the loop tick, and a tick notifies.
-create or replace function pgque._wake(p_now timestamptz) returns void
+-- Notifies the consumers for whom a message became due since this was done last, and
+-- returns the number of messages.  What was due a moment before that may have been
+-- committed since.
+create or replace function pgque._wake(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), p_now);
+  v_queue  record;
+  v_count  int := 0;
 begin
-  perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000)::bigint);
-  perform pg_catalog.nextval(q.queue_event_seq)
-  from pgque.queue q
-  where not q.queue_restored and exists (
-    select
+  for v_queue in
+    select s.sub_queue as id, sum(r.n) filter (where r.new) as n
     from pgque.subscriber s
     cross join lateral (
-      select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after > v_since and r.ev_retry_after <= p_now limit 1) r
-    where s.sub_queue = q.queue_id);
+      select r.ev_retry_after > v_since as new, count(*) as n
+      from pgque.retry_queue r
+      where r.ev_owner = s.sub_id and r.ev_retry_after > v_since - interval '1 second' and r.ev_retry_after <= p_now and r.ev_batch is null
+      group by 1
+    ) r
+    group by 1
+  loop
+    perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
+    v_count := v_count + coalesce(v_queue.n, 0);
+  end loop;
+  if v_count > 0 then
+    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
+  end if;
+  return v_count;
 end
 $$;
 
 create or replace function pgque._woken() returns timestamptz
-language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000.0) $$;
+language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
 -- When there is something to do for maint_retry_events(); null: nothing waits.
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), pgque.clock());
+  v_since  timestamptz := least(pgque._woken(), pgque.clock()) - interval '1 second';
 begin
   if not exists (select from pgque.retry_queue) then
     return null;
@@ -7169,7 +7276,7 @@ begin
     ) o
     cross join lateral (
       select r.ev_retry_after as due from pgque.retry_queue r
-      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity'
+      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity' and (o.id = 0 or r.ev_batch is null)
       order by r.ev_retry_after
       limit 1
     ) r);
@@ -8034,20 +8141,23 @@ create or replace function pgque._move_forward(p_queue pgque.queue, p_sub pgque.
 language plpgsql as $$
 declare
   v_position  pgque.position := pgque._position(p_sub.sub_id);
-  v_old       bigint := v_position.pos_skipped;
+  v_dropped   bigint := 0;
   v_upto      pgque.tick := p_to;
   v_held      record;
   v_moved     boolean := false;
 begin
   -- What is held may be finished, but not from the log.
   for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200 loop
-    if pg_catalog.pg_try_advisory_xact_lock(v_held.token) and not (pgque._lease_state(v_held.token)).closed then
+    if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' and not pgque._is_closed(v_held.token) then
       if p_sub.sub_role <> 'pool' then
         -- A batch without an end is not kept for longer than the rest.  Who says something
         -- about a message that was dropped hears that it has its outcome.
-        v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to);
+        v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
+        v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
-      perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      if v_dropped < 10000 then
+        perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      end if;
       v_moved := true;
     end if;
   end loop;
@@ -8077,8 +8187,10 @@ end
 $$;
 
 -- What a subscriber has before it, or in a batch, up to a tick, not beyond its window, and
--- will not get any more.  Returns how many messages.
-create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick) returns bigint
+-- will not get any more.  Returns how many messages, p_most of them.
+create or replace function pgque._drop_upto(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick, p_most int default null
+) returns bigint
 language plpgsql as $$
 declare
   v_rows   text;
@@ -8087,15 +8199,15 @@ declare
   v_event  pgque.event;
   v_ids    bigint[];
 begin
-  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
-    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end));
+  v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
+    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
   if p_queue.queue_keyed then
     -- As in receive(): a message whose body is being replaced is set aside.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
       'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, pgque.clock(), null, null)).* from (%s) e'
-      ' where e.ev_id in (select pg_catalog.unnest($2)) on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
+      ' where (e.ev_id in (select pg_catalog.unnest((select $2)))) is true on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
     using p_sub, v_claim.busy;
     v_rows := pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))', v_rows, v_claim.busy || v_claim.gone));
@@ -8220,8 +8332,8 @@ end
 $$;
 
 -- Keeps everybody from a queue's consumers and batches until the transaction ends.  Who
--- is busy with a batch may go on to receive: so it waits for nobody while it keeps the
--- consumers, but lets go of all and tries again.
+-- is busy with a batch may go on to receive: so this waits for nobody while it keeps the
+-- consumers, but lets go of them first.
 create or replace function pgque._stop_all(p_queue_id int) returns void
 language plpgsql as $$
 declare
@@ -8239,10 +8351,16 @@ begin
       when sqlstate 'PQ099' then
         null;
     end;
+    begin
+      perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id);
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
     if pg_catalog.clock_timestamp() > v_end then
       perform pgque._fail('lock_not_available', 'a worker of the queue is busy with a batch in a transaction that stays open', 'Try again, or end it.');
     end if;
-    perform pg_catalog.pg_sleep(0.02);
   end loop;
 end
 $$;
@@ -8456,7 +8574,7 @@ begin
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
     v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
-    if cardinality(pgque._hold_batches(p_queue_id, v_open)) < cardinality(v_open) then
+    if cardinality(pgque._hold_batches(v_sub, v_open)) < cardinality(v_open) then
       -- To wait for it would be a deadlock if it asks for more then.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');

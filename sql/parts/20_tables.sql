@@ -301,8 +301,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and never updated on that path.
--- sub_offsets: nobody has received for it yet, or it is read by offsets (open_stream),
--- so that what comes again must be in the log.
+-- sub_offsets: it is read by offsets (open_stream), so what comes again must be in the
+-- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -318,7 +318,7 @@ create table if not exists pgque.subscriber (
   sub_worker    text
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
   sub_keyed     boolean not null default false,
-  sub_offsets   boolean not null default true,
+  sub_offsets   boolean not null default false,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
@@ -613,7 +613,7 @@ create table if not exists pgque.archive (
 comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
 
 -- When the reapers ran last, in seconds since 1970, and when consumers were woken last
--- for what waits, in milliseconds: registers that leave no dead rows.
+-- for what waits, in microseconds: registers that leave no dead rows.
 create sequence if not exists pgque.expire_ran minvalue 0;
 create sequence if not exists pgque.delete_expired_ran minvalue 0;
 create sequence if not exists pgque.woken minvalue 0;
@@ -723,7 +723,7 @@ begin
   if to_regclass('pgque.roster_0') is null then
     return;
   end if;
-  perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default true');
+  perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
   update pgque.position p set pos_batch = p.pos_last_batch
   where (p.pos_fresh > 0 or p.pos_shelf > 0) and p.pos_seq = p.pos_last_batch >> 20;
   update pgque.position p
@@ -774,8 +774,6 @@ begin
     pos_next_tick = null, pos_next_snapshot = null, pos_next_event_seq = null, pos_done_id = null, pos_last_id = null
   from pgque.subscriber s
   where s.sub_id = p.pos_sub and s.sub_main is not null;
-  update pgque.subscriber s set sub_offsets = false
-  where exists (select from pgque.position p where p.pos_sub = s.sub_id and p.pos_last_batch > 0) and s.sub_offsets;
   drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
 end
 $$;

@@ -167,6 +167,16 @@ begin
 end
 $$;
 
+-- Wakes those that listen to a queue.
+create or replace function pgque._notify(p_queue pgque.queue, p_tick_id bigint) returns void
+language plpgsql as $$
+begin
+  if pg_catalog.pg_notification_queue_usage() < 0.5 then
+    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
+  end if;
+end
+$$;
+
 -- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
@@ -182,8 +192,8 @@ begin
     coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
   -- A listener in an open transaction lets the server's queue fill up, and then a
   -- commit fails: rather no notification than no tick.
-  if p_notify and pg_catalog.pg_notification_queue_usage() < 0.5 then
-    perform pg_catalog.pg_notify('pgque_' || p_queue.queue_name, p_tick_id::text);
+  if p_notify then
+    perform pgque._notify(p_queue, p_tick_id);
   end if;
   return p_tick_id;
 end

@@ -17,7 +17,8 @@
 -- batch id no longer fits.
 --
 -- Locks: deliveries of one consumer meet at the subscriber's row; whatever is said
--- about a batch meets at an advisory lock on its id, which a delivery only tries.
+-- about a batch of workers meets at an advisory lock on its id, which who holds that row
+-- only tries.
 
 -- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
 -- bits of their own up to 0.5.
@@ -43,19 +44,29 @@ end
 $$;
 
 -- Whoever says something about a batch has its lock, and keeps those out that have
--- to do with all batches of the queue.
-create or replace function pgque._lock_batch(p_queue_id int, p_batch bigint) returns void
-language sql as $$
-  select pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_queue_id), pg_catalog.pg_advisory_xact_lock(p_batch)
+-- to do with all batches of the queue.  One that is of no pool of workers is locked with
+-- its consumer.  False: the consumer is gone.
+create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
+language plpgsql as $$
+begin
+  if p_sub.sub_role = 'pool' then
+    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+    return true;
+  end if;
+  perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+  return found;
+end
 $$;
 
 -- Tries to keep others from many batches at once, and returns those that it got:
 -- with one lock for all of them or, where somebody is busy with one, one by one,
--- p_most of them.
-create or replace function pgque._hold_batches(p_queue_id int, p_batches bigint[], p_most int default 200) returns bigint[]
+-- p_most of them.  The caller holds the consumer's lock.
+create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
-  if pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id) then
+  if p_sub.sub_role <> 'pool'
+    or pg_catalog.cardinality(p_batches) > 3 and pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue)
+  then
     return p_batches;
   end if;
   return array(
@@ -158,20 +169,39 @@ begin
 end
 $$;
 
--- The open batch that a consumer on its own has, or a subconsumer: it comes again.
-create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text) returns bigint
+-- Whether a batch is closed.  Where the delivery is in the leaf that is written, p_leaf,
+-- so is what was said about it: then the other leaf, which is to be emptied, is not asked.
+create or replace function pgque._is_closed(p_batch bigint, p_leaf int default null) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
-  if p_sub.sub_role = 'pool' or coalesce(pg_catalog.cardinality(p_pos.pos_open), 0) = 0 then
+  if p_leaf = 0 then
+    return exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0);
+  elsif p_leaf = 1 then
+    return exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0);
+  end if;
+  return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0);
+end
+$$;
+
+-- The open batch that a consumer on its own has, or a subconsumer: it comes again.
+-- p_leaf is the leaf that is written.
+create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_token  bigint;
+begin
+  if p_sub.sub_role = 'pool' then
     return null;
   end if;
-  return (
-    select o.token
-    from pg_catalog.unnest(p_pos.pos_open) o (token)
-    where (p_worker is null or (pgque._lease(p_sub.sub_id, o.token)).pos_worker = p_worker)
-      and (not exists (select from pgque.settled s where s.set_batch = o.token and s.set_ev_id = 0)
-        or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token))
-    limit 1);
+  foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
+    continue when p_worker is not null and (pgque._lease(p_sub.sub_id, v_token)).pos_worker is distinct from p_worker;
+    if not pgque._is_closed(v_token, case when p_worker is null and p_pos.leaf = p_leaf then p_leaf end)
+      or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token)
+    then
+      return v_token;
+    end if;
+  end loop;
+  return null;
 end
 $$;
 
@@ -262,16 +292,24 @@ declare
   v_count   int := 0;
   v_done    int := 0;
 begin
-  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+  if not pgque._lock_batch(p_sub, p_batch) then
+    return 0;
+  end if;
   if not pgque._old_snapshot() then
-    -- The usual case in one statement.
-    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
-    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
-    from pgque.position p
-    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
-      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
-    limit 1
-    on conflict do nothing;
+    -- The usual case in one statement, which keeps away from the leaf that is to be emptied.
+    if pgque._journal_leaf() = 0 then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, p_sub.sub_id
+      from pgque.position_0 p
+      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
+      on conflict do nothing;
+    else
+      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
+      select p_batch, 0, p_sub.sub_id
+      from pgque.position_1 p
+      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
+      on conflict do nothing;
+    end if;
     if found then
       return 1;
     end if;
@@ -280,7 +318,7 @@ begin
     return 0;
   end if;
   v_lease := pgque._lease(p_sub.sub_id, p_batch);
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed or p_sub.sub_role <> 'pool' and v_lease.pos_shelf > 0 then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
@@ -334,7 +372,7 @@ begin
     if v_held.until <= p_now and v_tried < 200 then
       -- The server has room for some thousand locks; the others come next time.
       v_tried := v_tried + 1;
-      if pg_catalog.pg_try_advisory_xact_lock(v_held.token) then
+      if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
         v_state := pgque._lease_state(v_held.token);
         continue when v_state.closed;
         v_held.until := coalesce(v_state.until, (v_held.lease).pos_until);
@@ -369,7 +407,7 @@ language plpgsql as $$
 declare
   v_token  bigint;
 begin
-  foreach v_token in array pgque._hold_batches(p_sub.sub_queue, array(
+  foreach v_token in array pgque._hold_batches(p_sub, array(
     select o.token
     from pg_catalog.unnest((pgque._position(p_sub.sub_id)).pos_open) o (token)
     where not pgque._carried(p_sub.sub_id, o.token, p_cur)), 500)

@@ -281,7 +281,6 @@ $$;
 create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
 language plpgsql set enable_seqscan = off as $$
 begin
-  perform pgque._lock_batch(p_sub.sub_queue, p_batch);
   perform pgque._note(p_batch, p_sub.sub_id, array[0]);
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
   where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;

@@ -137,7 +137,7 @@ begin
     v_found := pgque._find(p_queue, p_consumer, p_caller);
     sub := v_found.sub;
     leaf := v_found.leaf;
-    if not (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)
+    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
       sub := pgque._refuse_or_share(sub, p_worker, p_timeout, p_queue, p_consumer);
@@ -154,7 +154,7 @@ begin
     if p_ack is null then
       -- An idle poll takes no lock, writes nothing and needs no transaction id.
       pos := pgque._position(sub.sub_id, leaf);
-      open := pgque._open_batch_of(sub, pos, p_worker);
+      open := pgque._open_batch_of(sub, pos, p_worker, leaf);
       if open is null then
         v_ahead := pgque._next_from(pos);
         if v_ahead.pos_next_tick is null then
@@ -175,18 +175,16 @@ begin
   v_now := pgque.clock();
   -- Whether it has a key or a ttl is known of every message in the window that was opened.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
-    case when pos.pos_sub is null or j.journal_cur <> leaf then true
-      when leaf = 0 then exists (select from pgque.position_0 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq)
-      else exists (select from pgque.position_1 p where p.pos_sub = sub.sub_id and p.pos_seq > pos.pos_seq) end as newer
+    pos.pos_sub is null or j.journal_cur <> leaf as newer
   into v_found
   from pgque.queue q, pgque.journal j
   where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   due := v_found.due;
-  if v_found.newer then
+  if v_found.newer or pgque._is_newer(pos, leaf) then
     leaf := pgque._journal_leaf();
     pos := pgque._position(sub.sub_id, leaf);
-    open := pgque._open_batch_of(sub, pos, p_worker);
+    open := pgque._open_batch_of(sub, pos, p_worker, leaf);
     v_ahead := pgque._next_from(pos);
   end if;
   if sub.sub_role = 'coop_main' then
@@ -253,8 +251,14 @@ $$;
 -- max_return says now, since ack() finishes it whole.
 create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
-  return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
+    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+  else
+    return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
+  end if;
 end
 $$;
 
@@ -276,7 +280,7 @@ language plpgsql set enable_seqscan = off as $$
 declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
     return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
   end if;
   return pg_catalog.format('select (pgque._event(r)).* from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s', p_sub.sub_id, p_batch);

@@ -89,7 +89,7 @@ begin
   if p_queue.queue_keyed then
     -- Expired ones too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
-      select r from pg_catalog.unnest(v_rows) r where r.ev_id in (select pg_catalog.unnest(v_found.good || v_found.expired))));
+      select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
   end if;
   if v_found.skip is not null and (ids is not null or p_whole) then
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);

@@ -53,6 +53,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_main      pgque.subscriber;
   v_position  pgque.position;
+  v_batch     bigint;   -- what its own reader had
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
@@ -73,12 +74,13 @@ begin
       perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
         'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
     end if;
+    v_batch := pgque._open_batch_of(v_main, v_position, null);
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
   end if;
   perform pgque._add_subscriber(v_main.sub_queue, v_main.sub_consumer, 'coop_member', v_main.sub_id, $3, null, caller);
-  -- What its own reader had comes again to who asks first.
-  perform pgque._hand_back(v_main, o.token) from unnest(v_position.pos_open) o (token);
-  perform pgque._end_batches(v_main);
+  if v_batch is not null then
+    perform pgque._give_batch(v_main, v_batch, $3, 0);
+  end if;
   return 1;
 exception
   when unique_violation then
@@ -119,6 +121,7 @@ begin
         'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
     end if;
     perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
+    perform pgque._note(v_batch, v_main.sub_id, array[0]);
   end if;
   delete from pgque.subscriber s where s.sub_id = v_sub;
   return 1;
@@ -136,47 +139,70 @@ comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_main  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
-  perform pgque._touch(pgque._worker(pgque._subscriber($1, $2, caller), $3));
+  perform pgque._lock_subscriber(v_main.sub_id);
+  perform pgque._touch(pgque._worker(v_main, $3));
   return 1;
 end
 $$;
 comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
--- Takes the oldest batch whose worker was silent for longer than p_dead_interval from
--- it: what is left of it waits in the retry queue, to be taken under a new batch id.  A
--- worker that has a batch takes nothing over, and one that holds its own lock is alive.
+-- Gives the oldest batch whose worker was silent for longer than p_dead_interval to
+-- another worker.  A worker that has a batch takes nothing over, and one that holds its
+-- own lock is alive.
 create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
   v_dead  record;
 begin
-  perform pgque._lock_subscriber(p_main.sub_id);
-  if pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is not null then
-    return;
-  end if;
-  select o.token, l as lease, s.sub_id into v_dead
-  from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
-  cross join lateral pgque._lease(p_main.sub_id, o.token) l
-  join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = l.pos_worker
-  cross join lateral pgque._position(s.sub_id) p
-  where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
-  order by p.pos_time
-  limit 1;
-  if not found then
-    return;
-  end if;
+  for v_try in 0..1 loop
+    select o.token, s.sub_id into v_dead
+    from pg_catalog.unnest((pgque._position(p_main.sub_id)).pos_open) o (token)
+    join pgque.subscriber s on s.sub_main = p_main.sub_id and s.sub_worker = (pgque._lease(p_main.sub_id, o.token)).pos_worker
+    cross join lateral pgque._position(s.sub_id) p
+    where pgque._is_open(p_main, o.token) and p.pos_time < pgque.clock() - p_dead_interval
+      and pgque._open_batch_of(p_main, pgque._position(p_main.sub_id), p_worker) is null
+    order by p.pos_time
+    limit 1;
+    if not found then
+      return;
+    elsif v_try = 0 then
+      perform pgque._lock_subscriber(p_main.sub_id);
+    end if;
+  end loop;
   perform from pgque.subscriber s where s.sub_id = v_dead.sub_id for no key update skip locked;
-  if not found or (pgque._position(v_dead.sub_id)).pos_time >= pgque.clock() - p_dead_interval then
-    return;
+  if found and (pgque._position(v_dead.sub_id)).pos_time < pgque.clock() - p_dead_interval then
+    perform pgque._give_batch(p_main, v_dead.token, p_worker, 1);
   end if;
-  perform pgque._lock_batch(p_main.sub_queue, v_dead.token);
-  if (v_dead.lease).pos_fresh > 0 and not (pgque._lease_state(v_dead.token)).closed then
-    perform pgque._shelve(p_main, v_dead.lease, pgque.clock());
-  else
-    update pgque.retry_queue r set ev_retry_after = pgque.clock() where r.ev_owner = p_main.sub_id and r.ev_batch = v_dead.token;
+end
+$$;
+
+-- Gives an open batch to a worker, under a new batch id, without what has an outcome; to
+-- count as so many deliveries more.  The caller holds the consumer's lock.
+create or replace function pgque._give_batch(p_main pgque.subscriber, p_batch bigint, p_worker text, p_deliveries int) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
+  v_token  bigint := pgque._new_batch_id(v_pos);
+  v_lease  pgque.position;
+begin
+  v_lease := pgque._lease(p_main.sub_id, p_batch);
+  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
+    perform pgque._shelve(p_main, v_lease, 'infinity');
   end if;
+  update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
+  where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
+  get diagnostics v_pos.pos_shelf = row_count;
+  v_pos.pos_batch := v_token;
+  v_pos.pos_last_batch := v_token;
+  v_pos.pos_worker := p_worker;
+  v_pos.pos_until := 'infinity';
+  v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
+  v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch) || v_token;
+  perform pgque._append_position(v_pos);
 end
 $$;
 

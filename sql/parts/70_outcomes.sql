@@ -21,8 +21,7 @@ begin
     v_found.sub := pgque._batch_owner(p_batch);
   end if;
   if v_found.archives then
-    perform pgque._lock_batch((v_found.sub).sub_queue, p_batch);
-    if not pgque._is_open(v_found.sub, p_batch) or not pgque._still_whole((v_found.sub).sub_id, p_batch) then
+    if not pgque._lock_batch(v_found.sub, p_batch) or not pgque._is_open(v_found.sub, p_batch) or not pgque._still_whole((v_found.sub).sub_id, p_batch) then
       return 0;
     end if;
     select count(*) into v_count from pgque._settle(p_batch, null, 'archive', null, 'acked', false);
@@ -69,9 +68,9 @@ begin
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
-  -- Nobody unsubscribes it until this is committed; others go on meanwhile.
+  -- Nobody unsubscribes it until this is committed; other workers go on meanwhile.
   perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
-  perform pgque._lock_batch(v_sub.sub_queue, p_batch);
+  perform pgque._lock_batch(v_sub, p_batch);
   v_lease := pgque._lease(v_sub.sub_id, p_batch);
   v_state := pgque._lease_state(p_batch);
   if v_lease.pos_fresh > 0 and not v_state.closed and pgque._old_snapshot() then
@@ -114,15 +113,17 @@ begin
     select i.id, i.ok,
       case
         when i.ok then null
-        when exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = i.id and r.ev_batch is not null) then 'lost to another worker'
+        when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
+        when i.taken then 'lost to another worker'
         when v_lease.pos_sub is null or v_state.closed then 'batch not open'
         else 'not in this batch'
       end
     from (
       select u.id, case when u.id between 1 and 4611686018427387903 then u.id + 4611686018427387904 end as waited,
-        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok
+        (u.id in (select pg_catalog.unnest((select v_new)))) is true as ok,
+        exists (select from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_id = u.id and r.ev_batch is not null) as taken
       from pg_catalog.unnest(p_ids) u (id)
     ) i;
 end
@@ -140,7 +141,7 @@ begin
   return pgque._slice_sql(p_sub, p_lease,
     -- The index finds one message of many; many are looked up in a hash table.
     pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
-      else ' and e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))' end, pg_catalog.array_remove(p_ids, null)),
+      else ' and (e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))) is true' end, pg_catalog.array_remove(p_ids, null)),
     null, pgque._is_big(p_lease, 500));
 end
 $$;
@@ -174,7 +175,7 @@ begin
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
       'select (pgque._waiting(row(e.*)::pgque.event, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
-      ' where e.ev_id in (select pg_catalog.unnest((select $5)))', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
+      ' where (e.ev_id in (select pg_catalog.unnest((select $5)))) is true', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
     return null;
@@ -193,7 +194,7 @@ begin
       perform pgque._again_or_dead(v_queue, p_sub, v_item, p_what, p_after, p_reason);
     end loop;
   end if;
-  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest(p_new))) is not true);
+  return (select pg_catalog.array_agg(i.id) from pg_catalog.unnest(v_ids) i (id) where (i.id in (select pg_catalog.unnest((select p_new)))) is not true);
 end
 $$;
 

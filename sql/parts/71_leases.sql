@@ -63,7 +63,7 @@ declare
   v_until  timestamptz;
   v_held   int;
 begin
-  perform pgque._lock_batch(v_sub.sub_queue, p_batch) where v_sub.sub_id is not null;
+  perform pgque._lock_batch(v_sub, p_batch) where v_sub.sub_id is not null;
   v_lease := pgque._lease(v_sub.sub_id, p_batch);
   v_state := pgque._lease_state(p_batch);
   with found as materialized (
@@ -136,7 +136,7 @@ begin
       'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
   end if;
   -- A worker that is just settling its batch is left alone.
-  foreach v_token in array pgque._hold_batches(v_sub.sub_queue, array(
+  foreach v_token in array pgque._hold_batches(v_sub, array(
     select b.id
     from pgque._batches_of(v_sub.sub_id) b (id)
     cross join lateral pgque._lease(v_sub.sub_id, b.id) l
@@ -182,7 +182,7 @@ begin
       case when v_sub.sub_keyed then 'keyed order' else 'subconsumers' end), 'Subscribe another consumer.');
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
-  if pg_catalog.cardinality(pgque._hold_batches(v_sub.sub_queue, v_open)) < pg_catalog.cardinality(v_open) then
+  if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
   end if;
   perform pgque._hand_back(v_sub, o.token) from pg_catalog.unnest(v_open) o (token);

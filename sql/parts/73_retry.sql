@@ -6,8 +6,14 @@
 -- everybody, and consumers that are read by offsets, who do not look elsewhere.  All
 -- others take theirs where they wait.
 create or replace function pgque._pumped() returns setof int
-language sql stable as $$
-  select 0 union all select s.sub_id from pgque.subscriber s where s.sub_role = 'normal' and s.sub_offsets
+language sql as $$
+  select 0
+  union all
+  select s.sub_id
+  from pgque.subscriber s
+  where s.sub_role = 'normal' and (s.sub_offsets
+    -- One that was never given a batch may be.
+    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id) and (pgque._position(s.sub_id)).pos_last_batch = 0)
 $$;
 
 create or replace function pgque.maint_retry_events() returns int
@@ -17,6 +23,15 @@ declare
   v_queue_id  int;
   v_count     int := 0;
 begin
+  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored and exists (select from pgque.retry_queue r where r.ev_queue = q.queue_id) loop
+    begin
+      perform pgque._rebase(v_queue_id);
+      v_now := pgque.clock();   -- what was put there just now is due
+    exception
+      when others then
+        raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
+    end;
+  end loop;
   for v_queue_id in
     select distinct d.ev_queue
     from pgque._pumped() o (id)
@@ -31,41 +46,52 @@ begin
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
     end;
   end loop;
-  perform pgque._wake(v_now);
-  return v_count;
+  return v_count + pgque._wake(v_now);
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each, and returns their number; the next tick delivers them. So are retries '
-  'of consumers that are read by offsets. All other consumers receive retries as soon as they are due; this wakes those that listen.';
+  'Moves delayed messages that are due into their queues, at most 10,000 of each, so that the next tick delivers them; and so the retries of consumers '
+  'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
 
--- Wakes the consumers for whom a message became due since this was done last: an id that
--- nobody gets makes the loop tick, and a tick notifies.
-create or replace function pgque._wake(p_now timestamptz) returns void
+-- Notifies the consumers for whom a message became due since this was done last, and
+-- returns the number of messages.  What was due a moment before that may have been
+-- committed since.
+create or replace function pgque._wake(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), p_now);
+  v_queue  record;
+  v_count  int := 0;
 begin
-  perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000)::bigint);
-  perform pg_catalog.nextval(q.queue_event_seq)
-  from pgque.queue q
-  where not q.queue_restored and exists (
-    select
+  for v_queue in
+    select s.sub_queue as id, sum(r.n) filter (where r.new) as n
     from pgque.subscriber s
     cross join lateral (
-      select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_retry_after > v_since and r.ev_retry_after <= p_now limit 1) r
-    where s.sub_queue = q.queue_id);
+      select r.ev_retry_after > v_since as new, count(*) as n
+      from pgque.retry_queue r
+      where r.ev_owner = s.sub_id and r.ev_retry_after > v_since - interval '1 second' and r.ev_retry_after <= p_now and r.ev_batch is null
+      group by 1
+    ) r
+    group by 1
+  loop
+    perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
+    v_count := v_count + coalesce(v_queue.n, 0);
+  end loop;
+  if v_count > 0 then
+    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
+  end if;
+  return v_count;
 end
 $$;
 
 create or replace function pgque._woken() returns timestamptz
-language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000.0) $$;
+language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
 -- When there is something to do for maint_retry_events(); null: nothing waits.
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), pgque.clock());
+  v_since  timestamptz := least(pgque._woken(), pgque.clock()) - interval '1 second';
 begin
   if not exists (select from pgque.retry_queue) then
     return null;
@@ -79,7 +105,7 @@ begin
     ) o
     cross join lateral (
       select r.ev_retry_after as due from pgque.retry_queue r
-      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity'
+      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity' and (o.id = 0 or r.ev_batch is null)
       order by r.ev_retry_after
       limit 1
     ) r);

@@ -198,6 +198,7 @@ declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
   v_position  pgque.position;
+  v_tick      bigint;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   perform pgque._let_keys_be_said(q)
@@ -206,11 +207,12 @@ begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);
-  if $3 is null or ($4 is not true and $3 > (pgque._standing(v_sub, v_position)).pos_tick) or ($4 and $3 <> v_position.pos_tick) then
+  v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
+  if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     return $3;
   end if;
-  return (pgque._standing(v_sub, v_position)).pos_tick;
+  return v_tick;
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is

@@ -268,20 +268,23 @@ create or replace function pgque._move_forward(p_queue pgque.queue, p_sub pgque.
 language plpgsql as $$
 declare
   v_position  pgque.position := pgque._position(p_sub.sub_id);
-  v_old       bigint := v_position.pos_skipped;
+  v_dropped   bigint := 0;
   v_upto      pgque.tick := p_to;
   v_held      record;
   v_moved     boolean := false;
 begin
   -- What is held may be finished, but not from the log.
   for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200 loop
-    if pg_catalog.pg_try_advisory_xact_lock(v_held.token) and not (pgque._lease_state(v_held.token)).closed then
+    if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' and not pgque._is_closed(v_held.token) then
       if p_sub.sub_role <> 'pool' then
         -- A batch without an end is not kept for longer than the rest.  Who says something
         -- about a message that was dropped hears that it has its outcome.
-        v_position.pos_skipped := v_position.pos_skipped + pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to);
+        v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
+        v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
-      perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      if v_dropped < 10000 then
+        perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      end if;
       v_moved := true;
     end if;
   end loop;
@@ -311,8 +314,10 @@ end
 $$;
 
 -- What a subscriber has before it, or in a batch, up to a tick, not beyond its window, and
--- will not get any more.  Returns how many messages.
-create or replace function pgque._drop_upto(p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick) returns bigint
+-- will not get any more.  Returns how many messages, p_most of them.
+create or replace function pgque._drop_upto(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick, p_most int default null
+) returns bigint
 language plpgsql as $$
 declare
   v_rows   text;
@@ -321,15 +326,15 @@ declare
   v_event  pgque.event;
   v_ids    bigint[];
 begin
-  v_rows := pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
-    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end));
+  v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
+    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
   if p_queue.queue_keyed then
     -- As in receive(): a message whose body is being replaced is set aside.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
       'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, pgque.clock(), null, null)).* from (%s) e'
-      ' where e.ev_id in (select pg_catalog.unnest($2)) on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
+      ' where (e.ev_id in (select pg_catalog.unnest((select $2)))) is true on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
     using p_sub, v_claim.busy;
     v_rows := pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))', v_rows, v_claim.busy || v_claim.gone));
@@ -454,8 +459,8 @@ end
 $$;
 
 -- Keeps everybody from a queue's consumers and batches until the transaction ends.  Who
--- is busy with a batch may go on to receive: so it waits for nobody while it keeps the
--- consumers, but lets go of all and tries again.
+-- is busy with a batch may go on to receive: so this waits for nobody while it keeps the
+-- consumers, but lets go of them first.
 create or replace function pgque._stop_all(p_queue_id int) returns void
 language plpgsql as $$
 declare
@@ -473,10 +478,16 @@ begin
       when sqlstate 'PQ099' then
         null;
     end;
+    begin
+      perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id);
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
     if pg_catalog.clock_timestamp() > v_end then
       perform pgque._fail('lock_not_available', 'a worker of the queue is busy with a batch in a transaction that stays open', 'Try again, or end it.');
     end if;
-    perform pg_catalog.pg_sleep(0.02);
   end loop;
 end
 $$;
@@ -690,7 +701,7 @@ begin
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
     v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
-    if cardinality(pgque._hold_batches(p_queue_id, v_open)) < cardinality(v_open) then
+    if cardinality(pgque._hold_batches(v_sub, v_open)) < cardinality(v_open) then
       -- To wait for it would be a deadlock if it asks for more then.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');

@@ -314,7 +314,7 @@ def test_a_retry_that_a_plain_consumer_does_not_fetch_is_pending(own: Connection
     value(own, "select pgque.maint_retry_events()")
     forced_tick(own, "q")
     move_clock(own, "12 minutes")
-    assert 600 <= value(own, LAG, "c") < 630
+    assert 660 <= value(own, LAG, "c") < 690
     assert rows(own, CHECK, "consumers")[0][0] == "warn"
 
 

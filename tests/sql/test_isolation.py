@@ -341,7 +341,7 @@ def test_a_batch_that_was_finished_while_the_journal_turned_does_not_come_again(
     take = _consumer(own, worker)
     batch = take(own)
     holder = transaction("read committed", own_dsn)
-    holder.execute("select from pgque.subscriber where sub_role <> 'coop_main' for no key update")
+    holder.execute("select from pgque.subscriber order by sub_id for no key update")
     asking = background(take, connect(own_dsn))
     wait_for_lock(asking.pid)
     own.execute("update pgque.journal set journal_cur = 1 - journal_cur")

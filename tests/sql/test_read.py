@@ -257,7 +257,9 @@ def test_a_window_is_what_the_consumer_receives_between_the_same_ticks(
     past.go_on(70)
     past.finish()
     for consumer in ("pin", "a", "b"):
-        for number, (start, end, ids) in enumerate(batches(conn, past.queue, consumer)):
+        # What comes again is in a batch of its own, of no window.
+        of_windows = [batch for batch in batches(conn, past.queue, consumer) if batch[0] != batch[1]]
+        for number, (start, end, ids) in enumerate(of_windows):
             found = window(conn, past.queue, start, end, consumer)
             # The first batch may be what receive() left of a window.
             assert sorted(ids) == (found[len(found) - len(ids) :] if number == 0 else found)
@@ -311,7 +313,9 @@ def test_a_retry_is_in_the_windows_of_its_consumer_alone(conn: Connection, queue
         nack_ids(conn, batch, failed, reason=f"of {consumer}")
         assert window(conn, queue, start, middle, consumer) == sent
         ack(conn, batch)
-    pump(conn)
+        # Who reads by offsets from now on finds what comes again in the log.
+        value(conn, "select pgque.open_stream(%s, %s)", queue, consumer)
+    assert pump(conn) == 4
     tick(conn, queue)
     end = tick_for(conn, queue, "latest")
     subscribe(conn, queue, "late")

@@ -186,25 +186,11 @@ def test_a_batch_is_whole_without_what_its_worker_settled_before(pool: Connectio
     assert take(pool, "q", "w2") == []
 
 
-@pytest.mark.parametrize("taken_first", ["log", "waiting"])
-def test_a_batch_of_new_and_of_waiting_messages_is_not_whole_once_either_kind_is_gone(
-    pool: Connection, taken_first: str
-) -> None:
-    configure(pool, "q", max_receive_attempts=2)
+def test_what_comes_again_and_what_is_new_are_batches_of_their_own(pool: Connection) -> None:
     first = offer(pool, "q", 1)
-    late = take(pool, "q", "w0")[0].batch_id
-    nack_ids(pool, late, first, "0 s", "again")
+    nack_ids(pool, take(pool, "q", "w0")[0].batch_id, first, "0 s", "again")
     later = offer(pool, "q", 1)
-    both = take(pool, "q", "w1")
-    assert ids(both) == first + later
-    move_clock(pool, "1 minute")
-    if taken_first == "log":
-        # The attempts of the one that waited are used up: it is buried, the other one comes again.
-        assert ids(take(pool, "q", "w2", timeout="1 day")) == later
-    else:
-        value(pool, "select pgque.maint()")
-    assert set(dead_letters(pool, "q")) == set(first)
-    assert ack(pool, both[0].batch_id) == 0
+    assert [ids(take(pool, "q", "w1")) for _ in range(3)] == [first, later, []]
 
 
 def test_who_takes_a_piece_of_what_lapsed_keeps_nobody_from_speaking_about_the_rest(

@@ -149,9 +149,7 @@ def test_the_way_that_the_hint_names_gives_a_consumer_to_workers_where_it_stands
     assert ack(conn, receive(conn, subscribed)[0].batch_id) == 1
     sent = offer(conn, subscribed, 3)
     hint = refused("PQ006", take, conn, subscribed).diag.message_hint or ""
-    leave, back = (f"select {part}" for part in hint.split("select ")[1:])
-    last_tick = value(conn, leave)
-    assert value(conn, back.replace("<last_tick>", str(last_tick))) == 1
+    assert value(conn, "select " + hint.split("select ")[1]) == 1
     assert ids(take(conn, subscribed)) == sent
 
 
