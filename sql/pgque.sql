@@ -190,10 +190,8 @@ create or replace function pgque._need_read_committed(p_what text) returns void
 language plpgsql as $$
 begin
   if pgque._old_snapshot() then
-    raise exception using
-      errcode = 'invalid_transaction_state',
-      message = pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      hint = 'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.';
+    perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
+      'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.');
   end if;
 end
 $$;
@@ -210,10 +208,10 @@ $$;
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
--- Ends a block that only looked, which catches PQ099: the locks it took go,
--- what it put into variables or returned stays.  Whoever looks at all queues
--- would have more of them than a server has room for.  (Not PQ000: a handler
--- for a code that ends in 000 catches the whole class.)
+-- Ends a block that only read, and that catches PQ099.  Its locks are released; what
+-- it put into variables or returned stays.  A transaction that reads all queues would
+-- otherwise have more locks than a server has room for.  (Not PQ000: a handler for a
+-- code that ends in 000 catches the whole class.)
 create or replace function pgque._let_go() returns void
 language plpgsql as $$
 begin
@@ -221,10 +219,10 @@ begin
 end
 $$;
 
--- Executes what takes locks that others take in other orders.  It waits a moment
--- for one, lets go of all, and begins anew, with more patience each time: in the
--- end the server sees what is a deadlock.  The caller's lock_timeout is the limit
--- of it all.
+-- Executes a statement that takes locks which others take in other orders.  It waits
+-- a moment for a lock, then releases all and begins anew, with more patience each
+-- time: in the end the server detects a deadlock.  The caller's lock_timeout limits
+-- the whole.
 create or replace function pgque._insist(p_statement text) returns void
 language plpgsql as $$
 declare
@@ -258,8 +256,8 @@ begin
 end
 $$;
 
--- How many locks one transaction may have that serves all queues; the rest of
--- what the server has room for is for others.
+-- How many locks a transaction that serves all queues may have.  The rest of what the
+-- server has room for is for others.
 create or replace function pgque._lock_room() returns bigint
 language sql stable as $$
   select pg_catalog.current_setting('max_locks_per_transaction')::bigint * 3 / 4
@@ -1834,17 +1832,17 @@ $$;
 
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
+declare
+  v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
-  perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    case
-      when p_caller is null then 'Leave the argument caller out: its default is the role that calls.'
-      else pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
-      case p_right when 'see' then 'consume' else p_right end)
-      end,
-    case
-      when p_caller is null then 'The argument caller is null.'
-      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
-      end);
+  if p_caller is null then
+    perform pgque._fail('insufficient_privilege', v_message, 'Leave the argument caller out: its default is the role that calls.',
+      'The argument caller is null.');
+  end if;
+  perform pgque._fail('insufficient_privilege', v_message,
+    pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+      case p_right when 'see' then 'consume' else p_right end),
+    pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end));
 end
 $$;
 
@@ -3143,9 +3141,9 @@ begin
 end
 $$;
 
--- The newest tick of a queue.  (No sequential scans here and below: the planner
--- thinks little of a table that was vacuumed while empty.)  Ticks go to the current table, so as soon as
--- that holds one, the newest is there.
+-- The newest tick of a queue.  Ticks go to the current table, so as soon as that holds
+-- one, the newest is there.  (No sequential scans here and below: the planner expects
+-- no rows in a table that was vacuumed while empty.)
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -3177,24 +3175,23 @@ begin
 end
 $$;
 
--- Why a queue wants a tick with this snapshot: 'events' (it shows some that no
--- tick covers), 'forced' or 'idle'; or why not: 'nothing' (it shows none), or null
--- (too early to look).  Only reads, so asking costs no WAL and no transaction id.
+-- Why a queue gets a tick with this snapshot: 'events' (it shows some that no tick
+-- covers), 'forced' or 'idle'.  Or why it gets none: 'nothing' (it shows none), or null
+-- (too early to check).  The function only reads: no WAL, no transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
-  v_ahead   boolean := v_age < '-1 second';
+  v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
   v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
-    return 'forced';   -- and looks at no table, which may be locked
+    return 'forced';   -- without reading a table, which may be locked
   end if;
-  -- A clock that was set back, by more than a correction, must not stop a queue.
   if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
@@ -3211,11 +3208,10 @@ begin
 end
 $$;
 
--- Ticks one queue if there is a reason; gives the id of the new tick or null,
--- the time of the newest, and whether ticks now cover all that can be seen.  The
--- lock comes before the snapshot, so two tickers can not store ticks in an
--- order that is not the order of their snapshots; it is held to the end of the
--- transaction, so the second sees the tick of the first.
+-- Ticks one queue if there is a reason.  Returns the id of the new tick or null, the
+-- time of the newest, and whether ticks now cover all that is visible.  The lock comes
+-- before the snapshot, so the order of ticks is that of their snapshots.  It is held
+-- to the end of the transaction, so a second ticker sees the tick of the first.
 create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
@@ -3242,8 +3238,8 @@ begin
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
   if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
-    -- Its ids are from another cluster, though its row happens to look as if it was
-    -- written here: a dump of an earlier version.
+    -- A dump of an earlier version: the tick is from another cluster, although the
+    -- queue's mark does not show it.
     update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
     perform pgque._rebase(p_queue_id);
     v_last := pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id));
@@ -3327,9 +3323,8 @@ comment on function pgque.ticker(text, pgque.caller) is
   'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
   'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Each queue keeps two locks until the transaction ends, with a tick eight: of more
--- than the server has room for it serves some, whichever, and the next calls the
--- others.
+-- Each queue keeps two locks until the transaction ends, with a tick eight.  If the
+-- server has no room for all queues, a call serves some, chosen at random.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -3353,20 +3348,23 @@ comment on function pgque.ticker() is
   'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
   'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Which of these queues the loop has to look at now, by what it knows of them, and
--- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
--- cover all there is, and nothing can come while the sequences of its events and
--- of its forced ticks stand still.  Whoever puts something into the log takes an id
--- before and has the sequence locked from then on, so an id of before is behind us
--- once nobody else has that lock.  (Whoever puts a row into the log under an old id
--- takes one that nobody gets.)  What is given back says so of this moment, before
--- _look_at() takes its snapshot; ticked means that the queue was settled before and
--- wants an idle or forced tick at most.  First come the queues that may have
--- messages, then forced ticks, then idle ones.  A queue whose sequences are locked,
--- since somebody drops it, is left out; where one is gone, each is looked at.
+-- Which of these queues the loop has to check now, by what it knows of them, and which
+-- are early: their last tick is too young, or they failed less than a second ago.
 --
--- A tick wakes every consumer of the queue, so a queue with many waits for longer:
--- four milliseconds each, and at most the tick period.
+-- A settled queue is left out: ticks cover all its rows, and none can appear while the
+-- sequences of its events and of its forced ticks stand still.  A sender takes an id
+-- before it stores a row and has the sequence locked until its transaction ends.  So no
+-- row with an older id is outstanding once no other session has that lock.  (A row that
+-- enters the log under an old id takes an unused one too.)
+--
+-- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
+-- ticked means that the queue was settled before, so it gets an idle or forced tick at
+-- most.  First come queues that may have messages, then forced ticks, then idle ones.
+-- A queue that is being dropped (its sequences are locked) is left out.  If a sequence
+-- is gone, every queue is checked.
+--
+-- A tick wakes every consumer of the queue, so a queue with many consumers waits
+-- longer: four milliseconds for each, and at most the tick period.
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
@@ -3376,27 +3374,26 @@ declare
   v_locked  regclass[];
   v_free    int[];
 begin
-  select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
+  select array_agg(l.look order by l.still, l.unforced, l.tick_time) filter (where not l.early),
     coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
   into looks, early, early_until
   from (
-    select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
-      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end,
-        (k.settled and f.same) is true)::pgque.look as look,
-      d.due, coalesce((k.settled and f.same) is not true and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
+    select k as known, f.still, k.tick_seq = s.tick_seq as unforced, k.tick_time,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end,
+        f.still)::pgque.look as look,
+      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select k.event_seq = s.event_seq) f (same)
+    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and nothing was sent since
     left join lateral (
       select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
-    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and (k.settled and f.same) is not true
+    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and not f.still
     where q.queue_id = any (p_queues)
-      and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
-        and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
+      and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
   ) l;
   looks := coalesce(looks, '{}');
   if exists (select from unnest(looks) k where k.settled is null) then
@@ -3430,10 +3427,10 @@ exception
 end
 $$;
 
--- Ticks one queue for a ticker that serves all of them, and tells what it knows
--- then: never waits for another ticker, hardly for a locked table, and a queue
--- that is broken is reported and left alone: settled is null.  A look in vain keeps
--- no locks but those of the two sequences.
+-- Ticks one queue for a ticker that serves all of them, and returns what it knows
+-- then.  It does not wait for another ticker, and hardly for a locked table.  A broken
+-- queue causes a warning, and its settled is null.  A check without a tick keeps no
+-- locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -8997,9 +8994,9 @@ begin
 end
 $$;
 
--- What the loop has to know now and then: when stop() was called last, the period,
--- the shortest gap between two ticks of a queue, the loop's share of a core, whether
--- retries are due, and when to look at the queues though nothing happened.
+-- What the loop reads in each round: when stop() was called last, the period, the
+-- shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries are due, and when to check the queues though nothing happened.
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
@@ -9327,6 +9324,10 @@ language sql stable as $$
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
+-- The jobs that start() may create.
+create or replace function pgque._job_names() returns text[]
+language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
+
 -- PQ014 for an owner whom pg_cron does not let in.
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
@@ -9358,7 +9359,7 @@ begin
   perform pgque._unschedule();
   -- A job keeps its database when it is scheduled again under its name.
   execute 'select string_agg(format(''select cron.unschedule(%s)'', j.jobid), ''; '' order by j.jobid), min(j.database) from cron.job j'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
+    ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
     perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
@@ -9414,7 +9415,7 @@ language plpgsql as $$
 begin
   if pgque._has_cron() then
     execute 'select cron.unschedule(j.jobid) from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobname = any (pgque._job_names())'
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
@@ -9432,7 +9433,7 @@ declare
 begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
-      ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobid = d.jobid and j.jobname = any (pgque._job_names())'
       -- A connection that failed has no time.
       ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
         and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
@@ -9508,7 +9509,7 @@ begin
   end if;
   execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
     ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()'
+    ' where j.jobname = any (pgque._job_names()) and j.database = pg_catalog.current_database()'
     '   and d.status in (''running'', ''succeeded'', ''failed'')'
     '   and d.runid > (select pg_catalog.max(m.runid) from cron.job_run_details m) - 10000'   -- jobs of others may run as often
     ' order by d.runid desc limit 1'
@@ -9565,7 +9566,7 @@ begin
   component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
   if pgque._has_cron() then
     execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+      ' where j.jobname = any (pgque._job_names()) and j.active and j.database = pg_catalog.current_database()'
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');

@@ -44,9 +44,9 @@ begin
 end
 $$;
 
--- What the loop has to know now and then: when stop() was called last, the period,
--- the shortest gap between two ticks of a queue, the loop's share of a core, whether
--- retries are due, and when to look at the queues though nothing happened.
+-- What the loop reads in each round: when stop() was called last, the period, the
+-- shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries are due, and when to check the queues though nothing happened.
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
@@ -374,6 +374,10 @@ language sql stable as $$
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
+-- The jobs that start() may create.
+create or replace function pgque._job_names() returns text[]
+language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
+
 -- PQ014 for an owner whom pg_cron does not let in.
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
@@ -405,7 +409,7 @@ begin
   perform pgque._unschedule();
   -- A job keeps its database when it is scheduled again under its name.
   execute 'select string_agg(format(''select cron.unschedule(%s)'', j.jobid), ''; '' order by j.jobid), min(j.database) from cron.job j'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
+    ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
     perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
@@ -461,7 +465,7 @@ language plpgsql as $$
 begin
   if pgque._has_cron() then
     execute 'select cron.unschedule(j.jobid) from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobname = any (pgque._job_names())'
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
@@ -479,7 +483,7 @@ declare
 begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
-      ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobid = d.jobid and j.jobname = any (pgque._job_names())'
       -- A connection that failed has no time.
       ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
         and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
@@ -555,7 +559,7 @@ begin
   end if;
   execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
     ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()'
+    ' where j.jobname = any (pgque._job_names()) and j.database = pg_catalog.current_database()'
     '   and d.status in (''running'', ''succeeded'', ''failed'')'
     '   and d.runid > (select pg_catalog.max(m.runid) from cron.job_run_details m) - 10000'   -- jobs of others may run as often
     ' order by d.runid desc limit 1'
@@ -612,7 +616,7 @@ begin
   component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
   if pgque._has_cron() then
     execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+      ' where j.jobname = any (pgque._job_names()) and j.active and j.database = pg_catalog.current_database()'
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
