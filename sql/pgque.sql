@@ -190,10 +190,8 @@ create or replace function pgque._need_read_committed(p_what text) returns void
 language plpgsql as $$
 begin
   if pgque._old_snapshot() then
-    raise exception using
-      errcode = 'invalid_transaction_state',
-      message = pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      hint = 'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.';
+    perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
+      'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.');
   end if;
 end
 $$;
@@ -210,10 +208,10 @@ $$;
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
--- Ends a block that only looked, which catches PQ099: the locks it took go,
--- what it put into variables or returned stays.  Whoever looks at all queues
--- would have more of them than a server has room for.  (Not PQ000: a handler
--- for a code that ends in 000 catches the whole class.)
+-- Ends a block that only read, and that catches PQ099.  Its locks are released; what
+-- it put into variables or returned stays.  A transaction that reads all queues would
+-- otherwise have more locks than a server has room for.  (Not PQ000: a handler for a
+-- code that ends in 000 catches the whole class.)
 create or replace function pgque._let_go() returns void
 language plpgsql as $$
 begin
@@ -221,10 +219,10 @@ begin
 end
 $$;
 
--- Executes what takes locks that others take in other orders.  It waits a moment
--- for one, lets go of all, and begins anew, with more patience each time: in the
--- end the server sees what is a deadlock.  The caller's lock_timeout is the limit
--- of it all.
+-- Executes a statement that takes locks which others take in other orders.  It waits
+-- a moment for a lock, then releases all and begins anew, with more patience each
+-- time: in the end the server detects a deadlock.  The caller's lock_timeout limits
+-- the whole.
 create or replace function pgque._insist(p_statement text) returns void
 language plpgsql as $$
 declare
@@ -258,8 +256,8 @@ begin
 end
 $$;
 
--- How many locks one transaction may have that serves all queues; the rest of
--- what the server has room for is for others.
+-- How many locks a transaction that serves all queues may have.  The rest of what the
+-- server has room for is for others.
 create or replace function pgque._lock_room() returns bigint
 language sql stable as $$
   select pg_catalog.current_setting('max_locks_per_transaction')::bigint * 3 / 4
@@ -1881,17 +1879,17 @@ $$;
 
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
+declare
+  v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
-  perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    case
-      when p_caller is null then 'Leave the argument caller out: its default is the role that calls.'
-      else pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
-      case p_right when 'see' then 'consume' else p_right end)
-      end,
-    case
-      when p_caller is null then 'The argument caller is null.'
-      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
-      end);
+  if p_caller is null then
+    perform pgque._fail('insufficient_privilege', v_message, 'Leave the argument caller out: its default is the role that calls.',
+      'The argument caller is null.');
+  end if;
+  perform pgque._fail('insufficient_privilege', v_message,
+    pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+      case p_right when 'see' then 'consume' else p_right end),
+    pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end));
 end
 $$;
 
@@ -3190,9 +3188,9 @@ begin
 end
 $$;
 
--- The newest tick of a queue.  (No sequential scans here and below: the planner
--- thinks little of a table that was vacuumed while empty.)  Ticks go to the current table, so as soon as
--- that holds one, the newest is there.
+-- The newest tick of a queue.  Ticks go to the current table, so as soon as that holds
+-- one, the newest is there.  (No sequential scans here and below: the planner expects
+-- no rows in a table that was vacuumed while empty.)
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -3224,24 +3222,23 @@ begin
 end
 $$;
 
--- Why a queue wants a tick with this snapshot: 'events' (it shows some that no
--- tick covers), 'forced' or 'idle'; or why not: 'nothing' (it shows none), or null
--- (too early to look).  Only reads, so asking costs no WAL and no transaction id.
+-- Why a queue gets a tick with this snapshot: 'events' (it shows some that no tick
+-- covers), 'forced' or 'idle'.  Or why it gets none: 'nothing' (it shows none), or null
+-- (too early to check).  The function only reads: no WAL, no transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
-  v_ahead   boolean := v_age < '-1 second';
+  v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
   v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
-    return 'forced';   -- and looks at no table, which may be locked
+    return 'forced';   -- without reading a table, which may be locked
   end if;
-  -- A clock that was set back, by more than a correction, must not stop a queue.
   if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
@@ -3258,11 +3255,10 @@ begin
 end
 $$;
 
--- Ticks one queue if there is a reason; gives the id of the new tick or null,
--- the time of the newest, and whether ticks now cover all that can be seen.  The
--- lock comes before the snapshot, so two tickers can not store ticks in an
--- order that is not the order of their snapshots; it is held to the end of the
--- transaction, so the second sees the tick of the first.
+-- Ticks one queue if there is a reason.  Returns the id of the new tick or null, the
+-- time of the newest, and whether ticks now cover all that is visible.  The lock comes
+-- before the snapshot, so the order of ticks is that of their snapshots.  It is held
+-- to the end of the transaction, so a second ticker sees the tick of the first.
 create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
@@ -3289,8 +3285,8 @@ begin
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
   if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
-    -- Its ids are from another cluster, though its row happens to look as if it was
-    -- written here: a dump of an earlier version.
+    -- A dump of an earlier version: the tick is from another cluster, although the
+    -- queue's mark does not show it.
     update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
     perform pgque._rebase(p_queue_id);
     v_last := pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id));
@@ -3384,9 +3380,8 @@ comment on function pgque.ticker(text, pgque.caller) is
   'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
   'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Each queue keeps two locks until the transaction ends, with a tick eight: of more
--- than the server has room for it serves some, whichever, and the next calls the
--- others.
+-- Each queue keeps two locks until the transaction ends, with a tick eight.  If the
+-- server has no room for all queues, a call serves some, chosen at random.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -3410,20 +3405,23 @@ comment on function pgque.ticker() is
   'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
   'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Which of these queues the loop has to look at now, by what it knows of them, and
--- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
--- cover all there is, and nothing can come while the sequences of its events and
--- of its forced ticks stand still.  Whoever puts something into the log takes an id
--- before and has the sequence locked from then on, so an id of before is behind us
--- once nobody else has that lock.  (Whoever puts a row into the log under an old id
--- takes one that nobody gets.)  What is given back says so of this moment, before
--- _look_at() takes its snapshot; ticked means that the queue was settled before and
--- wants an idle or forced tick at most.  First come the queues that may have
--- messages, then forced ticks, then idle ones.  A queue whose sequences are locked,
--- since somebody drops it, is left out; where one is gone, each is looked at.
+-- Which of these queues the loop has to check now, by what it knows of them, and which
+-- are early: their last tick is too young, or they failed less than a second ago.
 --
--- A tick wakes every consumer of the queue, so a queue with many waits for longer:
--- four milliseconds each, and at most the tick period.
+-- A settled queue is left out: ticks cover all its rows, and none can appear while the
+-- sequences of its events and of its forced ticks stand still.  A sender takes an id
+-- before it stores a row and has the sequence locked until its transaction ends.  So no
+-- row with an older id is outstanding once no other session has that lock.  (A row that
+-- enters the log under an old id takes an unused one too.)
+--
+-- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
+-- ticked means that the queue was settled before, so it gets an idle or forced tick at
+-- most.  First come queues that may have messages, then forced ticks, then idle ones.
+-- A queue that is being dropped (its sequences are locked) is left out.  If a sequence
+-- is gone, every queue is checked.
+--
+-- A tick wakes every consumer of the queue, so a queue with many consumers waits
+-- longer: four milliseconds for each, and at most the tick period.
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
@@ -3433,27 +3431,26 @@ declare
   v_locked  regclass[];
   v_free    int[];
 begin
-  select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
+  select array_agg(l.look order by l.still, l.unforced, l.tick_time) filter (where not l.early),
     coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
   into looks, early, early_until
   from (
-    select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
-      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end,
-        (k.settled and f.same) is true)::pgque.look as look,
-      d.due, coalesce((k.settled and f.same) is not true and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
+    select k as known, f.still, k.tick_seq = s.tick_seq as unforced, k.tick_time,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end,
+        f.still)::pgque.look as look,
+      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select k.event_seq = s.event_seq) f (same)
+    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and nothing was sent since
     left join lateral (
       select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
-    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and (k.settled and f.same) is not true
+    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and not f.still
     where q.queue_id = any (p_queues)
-      and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
-        and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
+      and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
   ) l;
   looks := coalesce(looks, '{}');
   if exists (select from unnest(looks) k where k.settled is null) then
@@ -3487,10 +3484,10 @@ exception
 end
 $$;
 
--- Ticks one queue for a ticker that serves all of them, and tells what it knows
--- then: never waits for another ticker, hardly for a locked table, and a queue
--- that is broken is reported and left alone: settled is null.  A look in vain keeps
--- no locks but those of the two sequences.
+-- Ticks one queue for a ticker that serves all of them, and returns what it knows
+-- then.  It does not wait for another ticker, and hardly for a locked table.  A broken
+-- queue causes a warning, and its settled is null.  A check without a tick keeps no
+-- locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -8886,9 +8883,9 @@ begin
 end
 $$;
 
--- What the loop has to know now and then: when stop() was called last, the period,
--- the shortest gap between two ticks of a queue, the loop's share of a core, whether
--- retries are due, and when to look at the queues though nothing happened.
+-- What the loop reads in each round: when stop() was called last, the period, the
+-- shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries are due, and when to check the queues though nothing happened.
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
@@ -8909,6 +8906,183 @@ begin
 end
 $$;
 
+-- Takes the lock of the loop, which ends with each transaction: a loop that was
+-- cancelled leaves nothing behind.  The loop takes the lock again after each commit
+-- and keeps it while it sleeps, so a second loop waits.
+create or replace function pgque._loop_lock() returns boolean
+language sql as $$
+  select pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), pg_catalog.hashtext('pgque.ticker_loop'))
+$$;
+
+-- When a loop ends: before statement_timeout would end it.
+create or replace function pgque._loop_end(p_start timestamptz, p_run_for interval) returns timestamptz
+language sql set search_path = pg_catalog, pgque, pg_temp as $$
+  select least(
+    p_start + coalesce(p_run_for, '55 seconds'),
+    case when t.timeout > '0' then p_start + greatest(t.timeout - interval '2 seconds', t.timeout / 2) end)
+  from (select current_setting('statement_timeout')::interval) t (timeout)
+$$;
+
+-- Sleeps until p_until, or until the loop has something to check (see _loop_check).
+-- It looks every p_nap.
+create or replace function pgque._loop_sleep(
+  p_until timestamptz, p_nap interval, p_ready timestamptz, p_due timestamptz, p_seen text
+) returns void
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_began  timestamptz := clock_timestamp();
+  v_now    timestamptz := v_began;
+begin
+  -- A time before v_began: the clock was set back.
+  while v_now >= v_began and v_now < p_until and (v_now < p_ready or v_now < p_due and pg_current_snapshot()::text = p_seen) loop
+    -- pg_sleep() rounds up to whole milliseconds.
+    perform pg_sleep(greatest(extract(epoch from least(
+      case when v_now < p_ready then p_ready - v_now else least(p_nap, p_due - v_now) end, p_until - v_now)) - 0.0007, 0.0001));
+    v_now := clock_timestamp();
+  end loop;
+end
+$$;
+
+-- What the loop maintains.  Retention is a matter of days and asks much of many
+-- queues, so it comes last, and only with p_retain.
+create or replace function pgque._loop_operations(p_retain boolean, out funcs text[], out args text[])
+language sql set search_path = pg_catalog, pgque, pg_temp as $$
+  select array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n), array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
+  from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
+  where p_retain or o.func_name <> 'pgque.maint_retain'
+$$;
+
+-- A procedure that commits may have neither SET nor SECURITY DEFINER, so in those
+-- below all names are qualified, operators get the very types they are for (else one
+-- in public might fit better), and all work is in functions.
+
+-- Does as much maintenance as keeps no message waiting.  retains becomes true when
+-- retention has done a part of its work.
+create or replace procedure pgque._loop_maintain(
+  p_funcs pg_catalog.text[], p_args pg_catalog.text[], inout done pg_catalog.int4, inout retains pg_catalog.bool
+)
+language plpgsql as $$
+declare
+  v_end  pg_catalog.timestamptz := pg_catalog.clock_timestamp() + '20 milliseconds'::pg_catalog.interval;
+begin
+  while done < pg_catalog.cardinality(p_funcs) and pg_catalog.clock_timestamp() <= v_end loop
+    done := done + 1;
+    if pgque._maint_operation(p_funcs[done], p_args[done]) > 0 and p_funcs[done] = 'pgque.maint_retain' then
+      done := done - 1;
+      retains := true;
+    end if;
+    commit and chain;
+    perform pgque._loop_lock();
+  end loop;
+end
+$$;
+
+-- Checks queues and ticks those that have something.  From full_at on it checks all
+-- queues, before that the hot ones, which had something at the last check.  p_known is
+-- what the loop knows of the queues p_ids; looked is what it learns.  The next check
+-- comes when the server's snapshot has changed, but not before ready, and at the
+-- latest when it is due.
+--
+-- The loop pays for checks and ticks with pauses, so that they take no more than its
+-- share of a core.  It does not pay for waits, and a second that was quiet pays in
+-- advance.  A check of all queues waits until its cost is at most half of the share.
+create or replace procedure pgque._loop_check(
+  p_began pg_catalog.timestamptz, p_period pg_catalog.interval, p_gap pg_catalog.interval, p_share pg_catalog.float8,
+  p_known pgque.look[], p_ids pg_catalog.int4[], p_mark pg_catalog.timestamptz, p_work pg_catalog.interval,
+  inout hot pgque.look[], inout due pg_catalog.timestamptz, inout full_at pg_catalog.timestamptz, inout paid pg_catalog.timestamptz,
+  inout active pg_catalog.timestamptz, out ready pg_catalog.timestamptz, out looked pgque.look[]
+)
+language plpgsql as $$
+declare
+  v_all       pg_catalog.bool := p_began >= full_at;
+  v_old       pgque.look[] := case when v_all then p_known else hot end;
+  v_queues    pg_catalog.int4[] := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(hot) h) end;
+  v_count     pg_catalog.int4 := pg_catalog.cardinality(v_queues);
+  v_survey    pg_catalog.record;
+  v_look      pgque.look;
+  v_idle      pg_catalog.bool;
+  v_new       pg_catalog.bool;
+  v_news      pg_catalog.int4 := 0;
+  v_at        pg_catalog.int4;
+  v_quiet     pg_catalog.bool;                            -- some queue is not hot
+  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
+  v_took      pg_catalog.interval;
+  v_cost      pg_catalog.interval := '0';                 -- of the check and of idle ticks; the rest is p_work
+  v_wait      pg_catalog.timestamptz := 'infinity';       -- when the first hot queue may tick
+  v_idle_end  pg_catalog.timestamptz;
+begin
+  hot := '{}';
+  looked := '{}';
+  p_work := least(p_work, v_stall);
+  while pg_catalog.cardinality(v_queues) > 0 loop
+    select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, p_period) s;
+    v_cost := v_cost + least(pg_catalog.clock_timestamp() - p_mark,
+      v_stall + least(pg_catalog.cardinality(v_queues), 500)::pg_catalog.float8 * '0.1 milliseconds'::pg_catalog.interval);
+    v_queues := v_queues[501:];
+    hot := pg_catalog.array_cat(hot, v_survey.early);
+    due := least(due, v_survey.early_until);
+    v_wait := least(v_wait, v_survey.early_until);
+    -- Not with all these sequences locked: somebody may drop one.
+    if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
+      commit and chain;
+      perform pgque._loop_lock();
+    end if;
+    p_mark := pg_catalog.clock_timestamp();
+    v_at := 0;
+    foreach v_look in array v_survey.looks loop
+      v_idle := v_look.ticked;
+      v_new := v_all and pg_catalog.array_position(p_ids, v_look.queue_id) is null;
+      if v_new then
+        -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
+        v_news := v_news + 1;
+        continue when v_news > 100;
+      elsif v_idle then
+        -- An idle tick can wait for the next check of all queues, a message of another queue not.
+        v_idle_end := coalesce(v_idle_end, p_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
+        if p_mark > v_idle_end then
+          due := p_began;
+          exit;
+        end if;
+      end if;
+      v_look := pgque._look_at(v_look);
+      looked := pg_catalog.array_append(looked, v_look);
+      v_took := pg_catalog.clock_timestamp() - p_mark;
+      p_mark := p_mark + v_took;
+      v_took := case when v_new then '0' else least(v_took, v_stall) end;
+      if v_idle then
+        v_cost := v_cost + v_took;
+      else
+        p_work := p_work + v_took;
+        if v_look.ticked or not v_look.settled then
+          hot := pg_catalog.array_append(hot, v_look);
+          v_wait := least(v_wait, case when v_look.ticked then least(v_look.tick_time, p_mark) + p_gap else p_began end);
+          active := case when v_look.ticked then p_began else active end;
+        end if;
+      end if;
+      -- Each queue leaves a dozen locks behind, and a server has not many.
+      v_at := v_at + 1;
+      if v_look.ticked or v_at % 50 = 0 then
+        commit and chain;
+        perform pgque._loop_lock();
+        p_mark := pg_catalog.clock_timestamp();
+      end if;
+    end loop;
+  end loop;
+  v_quiet := v_all and pg_catalog.cardinality(hot) < v_count;
+  paid := greatest(paid, p_began - '1 second'::pg_catalog.interval)
+    + case when v_quiet then p_work / (p_share / 2::pg_catalog.float8) else (p_work + v_cost) / p_share end;
+  full_at := case
+    when v_news > 100 then p_mark
+    when v_quiet then p_mark + least(2::pg_catalog.float8 / p_share * v_cost, greatest(p_period, '1 second'::pg_catalog.interval))
+    -- Where no queue is quiet, none can have anything before the first may tick again.
+    when v_all then least(v_wait, p_mark + least(p_period, '1 second'::pg_catalog.interval))
+    else full_at
+  end;
+  due := case when v_all and v_news <= 100 then due else least(due, full_at) end;
+  ready := greatest(paid, least(v_wait, full_at));
+end
+$$;
+
 -- The ticker: ticks, moves due retries, maintains, for just under a minute (or
 -- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
 -- and again.  A second loop waits for the first and takes over within a tick period.
@@ -8917,243 +9091,100 @@ $$;
 --
 -- The loop compares snapshots every five milliseconds, after some seconds without a
 -- message four times a period.  A queue ticks as soon as its last tick is old enough
--- (_queues_due()).  Queues that had something at the last check are checked as soon as
--- the first of them may tick again; a check of all queues waits until its cost is at
--- most half of the loop's share of a core.  All checks and ticks are paid for with
--- pauses, so that they take no more than the share, waits for the disk aside; a
--- second that was quiet pays in advance.
---
--- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
--- names are qualified, operators get the very types they are for (else one in
--- public might fit better), and all work is in functions.
+-- (_queues_due()).
 create or replace procedure pgque.ticker_loop(run_for pg_catalog.interval default null)
 language plpgsql as $$
 declare
   v_start     pg_catalog.timestamptz := pg_catalog.clock_timestamp();
-  v_timeout   pg_catalog.interval := pg_catalog.current_setting('statement_timeout')::pg_catalog.interval;
+  v_end       pg_catalog.timestamptz := pgque._loop_end(v_start, run_for);
   v_limit     pg_catalog.text := nullif(pg_catalog.current_setting('transaction_timeout', true), '0');   -- PostgreSQL 17
-  v_end       pg_catalog.timestamptz;
-  v_lock      pg_catalog.int4 := pg_catalog.hashtext('pgque.ticker_loop');
-  v_maint     pg_catalog.timestamptz := v_start;
-  v_due       pg_catalog.timestamptz := v_start;
-  v_full      pg_catalog.timestamptz := v_start;
-  v_paid      pg_catalog.timestamptz := v_start;
-  v_wait      pg_catalog.timestamptz := v_start;
-  v_ready     pg_catalog.timestamptz := v_start;
-  v_idle_end  pg_catalog.timestamptz;
-  v_active    pg_catalog.timestamptz := v_start;
-  v_next      pg_catalog.timestamptz := v_start;
-  v_woke      pg_catalog.timestamptz := v_start;
-  v_began     pg_catalog.timestamptz;
-  v_mark      pg_catalog.timestamptz;
-  v_work      pg_catalog.interval;
-  v_cost      pg_catalog.interval;
-  v_took      pg_catalog.interval;
-  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
-  v_pump      pg_catalog.timestamptz := v_start;
-  v_share     pg_catalog.float8;
+  v_began     pg_catalog.timestamptz := v_start;
+  v_woke      pg_catalog.timestamptz;
   v_state     pg_catalog.record;
   v_nap       pg_catalog.interval;
   v_seen      pg_catalog.text := '';
-  v_snapshot  pg_catalog.text;
-  v_all       pg_catalog.bool;
-  v_queues    pg_catalog.int4[];
-  v_quiet     pg_catalog.int4;
+  v_pump      pg_catalog.timestamptz := v_start;
+  v_mark      pg_catalog.timestamptz;
+  v_work      pg_catalog.interval;
+  v_ready     pg_catalog.timestamptz := v_start;
+  v_due       pg_catalog.timestamptz := v_start;
+  v_full      pg_catalog.timestamptz := v_start;
+  v_paid      pg_catalog.timestamptz := v_start;
+  v_active    pg_catalog.timestamptz := v_start;
   v_hot       pgque.look[] := '{}';
-  v_old       pgque.look[];
+  v_looked    pgque.look[];
+  v_look      pgque.look;
+  v_at        pg_catalog.int4;
   v_ids       pg_catalog.int4[] := '{}';
   v_known     pgque.look[] := '{}';
-  v_survey    pg_catalog.record;
-  v_found     pgque.look;
-  v_idle      pg_catalog.bool;
-  v_new       pg_catalog.bool;
-  v_news      pg_catalog.int4;
-  v_count     pg_catalog.int4;
-  v_looked    pg_catalog.int4;
-  v_at        pg_catalog.int4;
+  v_maint     pg_catalog.timestamptz := v_start;
   v_passes    pg_catalog.int4 := 0;
-  v_retains   pg_catalog.bool := false;
-  v_ops       pg_catalog.text[] := '{}';
+  v_funcs     pg_catalog.text[] := '{}';
   v_args      pg_catalog.text[];
-  v_op        pg_catalog.int4 := 0;
+  v_done      pg_catalog.int4 := 0;
+  v_retains   pg_catalog.bool := false;
 begin
   if pg_catalog.pg_is_in_recovery() then
     perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
   end if;
-  -- Whatever the session's defaults are; these go from one transaction to the
-  -- next.
+  -- Whatever the session's defaults are.  CHAIN keeps them.
   commit;
   set transaction isolation level read committed, read write;
   -- Each nap is a transaction.
   if v_limit is not null then
     perform pg_catalog.set_config('transaction_timeout', '0', false);
   end if;
-  v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
-  if v_timeout > '0'::pg_catalog.interval then
-    v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
-  end if;
   loop
-    -- The lock goes with each transaction, so a loop that was cancelled leaves
-    -- nothing behind, and is taken anew at once, through the nap too, so a second
-    -- loop waits.
-    if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
+    if not pgque._loop_lock() then
       exit when pg_catalog.clock_timestamp() >= v_end;
       perform pg_catalog.pg_sleep(0.05);
-      v_next := pg_catalog.clock_timestamp();
       commit and chain;
       continue;
     end if;
+    v_woke := v_began;
     v_began := pg_catalog.clock_timestamp();
     select s.* into v_state from pgque._loop_state() s;
     -- Where the clock was set back, all times of this loop lie ahead: another one begins.
     exit when v_state.stopped_at > v_start or v_began >= v_end or v_began < v_woke;
-    v_woke := v_began;
-    v_nap := v_state.period / 4::pg_catalog.float8;
-    if v_began < v_active + '3 seconds'::pg_catalog.interval then
-      v_nap := least(v_nap, v_state.gap, '5 milliseconds'::pg_catalog.interval);
-    end if;
+    v_nap := least(v_state.period / 4::pg_catalog.float8,
+      case when v_began < v_active + '3 seconds'::pg_catalog.interval then least(v_state.gap, '5 milliseconds'::pg_catalog.interval) end);
 
-    v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
-    if v_began >= v_ready and (v_snapshot <> v_seen or v_began >= v_due) then
-      v_seen := v_snapshot;
+    if v_began >= v_ready and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen) then
+      v_seen := pg_catalog.pg_current_snapshot()::pg_catalog.text;
       v_due := v_state.look_at;
-      v_mark := v_began;
-      v_work := '0';
+      v_mark := v_began; v_work := '0';
       if v_state.retries and v_began >= v_pump then
         perform pgque.maint_retry_events();
-        v_took := pg_catalog.clock_timestamp() - v_mark;
+        v_work := pg_catalog.clock_timestamp() - v_mark;
         -- Where it waited for a lock, or had much to do, the others come first.
-        v_pump := v_began + case when v_took > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
-        v_work := least(v_took, v_stall);
+        v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
         commit and chain;
-        perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
+        perform pgque._loop_lock();
         v_mark := pg_catalog.clock_timestamp();
       end if;
-      v_all := v_began >= v_full;
-      v_queues := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(v_hot) h) end;
-      v_old := case when v_all then v_known else v_hot end;
-      v_quiet := pg_catalog.cardinality(v_queues);
-      v_hot := '{}';
-      v_wait := 'infinity';
-      v_cost := '0';
-      v_news := 0;
-      v_idle_end := null;
-      while pg_catalog.cardinality(v_queues) > 0 loop
-        v_count := least(pg_catalog.cardinality(v_queues), 500);
-        select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, v_state.period) s;
-        v_queues := v_queues[501:];
-        v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
-        v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);
-        v_wait := least(v_wait, v_survey.early_until);
-        v_due := least(v_due, v_survey.early_until);
-        v_cost := v_cost + least(pg_catalog.clock_timestamp() - v_mark, v_stall + 0.0001::pg_catalog.float8 * v_count::pg_catalog.float8 * '1 second'::pg_catalog.interval);
-        -- Not with all these sequences locked: somebody may drop one.
-        if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
-          commit and chain;
-          perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-        end if;
-        v_mark := pg_catalog.clock_timestamp();
-        v_looked := 0;
-        foreach v_found in array v_survey.looks loop
-          v_idle := v_found.ticked;
-          v_at := pg_catalog.array_position(v_ids, v_found.queue_id);
-          v_new := v_at is null;
-          if v_new then
-            -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
-            v_news := v_news + 1;
-            continue when v_news > 100;
-          elsif v_idle then
-            -- An idle tick can wait for the next check of all queues, a message of another queue not.
-            v_idle_end := coalesce(v_idle_end, v_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
-            if v_mark > v_idle_end then
-              v_due := v_began;
-              exit;
-            end if;
-          end if;
-          v_found := pgque._look_at(v_found);
-          v_looked := v_looked + 1;
-          v_at := coalesce(v_at, pg_catalog.cardinality(v_ids) + 1);
-          v_ids[v_at] := v_found.queue_id;
-          v_known[v_at] := v_found;
-          v_took := pg_catalog.clock_timestamp() - v_mark;
-          v_mark := v_mark + v_took;
-          if v_new then
-            v_took := '0';
-          end if;
-          if v_idle then
-            v_cost := v_cost + least(v_took, v_stall);
-          else
-            v_work := v_work + least(v_took, v_stall);
-            if v_found.ticked or not v_found.settled then
-              v_hot := pg_catalog.array_append(v_hot, v_found);
-              v_quiet := v_quiet - 1;
-              v_wait := least(v_wait, case when v_found.ticked then least(v_found.tick_time, v_mark) + v_state.gap else v_began end);
-              v_active := case when v_found.ticked then v_began else v_active end;
-            end if;
-          end if;
-          -- Each queue leaves a dozen locks behind, and a server has not many.
-          if v_found.ticked or v_looked % 50 = 0 then
-            commit and chain;
-            perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-            v_mark := pg_catalog.clock_timestamp();
-          end if;
-        end loop;
+      call pgque._loop_check(v_began, v_state.period, v_state.gap, v_state.share, v_known, v_ids, v_mark, v_work,
+        v_hot, v_due, v_full, v_paid, v_active, v_ready, v_looked);
+      foreach v_look in array v_looked loop
+        v_at := coalesce(pg_catalog.array_position(v_ids, v_look.queue_id), pg_catalog.cardinality(v_ids) + 1);
+        v_ids[v_at] := v_look.queue_id;
+        v_known[v_at] := v_look;
       end loop;
-      if v_all and v_quiet > 0 then
-        v_full := v_mark + least(2::pg_catalog.float8 / v_state.share * v_cost, greatest(v_state.period, '1 second'::pg_catalog.interval));
-        v_share := v_state.share / 2::pg_catalog.float8;
-      else
-        -- Where no queue is quiet, none can have anything before the first may tick again.
-        v_full := case when v_all then least(v_wait, v_mark + least(v_state.period, '1 second'::pg_catalog.interval)) else v_full end;
-        v_share := v_state.share;
-        v_work := v_work + v_cost;
-      end if;
-      if v_news > 100 then
-        v_full := v_mark;
-      end if;
-      if not v_all or v_news > 100 then
-        v_due := least(v_due, v_full);
-      end if;
-      v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_share;
-      v_ready := greatest(v_paid, least(v_wait, v_full));
     end if;
 
-    if (v_op = pg_catalog.cardinality(v_ops) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
+    if (v_done = pg_catalog.cardinality(v_funcs) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
-      -- Retention is a matter of days, and asks much of many queues: last, and once a minute.
-      select pg_catalog.array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n),
-        pg_catalog.array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
-      into v_ops, v_args
-      from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
-      where v_passes % 12 = 0 or v_retains or o.func_name <> 'pgque.maint_retain';
-      v_op := 0;
+      select o.funcs, o.args into v_funcs, v_args from pgque._loop_operations(v_passes % 12 = 0 or v_retains) o;
+      v_done := 0;
       v_retains := false;
       v_passes := v_passes + 1;
     end if;
-    -- So much of it as keeps no message waiting; the rest in the next period.
-    v_began := pg_catalog.clock_timestamp();
-    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + '20 milliseconds'::pg_catalog.interval loop
-      v_op := v_op + 1;
-      if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
-        -- It did a part of what there is.
-        v_op := v_op - 1;
-        v_retains := true;
-      end if;
-      commit and chain;
-      perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-    end loop;
+    if v_done < pg_catalog.cardinality(v_funcs) then
+      call pgque._loop_maintain(v_funcs, v_args, v_done, v_retains);
+    end if;
 
     commit and chain;
-    perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-    -- pg_sleep() rounds up to whole milliseconds.
-    v_next := least(pg_catalog.clock_timestamp() + v_state.period, v_end);
-    loop
-      v_began := pg_catalog.clock_timestamp();
-      exit when v_began >= v_next or v_began < v_woke
-        or v_began >= v_ready and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen);
-      v_took := case when v_began < v_ready then v_ready - v_began else least(v_nap, v_due - v_began) end;
-      perform pg_catalog.pg_sleep(greatest(extract(epoch from least(v_took, v_next - v_began)) - 0.0007, 0.0001));
-    end loop;
+    perform pgque._loop_lock();
+    perform pgque._loop_sleep(least(pg_catalog.clock_timestamp() + v_state.period, v_end), v_nap, v_ready, v_due, v_seen);
     commit and chain;
   end loop;
   if v_limit is not null then
@@ -9174,6 +9205,10 @@ language sql stable as $$
   from pg_catalog.pg_namespace n
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
+
+-- The jobs that start() may create.
+create or replace function pgque._job_names() returns text[]
+language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
 
 -- PQ014 for an owner whom pg_cron does not let in.
 create or replace function pgque._no_cron_rights() returns void
@@ -9206,7 +9241,7 @@ begin
   perform pgque._unschedule();
   -- A job keeps its database when it is scheduled again under its name.
   execute 'select string_agg(format(''select cron.unschedule(%s)'', j.jobid), ''; '' order by j.jobid), min(j.database) from cron.job j'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
+    ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
     perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
@@ -9262,7 +9297,7 @@ language plpgsql as $$
 begin
   if pgque._has_cron() then
     execute 'select cron.unschedule(j.jobid) from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobname = any (pgque._job_names())'
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
@@ -9280,7 +9315,7 @@ declare
 begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
-      ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobid = d.jobid and j.jobname = any (pgque._job_names())'
       -- A connection that failed has no time.
       ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
         and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
@@ -9356,7 +9391,7 @@ begin
   end if;
   execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
     ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()'
+    ' where j.jobname = any (pgque._job_names()) and j.database = pg_catalog.current_database()'
     '   and d.status in (''running'', ''succeeded'', ''failed'')'
     '   and d.runid > (select pg_catalog.max(m.runid) from cron.job_run_details m) - 10000'   -- jobs of others may run as often
     ' order by d.runid desc limit 1'
@@ -9413,7 +9448,7 @@ begin
   component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
   if pgque._has_cron() then
     execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+      ' where j.jobname = any (pgque._job_names()) and j.active and j.database = pg_catalog.current_database()'
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
@@ -10195,71 +10230,40 @@ comment on function pgque.metrics() is
   '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
   'tables: the figures of their queues are left out.';
 
--- The checks of one queue.
-create or replace function pgque._queue_health(
-  p_queue pgque.queue, out check_name text, out queue text, out status text, out detail text, out advice text
-) returns setof record
+-- Checks of one queue, for _queue_health().
+create or replace function pgque._health_tables(p_queue pgque.queue, out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
-  v_last     pgque.tick;
-  v_waits    interval;   -- since when a message waits for a tick
-  v_back     record;
-  v_late     record;     -- the consumer whose oldest pending message is oldest
-  v_unread   bigint;     -- messages of a queue without consumers
-  v_slowest  record;
-  v_crowd    boolean;
-  v_depth    bigint;
-  v_warn     numeric;    -- the depth that is worth a warning
-  v_missing  text;
-  v_found    record;
+  v_missing  text := pgque._missing_leaf(p_queue.queue_id);
 begin
-  queue := p_queue.queue_name;
-  check_name := 'tables';
-  v_missing := pgque._missing_leaf(p_queue.queue_id);
+  status := 'ok';
+  detail := 'all six tables are there';
   if v_missing is not null then
-    if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
-      return;   -- dropped meanwhile
-    end if;
     status := 'fail';
     detail := format('table %s is missing', v_missing);
-    advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
-    return next;
-    return;
-  end if;
-  status := 'ok'; detail := 'all six tables are there'; advice := null;
-  if p_queue.queue_restored then
+    advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', p_queue.queue_name);
+  elsif p_queue.queue_restored then
     status := 'warn';
     detail := 'the queue was loaded from a dump and was not used since';
-    advice := format('select pgque.ticker(%L)', queue);
+    advice := format('select pgque.ticker(%L)', p_queue.queue_name);
   end if;
-  return next;
-  if p_queue.queue_restored then
-    return;
-  end if;
+end
+$$;
 
-  -- A lock on any table keeps the queue from ticks or from rotation.
-  execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
-  v_last := pgque._last_tick(p_queue);
-  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
-
-  -- What it still needs, its workers' batches included, as _oldest_need() has it.
-  select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
-  from pgque._positions(p_queue.queue_id) p
-  cross join lateral (
-    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
-    offset 0
-  ) n
-  order by n.pos_tick
-  limit 1;
-
-  check_name := 'senders';
-  v_crowd := v_back.consumers > pgque._most_consumers();
-  v_warn := p_queue.queue_max_depth * coalesce(nullif(p_queue.queue_health_depth_warn, 0), 100) / 100.0;
-  if p_queue.queue_max_depth > 0 and v_back.consumers > 0 then
-    -- Far from the limit the ids answer, as in _room().  Near it the messages are
-    -- counted, but not for a crowd of consumers.
+-- Far from the limit the ids tell the depth, as in _room().  Near it the messages are
+-- counted, but not for a crowd of consumers.
+create or replace function pgque._health_senders(
+  p_queue pgque.queue, p_consumers bigint, p_slowest text, p_slowest_seq bigint, out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_crowd  boolean := p_consumers > pgque._most_consumers();
+  v_warn   numeric := p_queue.queue_max_depth * coalesce(nullif(p_queue.queue_health_depth_warn, 0), 100) / 100.0;
+  v_depth  bigint;
+begin
+  if p_queue.queue_max_depth > 0 and p_consumers > 0 then
     v_depth := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0)
-      - least(v_slowest.pos_event_seq, (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id));
+      - least(p_slowest_seq, (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id));
     if v_depth >= v_warn and not v_crowd then
       v_depth := pgque._depth(p_queue.queue_id);
     end if;
@@ -10272,19 +10276,24 @@ begin
   detail := concat_ws(', ', case when p_queue.queue_paused then 'paused: send is refused' else 'open' end,
     case when v_depth >= v_warn then 'depth ' else 'depth at most ' end || v_depth || ' of max_depth ' || p_queue.queue_max_depth);
   advice := nullif(concat_ws('; ',
-    case when p_queue.queue_paused then format('select pgque.resume(%L)', queue) end,
+    case when p_queue.queue_paused then format('select pgque.resume(%L)', p_queue.queue_name) end,
     case when v_depth >= v_warn then
       format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
-        ' (' || v_slowest.consumer_name || ')', queue, 2 * p_queue.queue_max_depth) end), '');
-  return next;
+        ' (' || p_slowest || ')', p_queue.queue_name, 2 * p_queue.queue_max_depth) end), '');
+end
+$$;
 
-  check_name := 'ticks';
-  if pgque._tick_reason(p_queue, v_last, pg_current_snapshot()) = 'events' then
+create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, out status text, out detail text, out advice text)
+language plpgsql as $$
+declare
+  v_waits  interval;   -- how long a message has waited for a tick
+begin
+  if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
     execute format('select $1 - greatest($2, e.ev_time) from (%s) e limit 1',
-      pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(v_last.tick_snapshot, pg_current_snapshot()), 'false')))
-    into v_waits using pgque.clock(), v_last.tick_time;
-    if v_last.tick_time > pgque.clock() then
-      v_waits := v_last.tick_time - pgque.clock();   -- the clock was set back
+      pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(p_last.tick_snapshot, pg_current_snapshot()), 'false')))
+    into v_waits using pgque.clock(), p_last.tick_time;
+    if p_last.tick_time > pgque.clock() then
+      v_waits := p_last.tick_time - pgque.clock();   -- the clock was set back
     end if;
   end if;
   status := case
@@ -10292,73 +10301,124 @@ begin
     when v_waits > nullif(p_queue.queue_health_tick_warn, '0') or p_queue.queue_ticker_paused then 'warn'
     else 'ok'
   end;
-  detail := format('last tick %s, %s ago', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time))
+  detail := format('last tick %s, %s ago', p_last.tick_id, date_trunc('milliseconds', pgque.clock() - p_last.tick_time))
     || coalesce(', messages have waited for the next one for ' || date_trunc('milliseconds', v_waits), '');
   advice := case
-    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', queue)
-    when status <> 'ok' and p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', queue)
-    when status <> 'ok' and pgque._has_cron() then 'The check ticker has the command.'
-    when status <> 'ok' then 'Start the ticker beside the server: pgque ticker.'
+    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
+    when status = 'ok' then null
+    when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
+    when pgque._has_cron() then 'The check ticker has the command.'
+    else 'Start the ticker beside the server: pgque ticker.'
   end;
-  return next;
+end
+$$;
 
-  check_name := 'rotation';
-  status := case
-    when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
-      and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
-    else 'ok'
-  end;
-  detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_slowest.consumer_name, '(none)'));
-  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
-    || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end;
-  return next;
-
-  check_name := 'consumers';
+create or replace function pgque._health_consumers(
+  p_queue pgque.queue, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_late    record;   -- the consumer whose oldest pending message is oldest
+  v_unread  bigint;
+begin
+  status := 'ok';
+  if p_consumers = 0 then
+    detail := 'no consumer';
+    execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
+    if v_unread > 0 then
+      status := 'warn';
+      detail := format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      advice := format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
+        p_queue.queue_name);
+    end if;
+    return;
+  end if;
   select c.consumer_name, c.lag into v_late
-  from pgque._consumers(p_queue, v_back.subs, v_back.positions, false) c
+  from pgque._consumers(p_queue, p_subs, p_positions, false) c
   order by c.lag desc, c.consumer_name
   limit 1;
-  if v_back.consumers = 0 then
-    execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
-    status := case when v_unread > 0 then 'warn' else 'ok' end;
-    detail := case when v_unread > 0 then format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'))
-      else 'no consumer' end;
-    advice := case when v_unread > 0 then format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')', queue) end;
-  else
-    status := case
-      when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
-      when v_late.lag > nullif(p_queue.queue_health_pending_warn, '0') then 'warn'
-      else 'ok'
-    end;
-    detail := format('%s, ', case when v_back.consumers = 1 then '1 consumer' else v_back.consumers || ' consumers' end)
-      || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
-        else 'nothing pending' end;
-    advice := case when status <> 'ok' then format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L). What is older than %s it misses (retention_period).',
-      v_late.consumer_name, queue, v_late.consumer_name, p_queue.queue_retention_period) end;
+  status := case
+    when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
+    when v_late.lag > nullif(p_queue.queue_health_pending_warn, '0') then 'warn'
+    else 'ok'
+  end;
+  detail := case when p_consumers = 1 then '1 consumer, ' else p_consumers || ' consumers, ' end
+    || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
+      else 'nothing pending' end;
+  if status <> 'ok' then
+    advice := format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L). What is older than %s it misses (retention_period).',
+      v_late.consumer_name, p_queue.queue_name, v_late.consumer_name, p_queue.queue_retention_period);
+  end if;
+end
+$$;
+
+-- All checks of one queue; no row if it was dropped meanwhile.
+create or replace function pgque._queue_health(
+  p_queue pgque.queue, out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql as $$
+declare
+  v_last     pgque.tick;
+  v_back     record;
+  v_slowest  record;
+begin
+  check_name := 'tables';
+  queue := p_queue.queue_name;
+  select h.* into status, detail, advice from pgque._health_tables(p_queue) h;
+  if status = 'fail' and not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    return;
   end if;
   return next;
+  if status <> 'ok' then
+    return;
+  end if;
 
-  check_name := 'retries';
-  select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
-  from pgque.retry_queue r
-  left join pgque.subscriber s on s.sub_id = r.ev_owner
-  where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_role in ('normal', 'coop_main'));
-  status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-  detail := format('%s due', v_found.n) || coalesce((
-    select format(', %s wait for workers', count(*))
-    from pgque.subscriber s
-    join pgque.retry_queue r on r.ev_owner = s.sub_id
-    where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
-    having count(*) > 0), '');
-  advice := case when status <> 'ok' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end;
-  return next;
+  -- A lock on any table keeps the queue from ticks or from rotation.
+  execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
+  v_last := pgque._last_tick(p_queue);
+  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
+  -- What it still needs, its workers' batches included, as _oldest_need() has it.
+  select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
+  from pgque._positions(p_queue.queue_id) p
+  cross join lateral (
+    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
+    offset 0
+  ) n
+  order by n.pos_tick
+  limit 1;
 
-  check_name := 'dead letters';
-  select count(*) as n, max(d.dl_time) as newest into v_found from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id;
-  status := case when v_found.n > 0 then 'warn' else 'ok' end;
-  detail := format('%s', v_found.n) || coalesce(', newest at ' || v_found.newest, '');
-  advice := case when v_found.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end;
-  return next;
+  return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_slowest.consumer_name, v_slowest.pos_event_seq) h;
+  return query select 'ticks', queue, h.* from pgque._health_ticks(p_queue, v_last) h;
+  return query
+    select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
+      format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_slowest.consumer_name, '(none)')),
+      case when r.late then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
+        || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
+    from (
+      select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
+        and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
+      offset 0
+    ) r;
+  return query select 'consumers', queue, h.* from pgque._health_consumers(p_queue, v_back.consumers, v_back.subs, v_back.positions) h;
+  return query
+    select 'retries', queue, case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
+      d.n || ' due' || coalesce((
+        select format(', %s wait for workers', count(*))
+        from pgque.subscriber s
+        join pgque.retry_queue r on r.ev_owner = s.sub_id
+        where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
+        having count(*) > 0), ''),
+      case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
+    from (
+      select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
+      from pgque.retry_queue r
+      left join pgque.subscriber s on s.sub_id = r.ev_owner
+      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_role in ('normal', 'coop_main'))
+    ) d;
+  return query
+    select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),
+      case when d.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end
+    from (select count(*) as n, max(l.dl_time) as newest from pgque.dead_letter l where l.dl_queue_id = p_queue.queue_id) d;
 end
 $$;
 
@@ -10664,7 +10724,7 @@ language sql immutable as $$
       ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
       get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge
-      _ticked_queues _loop_state _loop_settings _look_again_at _looks _remember _queues_due _look_at _position_of
+      _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _loop_settings _look_again_at _looks _remember _queues_due _look_at _position_of
       _cursor_sql _event_columns _maint_operation')
   ) r (name, functions)
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)

@@ -149,10 +149,8 @@ create or replace function pgque._need_read_committed(p_what text) returns void
 language plpgsql as $$
 begin
   if pgque._old_snapshot() then
-    raise exception using
-      errcode = 'invalid_transaction_state',
-      message = pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      hint = 'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.';
+    perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
+      'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.');
   end if;
 end
 $$;
@@ -169,10 +167,10 @@ $$;
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
--- Ends a block that only looked, which catches PQ099: the locks it took go,
--- what it put into variables or returned stays.  Whoever looks at all queues
--- would have more of them than a server has room for.  (Not PQ000: a handler
--- for a code that ends in 000 catches the whole class.)
+-- Ends a block that only read, and that catches PQ099.  Its locks are released; what
+-- it put into variables or returned stays.  A transaction that reads all queues would
+-- otherwise have more locks than a server has room for.  (Not PQ000: a handler for a
+-- code that ends in 000 catches the whole class.)
 create or replace function pgque._let_go() returns void
 language plpgsql as $$
 begin
@@ -180,10 +178,10 @@ begin
 end
 $$;
 
--- Executes what takes locks that others take in other orders.  It waits a moment
--- for one, lets go of all, and begins anew, with more patience each time: in the
--- end the server sees what is a deadlock.  The caller's lock_timeout is the limit
--- of it all.
+-- Executes a statement that takes locks which others take in other orders.  It waits
+-- a moment for a lock, then releases all and begins anew, with more patience each
+-- time: in the end the server detects a deadlock.  The caller's lock_timeout limits
+-- the whole.
 create or replace function pgque._insist(p_statement text) returns void
 language plpgsql as $$
 declare
@@ -217,8 +215,8 @@ begin
 end
 $$;
 
--- How many locks one transaction may have that serves all queues; the rest of
--- what the server has room for is for others.
+-- How many locks a transaction that serves all queues may have.  The rest of what the
+-- server has room for is for others.
 create or replace function pgque._lock_room() returns bigint
 language sql stable as $$
   select pg_catalog.current_setting('max_locks_per_transaction')::bigint * 3 / 4

@@ -28,17 +28,17 @@ $$;
 
 create or replace function pgque._no_right(p_caller name, p_right text, p_queue text) returns void
 language plpgsql as $$
+declare
+  v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
-  perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    case
-      when p_caller is null then 'Leave the argument caller out: its default is the role that calls.'
-      else pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
-      case p_right when 'see' then 'consume' else p_right end)
-      end,
-    case
-      when p_caller is null then 'The argument caller is null.'
-      else pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end)
-      end);
+  if p_caller is null then
+    perform pgque._fail('insufficient_privilege', v_message, 'Leave the argument caller out: its default is the role that calls.',
+      'The argument caller is null.');
+  end if;
+  perform pgque._fail('insufficient_privilege', v_message,
+    pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+      case p_right when 'see' then 'consume' else p_right end),
+    pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end));
 end
 $$;
 

@@ -27,9 +27,9 @@ begin
 end
 $$;
 
--- The newest tick of a queue.  (No sequential scans here and below: the planner
--- thinks little of a table that was vacuumed while empty.)  Ticks go to the current table, so as soon as
--- that holds one, the newest is there.
+-- The newest tick of a queue.  Ticks go to the current table, so as soon as that holds
+-- one, the newest is there.  (No sequential scans here and below: the planner expects
+-- no rows in a table that was vacuumed while empty.)
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -61,24 +61,23 @@ begin
 end
 $$;
 
--- Why a queue wants a tick with this snapshot: 'events' (it shows some that no
--- tick covers), 'forced' or 'idle'; or why not: 'nothing' (it shows none), or null
--- (too early to look).  Only reads, so asking costs no WAL and no transaction id.
+-- Why a queue gets a tick with this snapshot: 'events' (it shows some that no tick
+-- covers), 'forced' or 'idle'.  Or why it gets none: 'nothing' (it shows none), or null
+-- (too early to check).  The function only reads: no WAL, no transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
-  v_ahead   boolean := v_age < '-1 second';
+  v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
   v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
   if coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq), 0) > p_last.tick_id then
-    return 'forced';   -- and looks at no table, which may be locked
+    return 'forced';   -- without reading a table, which may be locked
   end if;
-  -- A clock that was set back, by more than a correction, must not stop a queue.
   if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
@@ -95,11 +94,10 @@ begin
 end
 $$;
 
--- Ticks one queue if there is a reason; gives the id of the new tick or null,
--- the time of the newest, and whether ticks now cover all that can be seen.  The
--- lock comes before the snapshot, so two tickers can not store ticks in an
--- order that is not the order of their snapshots; it is held to the end of the
--- transaction, so the second sees the tick of the first.
+-- Ticks one queue if there is a reason.  Returns the id of the new tick or null, the
+-- time of the newest, and whether ticks now cover all that is visible.  The lock comes
+-- before the snapshot, so the order of ticks is that of their snapshots.  It is held
+-- to the end of the transaction, so a second ticker sees the tick of the first.
 create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
@@ -126,8 +124,8 @@ begin
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
   if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
-    -- Its ids are from another cluster, though its row happens to look as if it was
-    -- written here: a dump of an earlier version.
+    -- A dump of an earlier version: the tick is from another cluster, although the
+    -- queue's mark does not show it.
     update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
     perform pgque._rebase(p_queue_id);
     v_last := pgque._last_tick((select q from pgque.queue q where q.queue_id = p_queue_id));
@@ -221,9 +219,8 @@ comment on function pgque.ticker(text, pgque.caller) is
   'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
   'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Each queue keeps two locks until the transaction ends, with a tick eight: of more
--- than the server has room for it serves some, whichever, and the next calls the
--- others.
+-- Each queue keeps two locks until the transaction ends, with a tick eight.  If the
+-- server has no room for all queues, a call serves some, chosen at random.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -247,20 +244,23 @@ comment on function pgque.ticker() is
   'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
   'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Which of these queues the loop has to look at now, by what it knows of them, and
--- which are early: their last tick is too young, or they failed less than a second ago.  Not one that is settled: ticks
--- cover all there is, and nothing can come while the sequences of its events and
--- of its forced ticks stand still.  Whoever puts something into the log takes an id
--- before and has the sequence locked from then on, so an id of before is behind us
--- once nobody else has that lock.  (Whoever puts a row into the log under an old id
--- takes one that nobody gets.)  What is given back says so of this moment, before
--- _look_at() takes its snapshot; ticked means that the queue was settled before and
--- wants an idle or forced tick at most.  First come the queues that may have
--- messages, then forced ticks, then idle ones.  A queue whose sequences are locked,
--- since somebody drops it, is left out; where one is gone, each is looked at.
+-- Which of these queues the loop has to check now, by what it knows of them, and which
+-- are early: their last tick is too young, or they failed less than a second ago.
 --
--- A tick wakes every consumer of the queue, so a queue with many waits for longer:
--- four milliseconds each, and at most the tick period.
+-- A settled queue is left out: ticks cover all its rows, and none can appear while the
+-- sequences of its events and of its forced ticks stand still.  A sender takes an id
+-- before it stores a row and has the sequence locked until its transaction ends.  So no
+-- row with an older id is outstanding once no other session has that lock.  (A row that
+-- enters the log under an old id takes an unused one too.)
+--
+-- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
+-- ticked means that the queue was settled before, so it gets an idle or forced tick at
+-- most.  First come queues that may have messages, then forced ticks, then idle ones.
+-- A queue that is being dropped (its sequences are locked) is left out.  If a sequence
+-- is gone, every queue is checked.
+--
+-- A tick wakes every consumer of the queue, so a queue with many consumers waits
+-- longer: four milliseconds for each, and at most the tick period.
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
@@ -270,27 +270,26 @@ declare
   v_locked  regclass[];
   v_free    int[];
 begin
-  select array_agg(l.look order by l.settled is true, l.no_tick, l.tick_time) filter (where not l.early),
+  select array_agg(l.look order by l.still, l.unforced, l.tick_time) filter (where not l.early),
     coalesce(array_agg(l.known) filter (where l.early), '{}'), min(l.due) filter (where l.early)
   into looks, early, early_until
   from (
-    select k as known, k.settled and f.same as settled, k.tick_seq = s.tick_seq as no_tick, k.tick_time,
-      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when f.same then nullif(k.settled, false) else false end,
-        (k.settled and f.same) is true)::pgque.look as look,
-      d.due, coalesce((k.settled and f.same) is not true and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
+    select k as known, f.still, k.tick_seq = s.tick_seq as unforced, k.tick_time,
+      row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end,
+        f.still)::pgque.look as look,
+      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select k.event_seq = s.event_seq) f (same)
+    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and nothing was sent since
     left join lateral (
       select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
-    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and (k.settled and f.same) is not true
+    ) d (due) on k.tick_time > v_now - greatest(p_period, '1 second') and not f.still
     where q.queue_id = any (p_queues)
-      and (k.settled and f.same and k.tick_seq = s.tick_seq and not q.queue_restored
-        and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
+      and (f.still and k.tick_seq = s.tick_seq and not q.queue_restored and k.tick_time + q.queue_ticker_idle_period > v_now) is not true
   ) l;
   looks := coalesce(looks, '{}');
   if exists (select from unnest(looks) k where k.settled is null) then
@@ -324,10 +323,10 @@ exception
 end
 $$;
 
--- Ticks one queue for a ticker that serves all of them, and tells what it knows
--- then: never waits for another ticker, hardly for a locked table, and a queue
--- that is broken is reported and left alone: settled is null.  A look in vain keeps
--- no locks but those of the two sequences.
+-- Ticks one queue for a ticker that serves all of them, and returns what it knows
+-- then.  It does not wait for another ticker, and hardly for a locked table.  A broken
+-- queue causes a warning, and its settled is null.  A check without a tick keeps no
+-- locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare

@@ -44,9 +44,9 @@ begin
 end
 $$;
 
--- What the loop has to know now and then: when stop() was called last, the period,
--- the shortest gap between two ticks of a queue, the loop's share of a core, whether
--- retries are due, and when to look at the queues though nothing happened.
+-- What the loop reads in each round: when stop() was called last, the period, the
+-- shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries are due, and when to check the queues though nothing happened.
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
@@ -67,6 +67,183 @@ begin
 end
 $$;
 
+-- Takes the lock of the loop, which ends with each transaction: a loop that was
+-- cancelled leaves nothing behind.  The loop takes the lock again after each commit
+-- and keeps it while it sleeps, so a second loop waits.
+create or replace function pgque._loop_lock() returns boolean
+language sql as $$
+  select pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), pg_catalog.hashtext('pgque.ticker_loop'))
+$$;
+
+-- When a loop ends: before statement_timeout would end it.
+create or replace function pgque._loop_end(p_start timestamptz, p_run_for interval) returns timestamptz
+language sql set search_path = pg_catalog, pgque, pg_temp as $$
+  select least(
+    p_start + coalesce(p_run_for, '55 seconds'),
+    case when t.timeout > '0' then p_start + greatest(t.timeout - interval '2 seconds', t.timeout / 2) end)
+  from (select current_setting('statement_timeout')::interval) t (timeout)
+$$;
+
+-- Sleeps until p_until, or until the loop has something to check (see _loop_check).
+-- It looks every p_nap.
+create or replace function pgque._loop_sleep(
+  p_until timestamptz, p_nap interval, p_ready timestamptz, p_due timestamptz, p_seen text
+) returns void
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_began  timestamptz := clock_timestamp();
+  v_now    timestamptz := v_began;
+begin
+  -- A time before v_began: the clock was set back.
+  while v_now >= v_began and v_now < p_until and (v_now < p_ready or v_now < p_due and pg_current_snapshot()::text = p_seen) loop
+    -- pg_sleep() rounds up to whole milliseconds.
+    perform pg_sleep(greatest(extract(epoch from least(
+      case when v_now < p_ready then p_ready - v_now else least(p_nap, p_due - v_now) end, p_until - v_now)) - 0.0007, 0.0001));
+    v_now := clock_timestamp();
+  end loop;
+end
+$$;
+
+-- What the loop maintains.  Retention is a matter of days and asks much of many
+-- queues, so it comes last, and only with p_retain.
+create or replace function pgque._loop_operations(p_retain boolean, out funcs text[], out args text[])
+language sql set search_path = pg_catalog, pgque, pg_temp as $$
+  select array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n), array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
+  from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
+  where p_retain or o.func_name <> 'pgque.maint_retain'
+$$;
+
+-- A procedure that commits may have neither SET nor SECURITY DEFINER, so in those
+-- below all names are qualified, operators get the very types they are for (else one
+-- in public might fit better), and all work is in functions.
+
+-- Does as much maintenance as keeps no message waiting.  retains becomes true when
+-- retention has done a part of its work.
+create or replace procedure pgque._loop_maintain(
+  p_funcs pg_catalog.text[], p_args pg_catalog.text[], inout done pg_catalog.int4, inout retains pg_catalog.bool
+)
+language plpgsql as $$
+declare
+  v_end  pg_catalog.timestamptz := pg_catalog.clock_timestamp() + '20 milliseconds'::pg_catalog.interval;
+begin
+  while done < pg_catalog.cardinality(p_funcs) and pg_catalog.clock_timestamp() <= v_end loop
+    done := done + 1;
+    if pgque._maint_operation(p_funcs[done], p_args[done]) > 0 and p_funcs[done] = 'pgque.maint_retain' then
+      done := done - 1;
+      retains := true;
+    end if;
+    commit and chain;
+    perform pgque._loop_lock();
+  end loop;
+end
+$$;
+
+-- Checks queues and ticks those that have something.  From full_at on it checks all
+-- queues, before that the hot ones, which had something at the last check.  p_known is
+-- what the loop knows of the queues p_ids; looked is what it learns.  The next check
+-- comes when the server's snapshot has changed, but not before ready, and at the
+-- latest when it is due.
+--
+-- The loop pays for checks and ticks with pauses, so that they take no more than its
+-- share of a core.  It does not pay for waits, and a second that was quiet pays in
+-- advance.  A check of all queues waits until its cost is at most half of the share.
+create or replace procedure pgque._loop_check(
+  p_began pg_catalog.timestamptz, p_period pg_catalog.interval, p_gap pg_catalog.interval, p_share pg_catalog.float8,
+  p_known pgque.look[], p_ids pg_catalog.int4[], p_mark pg_catalog.timestamptz, p_work pg_catalog.interval,
+  inout hot pgque.look[], inout due pg_catalog.timestamptz, inout full_at pg_catalog.timestamptz, inout paid pg_catalog.timestamptz,
+  inout active pg_catalog.timestamptz, out ready pg_catalog.timestamptz, out looked pgque.look[]
+)
+language plpgsql as $$
+declare
+  v_all       pg_catalog.bool := p_began >= full_at;
+  v_old       pgque.look[] := case when v_all then p_known else hot end;
+  v_queues    pg_catalog.int4[] := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(hot) h) end;
+  v_count     pg_catalog.int4 := pg_catalog.cardinality(v_queues);
+  v_survey    pg_catalog.record;
+  v_look      pgque.look;
+  v_idle      pg_catalog.bool;
+  v_new       pg_catalog.bool;
+  v_news      pg_catalog.int4 := 0;
+  v_at        pg_catalog.int4;
+  v_quiet     pg_catalog.bool;                            -- some queue is not hot
+  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
+  v_took      pg_catalog.interval;
+  v_cost      pg_catalog.interval := '0';                 -- of the check and of idle ticks; the rest is p_work
+  v_wait      pg_catalog.timestamptz := 'infinity';       -- when the first hot queue may tick
+  v_idle_end  pg_catalog.timestamptz;
+begin
+  hot := '{}';
+  looked := '{}';
+  p_work := least(p_work, v_stall);
+  while pg_catalog.cardinality(v_queues) > 0 loop
+    select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, p_period) s;
+    v_cost := v_cost + least(pg_catalog.clock_timestamp() - p_mark,
+      v_stall + least(pg_catalog.cardinality(v_queues), 500)::pg_catalog.float8 * '0.1 milliseconds'::pg_catalog.interval);
+    v_queues := v_queues[501:];
+    hot := pg_catalog.array_cat(hot, v_survey.early);
+    due := least(due, v_survey.early_until);
+    v_wait := least(v_wait, v_survey.early_until);
+    -- Not with all these sequences locked: somebody may drop one.
+    if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
+      commit and chain;
+      perform pgque._loop_lock();
+    end if;
+    p_mark := pg_catalog.clock_timestamp();
+    v_at := 0;
+    foreach v_look in array v_survey.looks loop
+      v_idle := v_look.ticked;
+      v_new := v_all and pg_catalog.array_position(p_ids, v_look.queue_id) is null;
+      if v_new then
+        -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
+        v_news := v_news + 1;
+        continue when v_news > 100;
+      elsif v_idle then
+        -- An idle tick can wait for the next check of all queues, a message of another queue not.
+        v_idle_end := coalesce(v_idle_end, p_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
+        if p_mark > v_idle_end then
+          due := p_began;
+          exit;
+        end if;
+      end if;
+      v_look := pgque._look_at(v_look);
+      looked := pg_catalog.array_append(looked, v_look);
+      v_took := pg_catalog.clock_timestamp() - p_mark;
+      p_mark := p_mark + v_took;
+      v_took := case when v_new then '0' else least(v_took, v_stall) end;
+      if v_idle then
+        v_cost := v_cost + v_took;
+      else
+        p_work := p_work + v_took;
+        if v_look.ticked or not v_look.settled then
+          hot := pg_catalog.array_append(hot, v_look);
+          v_wait := least(v_wait, case when v_look.ticked then least(v_look.tick_time, p_mark) + p_gap else p_began end);
+          active := case when v_look.ticked then p_began else active end;
+        end if;
+      end if;
+      -- Each queue leaves a dozen locks behind, and a server has not many.
+      v_at := v_at + 1;
+      if v_look.ticked or v_at % 50 = 0 then
+        commit and chain;
+        perform pgque._loop_lock();
+        p_mark := pg_catalog.clock_timestamp();
+      end if;
+    end loop;
+  end loop;
+  v_quiet := v_all and pg_catalog.cardinality(hot) < v_count;
+  paid := greatest(paid, p_began - '1 second'::pg_catalog.interval)
+    + case when v_quiet then p_work / (p_share / 2::pg_catalog.float8) else (p_work + v_cost) / p_share end;
+  full_at := case
+    when v_news > 100 then p_mark
+    when v_quiet then p_mark + least(2::pg_catalog.float8 / p_share * v_cost, greatest(p_period, '1 second'::pg_catalog.interval))
+    -- Where no queue is quiet, none can have anything before the first may tick again.
+    when v_all then least(v_wait, p_mark + least(p_period, '1 second'::pg_catalog.interval))
+    else full_at
+  end;
+  due := case when v_all and v_news <= 100 then due else least(due, full_at) end;
+  ready := greatest(paid, least(v_wait, full_at));
+end
+$$;
+
 -- The ticker: ticks, moves due retries, maintains, for just under a minute (or
 -- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
 -- and again.  A second loop waits for the first and takes over within a tick period.
@@ -75,243 +252,100 @@ $$;
 --
 -- The loop compares snapshots every five milliseconds, after some seconds without a
 -- message four times a period.  A queue ticks as soon as its last tick is old enough
--- (_queues_due()).  Queues that had something at the last check are checked as soon as
--- the first of them may tick again; a check of all queues waits until its cost is at
--- most half of the loop's share of a core.  All checks and ticks are paid for with
--- pauses, so that they take no more than the share, waits for the disk aside; a
--- second that was quiet pays in advance.
---
--- A procedure that commits may have neither SET nor SECURITY DEFINER, so all
--- names are qualified, operators get the very types they are for (else one in
--- public might fit better), and all work is in functions.
+-- (_queues_due()).
 create or replace procedure pgque.ticker_loop(run_for pg_catalog.interval default null)
 language plpgsql as $$
 declare
   v_start     pg_catalog.timestamptz := pg_catalog.clock_timestamp();
-  v_timeout   pg_catalog.interval := pg_catalog.current_setting('statement_timeout')::pg_catalog.interval;
+  v_end       pg_catalog.timestamptz := pgque._loop_end(v_start, run_for);
   v_limit     pg_catalog.text := nullif(pg_catalog.current_setting('transaction_timeout', true), '0');   -- PostgreSQL 17
-  v_end       pg_catalog.timestamptz;
-  v_lock      pg_catalog.int4 := pg_catalog.hashtext('pgque.ticker_loop');
-  v_maint     pg_catalog.timestamptz := v_start;
-  v_due       pg_catalog.timestamptz := v_start;
-  v_full      pg_catalog.timestamptz := v_start;
-  v_paid      pg_catalog.timestamptz := v_start;
-  v_wait      pg_catalog.timestamptz := v_start;
-  v_ready     pg_catalog.timestamptz := v_start;
-  v_idle_end  pg_catalog.timestamptz;
-  v_active    pg_catalog.timestamptz := v_start;
-  v_next      pg_catalog.timestamptz := v_start;
-  v_woke      pg_catalog.timestamptz := v_start;
-  v_began     pg_catalog.timestamptz;
-  v_mark      pg_catalog.timestamptz;
-  v_work      pg_catalog.interval;
-  v_cost      pg_catalog.interval;
-  v_took      pg_catalog.interval;
-  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
-  v_pump      pg_catalog.timestamptz := v_start;
-  v_share     pg_catalog.float8;
+  v_began     pg_catalog.timestamptz := v_start;
+  v_woke      pg_catalog.timestamptz;
   v_state     pg_catalog.record;
   v_nap       pg_catalog.interval;
   v_seen      pg_catalog.text := '';
-  v_snapshot  pg_catalog.text;
-  v_all       pg_catalog.bool;
-  v_queues    pg_catalog.int4[];
-  v_quiet     pg_catalog.int4;
+  v_pump      pg_catalog.timestamptz := v_start;
+  v_mark      pg_catalog.timestamptz;
+  v_work      pg_catalog.interval;
+  v_ready     pg_catalog.timestamptz := v_start;
+  v_due       pg_catalog.timestamptz := v_start;
+  v_full      pg_catalog.timestamptz := v_start;
+  v_paid      pg_catalog.timestamptz := v_start;
+  v_active    pg_catalog.timestamptz := v_start;
   v_hot       pgque.look[] := '{}';
-  v_old       pgque.look[];
+  v_looked    pgque.look[];
+  v_look      pgque.look;
+  v_at        pg_catalog.int4;
   v_ids       pg_catalog.int4[] := '{}';
   v_known     pgque.look[] := '{}';
-  v_survey    pg_catalog.record;
-  v_found     pgque.look;
-  v_idle      pg_catalog.bool;
-  v_new       pg_catalog.bool;
-  v_news      pg_catalog.int4;
-  v_count     pg_catalog.int4;
-  v_looked    pg_catalog.int4;
-  v_at        pg_catalog.int4;
+  v_maint     pg_catalog.timestamptz := v_start;
   v_passes    pg_catalog.int4 := 0;
-  v_retains   pg_catalog.bool := false;
-  v_ops       pg_catalog.text[] := '{}';
+  v_funcs     pg_catalog.text[] := '{}';
   v_args      pg_catalog.text[];
-  v_op        pg_catalog.int4 := 0;
+  v_done      pg_catalog.int4 := 0;
+  v_retains   pg_catalog.bool := false;
 begin
   if pg_catalog.pg_is_in_recovery() then
     perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
   end if;
-  -- Whatever the session's defaults are; these go from one transaction to the
-  -- next.
+  -- Whatever the session's defaults are.  CHAIN keeps them.
   commit;
   set transaction isolation level read committed, read write;
   -- Each nap is a transaction.
   if v_limit is not null then
     perform pg_catalog.set_config('transaction_timeout', '0', false);
   end if;
-  v_end := v_start + coalesce(ticker_loop.run_for, '55 seconds'::pg_catalog.interval);
-  if v_timeout > '0'::pg_catalog.interval then
-    v_end := least(v_end, v_start + greatest(v_timeout - '2 seconds'::pg_catalog.interval, v_timeout / 2::pg_catalog.float8));
-  end if;
   loop
-    -- The lock goes with each transaction, so a loop that was cancelled leaves
-    -- nothing behind, and is taken anew at once, through the nap too, so a second
-    -- loop waits.
-    if not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock) then
+    if not pgque._loop_lock() then
       exit when pg_catalog.clock_timestamp() >= v_end;
       perform pg_catalog.pg_sleep(0.05);
-      v_next := pg_catalog.clock_timestamp();
       commit and chain;
       continue;
     end if;
+    v_woke := v_began;
     v_began := pg_catalog.clock_timestamp();
     select s.* into v_state from pgque._loop_state() s;
     -- Where the clock was set back, all times of this loop lie ahead: another one begins.
     exit when v_state.stopped_at > v_start or v_began >= v_end or v_began < v_woke;
-    v_woke := v_began;
-    v_nap := v_state.period / 4::pg_catalog.float8;
-    if v_began < v_active + '3 seconds'::pg_catalog.interval then
-      v_nap := least(v_nap, v_state.gap, '5 milliseconds'::pg_catalog.interval);
-    end if;
+    v_nap := least(v_state.period / 4::pg_catalog.float8,
+      case when v_began < v_active + '3 seconds'::pg_catalog.interval then least(v_state.gap, '5 milliseconds'::pg_catalog.interval) end);
 
-    v_snapshot := pg_catalog.pg_current_snapshot()::pg_catalog.text;
-    if v_began >= v_ready and (v_snapshot <> v_seen or v_began >= v_due) then
-      v_seen := v_snapshot;
+    if v_began >= v_ready and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen) then
+      v_seen := pg_catalog.pg_current_snapshot()::pg_catalog.text;
       v_due := v_state.look_at;
-      v_mark := v_began;
-      v_work := '0';
+      v_mark := v_began; v_work := '0';
       if v_state.retries and v_began >= v_pump then
         perform pgque.maint_retry_events();
-        v_took := pg_catalog.clock_timestamp() - v_mark;
+        v_work := pg_catalog.clock_timestamp() - v_mark;
         -- Where it waited for a lock, or had much to do, the others come first.
-        v_pump := v_began + case when v_took > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
-        v_work := least(v_took, v_stall);
+        v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
         commit and chain;
-        perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
+        perform pgque._loop_lock();
         v_mark := pg_catalog.clock_timestamp();
       end if;
-      v_all := v_began >= v_full;
-      v_queues := case when v_all then pgque._ticked_queues() else array(select h.queue_id from pg_catalog.unnest(v_hot) h) end;
-      v_old := case when v_all then v_known else v_hot end;
-      v_quiet := pg_catalog.cardinality(v_queues);
-      v_hot := '{}';
-      v_wait := 'infinity';
-      v_cost := '0';
-      v_news := 0;
-      v_idle_end := null;
-      while pg_catalog.cardinality(v_queues) > 0 loop
-        v_count := least(pg_catalog.cardinality(v_queues), 500);
-        select s.* into v_survey from pgque._queues_due(v_queues[:500], v_old, v_state.period) s;
-        v_queues := v_queues[501:];
-        v_hot := pg_catalog.array_cat(v_hot, v_survey.early);
-        v_quiet := v_quiet - pg_catalog.cardinality(v_survey.early);
-        v_wait := least(v_wait, v_survey.early_until);
-        v_due := least(v_due, v_survey.early_until);
-        v_cost := v_cost + least(pg_catalog.clock_timestamp() - v_mark, v_stall + 0.0001::pg_catalog.float8 * v_count::pg_catalog.float8 * '1 second'::pg_catalog.interval);
-        -- Not with all these sequences locked: somebody may drop one.
-        if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
-          commit and chain;
-          perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-        end if;
-        v_mark := pg_catalog.clock_timestamp();
-        v_looked := 0;
-        foreach v_found in array v_survey.looks loop
-          v_idle := v_found.ticked;
-          v_at := pg_catalog.array_position(v_ids, v_found.queue_id);
-          v_new := v_at is null;
-          if v_new then
-            -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
-            v_news := v_news + 1;
-            continue when v_news > 100;
-          elsif v_idle then
-            -- An idle tick can wait for the next check of all queues, a message of another queue not.
-            v_idle_end := coalesce(v_idle_end, v_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
-            if v_mark > v_idle_end then
-              v_due := v_began;
-              exit;
-            end if;
-          end if;
-          v_found := pgque._look_at(v_found);
-          v_looked := v_looked + 1;
-          v_at := coalesce(v_at, pg_catalog.cardinality(v_ids) + 1);
-          v_ids[v_at] := v_found.queue_id;
-          v_known[v_at] := v_found;
-          v_took := pg_catalog.clock_timestamp() - v_mark;
-          v_mark := v_mark + v_took;
-          if v_new then
-            v_took := '0';
-          end if;
-          if v_idle then
-            v_cost := v_cost + least(v_took, v_stall);
-          else
-            v_work := v_work + least(v_took, v_stall);
-            if v_found.ticked or not v_found.settled then
-              v_hot := pg_catalog.array_append(v_hot, v_found);
-              v_quiet := v_quiet - 1;
-              v_wait := least(v_wait, case when v_found.ticked then least(v_found.tick_time, v_mark) + v_state.gap else v_began end);
-              v_active := case when v_found.ticked then v_began else v_active end;
-            end if;
-          end if;
-          -- Each queue leaves a dozen locks behind, and a server has not many.
-          if v_found.ticked or v_looked % 50 = 0 then
-            commit and chain;
-            perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-            v_mark := pg_catalog.clock_timestamp();
-          end if;
-        end loop;
+      call pgque._loop_check(v_began, v_state.period, v_state.gap, v_state.share, v_known, v_ids, v_mark, v_work,
+        v_hot, v_due, v_full, v_paid, v_active, v_ready, v_looked);
+      foreach v_look in array v_looked loop
+        v_at := coalesce(pg_catalog.array_position(v_ids, v_look.queue_id), pg_catalog.cardinality(v_ids) + 1);
+        v_ids[v_at] := v_look.queue_id;
+        v_known[v_at] := v_look;
       end loop;
-      if v_all and v_quiet > 0 then
-        v_full := v_mark + least(2::pg_catalog.float8 / v_state.share * v_cost, greatest(v_state.period, '1 second'::pg_catalog.interval));
-        v_share := v_state.share / 2::pg_catalog.float8;
-      else
-        -- Where no queue is quiet, none can have anything before the first may tick again.
-        v_full := case when v_all then least(v_wait, v_mark + least(v_state.period, '1 second'::pg_catalog.interval)) else v_full end;
-        v_share := v_state.share;
-        v_work := v_work + v_cost;
-      end if;
-      if v_news > 100 then
-        v_full := v_mark;
-      end if;
-      if not v_all or v_news > 100 then
-        v_due := least(v_due, v_full);
-      end if;
-      v_paid := greatest(v_paid, v_began - '1 second'::pg_catalog.interval) + v_work / v_share;
-      v_ready := greatest(v_paid, least(v_wait, v_full));
     end if;
 
-    if (v_op = pg_catalog.cardinality(v_ops) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
+    if (v_done = pg_catalog.cardinality(v_funcs) or v_retains) and pg_catalog.clock_timestamp() >= v_maint then
       v_maint := pg_catalog.clock_timestamp() + '5 seconds'::pg_catalog.interval;
-      -- Retention is a matter of days, and asks much of many queues: last, and once a minute.
-      select pg_catalog.array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n),
-        pg_catalog.array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
-      into v_ops, v_args
-      from pgque.maint_operations() with ordinality o (func_name, func_arg, n)
-      where v_passes % 12 = 0 or v_retains or o.func_name <> 'pgque.maint_retain';
-      v_op := 0;
+      select o.funcs, o.args into v_funcs, v_args from pgque._loop_operations(v_passes % 12 = 0 or v_retains) o;
+      v_done := 0;
       v_retains := false;
       v_passes := v_passes + 1;
     end if;
-    -- So much of it as keeps no message waiting; the rest in the next period.
-    v_began := pg_catalog.clock_timestamp();
-    while v_op < pg_catalog.cardinality(v_ops) and pg_catalog.clock_timestamp() <= v_began + '20 milliseconds'::pg_catalog.interval loop
-      v_op := v_op + 1;
-      if pgque._maint_operation(v_ops[v_op], v_args[v_op]) > 0 and v_ops[v_op] = 'pgque.maint_retain' then
-        -- It did a part of what there is.
-        v_op := v_op - 1;
-        v_retains := true;
-      end if;
-      commit and chain;
-      perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-    end loop;
+    if v_done < pg_catalog.cardinality(v_funcs) then
+      call pgque._loop_maintain(v_funcs, v_args, v_done, v_retains);
+    end if;
 
     commit and chain;
-    perform pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), v_lock);
-    -- pg_sleep() rounds up to whole milliseconds.
-    v_next := least(pg_catalog.clock_timestamp() + v_state.period, v_end);
-    loop
-      v_began := pg_catalog.clock_timestamp();
-      exit when v_began >= v_next or v_began < v_woke
-        or v_began >= v_ready and (v_began >= v_due or pg_catalog.pg_current_snapshot()::pg_catalog.text <> v_seen);
-      v_took := case when v_began < v_ready then v_ready - v_began else least(v_nap, v_due - v_began) end;
-      perform pg_catalog.pg_sleep(greatest(extract(epoch from least(v_took, v_next - v_began)) - 0.0007, 0.0001));
-    end loop;
+    perform pgque._loop_lock();
+    perform pgque._loop_sleep(least(pg_catalog.clock_timestamp() + v_state.period, v_end), v_nap, v_ready, v_due, v_seen);
     commit and chain;
   end loop;
   if v_limit is not null then
@@ -332,6 +366,10 @@ language sql stable as $$
   from pg_catalog.pg_namespace n
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
+
+-- The jobs that start() may create.
+create or replace function pgque._job_names() returns text[]
+language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
 
 -- PQ014 for an owner whom pg_cron does not let in.
 create or replace function pgque._no_cron_rights() returns void
@@ -364,7 +402,7 @@ begin
   perform pgque._unschedule();
   -- A job keeps its database when it is scheduled again under its name.
   execute 'select string_agg(format(''select cron.unschedule(%s)'', j.jobid), ''; '' order by j.jobid), min(j.database) from cron.job j'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.username = current_user'
+    ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
     perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
@@ -420,7 +458,7 @@ language plpgsql as $$
 begin
   if pgque._has_cron() then
     execute 'select cron.unschedule(j.jobid) from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobname = any (pgque._job_names())'
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
@@ -438,7 +476,7 @@ declare
 begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
-      ' where j.jobid = d.jobid and j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'')'
+      ' where j.jobid = d.jobid and j.jobname = any (pgque._job_names())'
       -- A connection that failed has no time.
       ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
         and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
@@ -514,7 +552,7 @@ begin
   end if;
   execute 'select d.status, d.return_message, d.start_time, j.nodename, j.database'
     ' from cron.job j join cron.job_run_details d on d.jobid = j.jobid'
-    ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.database = pg_catalog.current_database()'
+    ' where j.jobname = any (pgque._job_names()) and j.database = pg_catalog.current_database()'
     '   and d.status in (''running'', ''succeeded'', ''failed'')'
     '   and d.runid > (select pg_catalog.max(m.runid) from cron.job_run_details m) - 10000'   -- jobs of others may run as often
     ' order by d.runid desc limit 1'
@@ -571,7 +609,7 @@ begin
   component := 'scheduler'; status := 'none'; detail := 'pg_cron is not in this database';
   if pgque._has_cron() then
     execute 'select string_agg(format(''%s (%s)'', j.jobname, j.schedule), '', '') from cron.job j'
-      ' where j.jobname in (''pgque'', ''pgque standby'', ''pgque reboot'') and j.active and j.database = pg_catalog.current_database()'
+      ' where j.jobname = any (pgque._job_names()) and j.active and j.database = pg_catalog.current_database()'
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');

@@ -704,71 +704,40 @@ comment on function pgque.metrics() is
   '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
   'tables: the figures of their queues are left out.';
 
--- The checks of one queue.
-create or replace function pgque._queue_health(
-  p_queue pgque.queue, out check_name text, out queue text, out status text, out detail text, out advice text
-) returns setof record
+-- Checks of one queue, for _queue_health().
+create or replace function pgque._health_tables(p_queue pgque.queue, out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
-  v_last     pgque.tick;
-  v_waits    interval;   -- since when a message waits for a tick
-  v_back     record;
-  v_late     record;     -- the consumer whose oldest pending message is oldest
-  v_unread   bigint;     -- messages of a queue without consumers
-  v_slowest  record;
-  v_crowd    boolean;
-  v_depth    bigint;
-  v_warn     numeric;    -- the depth that is worth a warning
-  v_missing  text;
-  v_found    record;
+  v_missing  text := pgque._missing_leaf(p_queue.queue_id);
 begin
-  queue := p_queue.queue_name;
-  check_name := 'tables';
-  v_missing := pgque._missing_leaf(p_queue.queue_id);
+  status := 'ok';
+  detail := 'all six tables are there';
   if v_missing is not null then
-    if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
-      return;   -- dropped meanwhile
-    end if;
     status := 'fail';
     detail := format('table %s is missing', v_missing);
-    advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', queue);
-    return next;
-    return;
-  end if;
-  status := 'ok'; detail := 'all six tables are there'; advice := null;
-  if p_queue.queue_restored then
+    advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', p_queue.queue_name);
+  elsif p_queue.queue_restored then
     status := 'warn';
     detail := 'the queue was loaded from a dump and was not used since';
-    advice := format('select pgque.ticker(%L)', queue);
+    advice := format('select pgque.ticker(%L)', p_queue.queue_name);
   end if;
-  return next;
-  if p_queue.queue_restored then
-    return;
-  end if;
+end
+$$;
 
-  -- A lock on any table keeps the queue from ticks or from rotation.
-  execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
-  v_last := pgque._last_tick(p_queue);
-  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
-
-  -- What it still needs, its workers' batches included, as _oldest_need() has it.
-  select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
-  from pgque._positions(p_queue.queue_id) p
-  cross join lateral (
-    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
-    offset 0
-  ) n
-  order by n.pos_tick
-  limit 1;
-
-  check_name := 'senders';
-  v_crowd := v_back.consumers > pgque._most_consumers();
-  v_warn := p_queue.queue_max_depth * coalesce(nullif(p_queue.queue_health_depth_warn, 0), 100) / 100.0;
-  if p_queue.queue_max_depth > 0 and v_back.consumers > 0 then
-    -- Far from the limit the ids answer, as in _room().  Near it the messages are
-    -- counted, but not for a crowd of consumers.
+-- Far from the limit the ids tell the depth, as in _room().  Near it the messages are
+-- counted, but not for a crowd of consumers.
+create or replace function pgque._health_senders(
+  p_queue pgque.queue, p_consumers bigint, p_slowest text, p_slowest_seq bigint, out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_crowd  boolean := p_consumers > pgque._most_consumers();
+  v_warn   numeric := p_queue.queue_max_depth * coalesce(nullif(p_queue.queue_health_depth_warn, 0), 100) / 100.0;
+  v_depth  bigint;
+begin
+  if p_queue.queue_max_depth > 0 and p_consumers > 0 then
     v_depth := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0)
-      - least(v_slowest.pos_event_seq, (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id));
+      - least(p_slowest_seq, (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id));
     if v_depth >= v_warn and not v_crowd then
       v_depth := pgque._depth(p_queue.queue_id);
     end if;
@@ -781,19 +750,24 @@ begin
   detail := concat_ws(', ', case when p_queue.queue_paused then 'paused: send is refused' else 'open' end,
     case when v_depth >= v_warn then 'depth ' else 'depth at most ' end || v_depth || ' of max_depth ' || p_queue.queue_max_depth);
   advice := nullif(concat_ws('; ',
-    case when p_queue.queue_paused then format('select pgque.resume(%L)', queue) end,
+    case when p_queue.queue_paused then format('select pgque.resume(%L)', p_queue.queue_name) end,
     case when v_depth >= v_warn then
       format('Start the slowest consumer%s, or raise the limit: select pgque.set_queue_config(%L, ''max_depth'', ''%s'')',
-        ' (' || v_slowest.consumer_name || ')', queue, 2 * p_queue.queue_max_depth) end), '');
-  return next;
+        ' (' || p_slowest || ')', p_queue.queue_name, 2 * p_queue.queue_max_depth) end), '');
+end
+$$;
 
-  check_name := 'ticks';
-  if pgque._tick_reason(p_queue, v_last, pg_current_snapshot()) = 'events' then
+create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, out status text, out detail text, out advice text)
+language plpgsql as $$
+declare
+  v_waits  interval;   -- how long a message has waited for a tick
+begin
+  if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
     execute format('select $1 - greatest($2, e.ev_time) from (%s) e limit 1',
-      pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(v_last.tick_snapshot, pg_current_snapshot()), 'false')))
-    into v_waits using pgque.clock(), v_last.tick_time;
-    if v_last.tick_time > pgque.clock() then
-      v_waits := v_last.tick_time - pgque.clock();   -- the clock was set back
+      pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(p_last.tick_snapshot, pg_current_snapshot()), 'false')))
+    into v_waits using pgque.clock(), p_last.tick_time;
+    if p_last.tick_time > pgque.clock() then
+      v_waits := p_last.tick_time - pgque.clock();   -- the clock was set back
     end if;
   end if;
   status := case
@@ -801,73 +775,124 @@ begin
     when v_waits > nullif(p_queue.queue_health_tick_warn, '0') or p_queue.queue_ticker_paused then 'warn'
     else 'ok'
   end;
-  detail := format('last tick %s, %s ago', v_last.tick_id, date_trunc('milliseconds', pgque.clock() - v_last.tick_time))
+  detail := format('last tick %s, %s ago', p_last.tick_id, date_trunc('milliseconds', pgque.clock() - p_last.tick_time))
     || coalesce(', messages have waited for the next one for ' || date_trunc('milliseconds', v_waits), '');
   advice := case
-    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', queue)
-    when status <> 'ok' and p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', queue)
-    when status <> 'ok' and pgque._has_cron() then 'The check ticker has the command.'
-    when status <> 'ok' then 'Start the ticker beside the server: pgque ticker.'
+    when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
+    when status = 'ok' then null
+    when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
+    when pgque._has_cron() then 'The check ticker has the command.'
+    else 'Start the ticker beside the server: pgque ticker.'
   end;
-  return next;
+end
+$$;
 
-  check_name := 'rotation';
-  status := case
-    when pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
-      and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 then 'warn'
-    else 'ok'
-  end;
-  detail := format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_slowest.consumer_name, '(none)'));
-  advice := case when status <> 'ok' then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
-    || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end;
-  return next;
-
-  check_name := 'consumers';
+create or replace function pgque._health_consumers(
+  p_queue pgque.queue, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_late    record;   -- the consumer whose oldest pending message is oldest
+  v_unread  bigint;
+begin
+  status := 'ok';
+  if p_consumers = 0 then
+    detail := 'no consumer';
+    execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
+    if v_unread > 0 then
+      status := 'warn';
+      detail := format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      advice := format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
+        p_queue.queue_name);
+    end if;
+    return;
+  end if;
   select c.consumer_name, c.lag into v_late
-  from pgque._consumers(p_queue, v_back.subs, v_back.positions, false) c
+  from pgque._consumers(p_queue, p_subs, p_positions, false) c
   order by c.lag desc, c.consumer_name
   limit 1;
-  if v_back.consumers = 0 then
-    execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
-    status := case when v_unread > 0 then 'warn' else 'ok' end;
-    detail := case when v_unread > 0 then format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'))
-      else 'no consumer' end;
-    advice := case when v_unread > 0 then format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')', queue) end;
-  else
-    status := case
-      when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
-      when v_late.lag > nullif(p_queue.queue_health_pending_warn, '0') then 'warn'
-      else 'ok'
-    end;
-    detail := format('%s, ', case when v_back.consumers = 1 then '1 consumer' else v_back.consumers || ' consumers' end)
-      || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
-        else 'nothing pending' end;
-    advice := case when status <> 'ok' then format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L). What is older than %s it misses (retention_period).',
-      v_late.consumer_name, queue, v_late.consumer_name, p_queue.queue_retention_period) end;
+  status := case
+    when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
+    when v_late.lag > nullif(p_queue.queue_health_pending_warn, '0') then 'warn'
+    else 'ok'
+  end;
+  detail := case when p_consumers = 1 then '1 consumer, ' else p_consumers || ' consumers, ' end
+    || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
+      else 'nothing pending' end;
+  if status <> 'ok' then
+    advice := format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L). What is older than %s it misses (retention_period).',
+      v_late.consumer_name, p_queue.queue_name, v_late.consumer_name, p_queue.queue_retention_period);
+  end if;
+end
+$$;
+
+-- All checks of one queue; no row if it was dropped meanwhile.
+create or replace function pgque._queue_health(
+  p_queue pgque.queue, out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql as $$
+declare
+  v_last     pgque.tick;
+  v_back     record;
+  v_slowest  record;
+begin
+  check_name := 'tables';
+  queue := p_queue.queue_name;
+  select h.* into status, detail, advice from pgque._health_tables(p_queue) h;
+  if status = 'fail' and not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    return;
   end if;
   return next;
+  if status <> 'ok' then
+    return;
+  end if;
 
-  check_name := 'retries';
-  select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue into v_found
-  from pgque.retry_queue r
-  left join pgque.subscriber s on s.sub_id = r.ev_owner
-  where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_role in ('normal', 'coop_main'));
-  status := case when v_found.overdue > interval '1 minute' then 'fail' when v_found.overdue > interval '5 seconds' then 'warn' else 'ok' end;
-  detail := format('%s due', v_found.n) || coalesce((
-    select format(', %s wait for workers', count(*))
-    from pgque.subscriber s
-    join pgque.retry_queue r on r.ev_owner = s.sub_id
-    where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
-    having count(*) > 0), '');
-  advice := case when status <> 'ok' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end;
-  return next;
+  -- A lock on any table keeps the queue from ticks or from rotation.
+  execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
+  v_last := pgque._last_tick(p_queue);
+  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
+  -- What it still needs, its workers' batches included, as _oldest_need() has it.
+  select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
+  from pgque._positions(p_queue.queue_id) p
+  cross join lateral (
+    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
+    offset 0
+  ) n
+  order by n.pos_tick
+  limit 1;
 
-  check_name := 'dead letters';
-  select count(*) as n, max(d.dl_time) as newest into v_found from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id;
-  status := case when v_found.n > 0 then 'warn' else 'ok' end;
-  detail := format('%s', v_found.n) || coalesce(', newest at ' || v_found.newest, '');
-  advice := case when v_found.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end;
-  return next;
+  return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_slowest.consumer_name, v_slowest.pos_event_seq) h;
+  return query select 'ticks', queue, h.* from pgque._health_ticks(p_queue, v_last) h;
+  return query
+    select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
+      format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_slowest.consumer_name, '(none)')),
+      case when r.late then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
+        || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
+    from (
+      select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
+        and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
+      offset 0
+    ) r;
+  return query select 'consumers', queue, h.* from pgque._health_consumers(p_queue, v_back.consumers, v_back.subs, v_back.positions) h;
+  return query
+    select 'retries', queue, case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
+      d.n || ' due' || coalesce((
+        select format(', %s wait for workers', count(*))
+        from pgque.subscriber s
+        join pgque.retry_queue r on r.ev_owner = s.sub_id
+        where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
+        having count(*) > 0), ''),
+      case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
+    from (
+      select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
+      from pgque.retry_queue r
+      left join pgque.subscriber s on s.sub_id = r.ev_owner
+      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_role in ('normal', 'coop_main'))
+    ) d;
+  return query
+    select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),
+      case when d.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end
+    from (select count(*) as n, max(l.dl_time) as newest from pgque.dead_letter l where l.dl_queue_id = p_queue.queue_id) d;
 end
 $$;
 
