@@ -2032,18 +2032,26 @@ create or replace function pgque._room(p_queue pgque.queue, p_count bigint) retu
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
 -- How many messages more a queue with max_depth takes; PQ003 if fewer than
--- p_count.  All that somebody waits for has an id above the oldest of it, so far
--- from the limit the ids answer; near it the messages are counted, since
--- rolled-back sends take ids too.  What an external ticker says of ids need not be
--- so: then they are always counted.
+-- p_count.  Three answers, the cheapest first:
+--   * No consumer stands before the oldest stored tick.
+--   * The slowest consumer is looked up.  There may be ten thousand of them.
+--   * Near the limit the messages are counted, because rolled-back sends use ids too.
+--     This is always so with an external ticker, whose event_seq may mean anything.
 create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
-  v_oldest  bigint;
-  v_left    bigint;
+  v_last     bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_waiting  bigint;
+  v_oldest   bigint;
+  v_left     bigint;
 begin
-  select least(min(p.pos_event_seq), (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)) into v_oldest
+  select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
+  v_oldest := least(pgque._first_event_seq(p_queue.queue_id), v_waiting);
+  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
+  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= v_last then
+    return v_left;
+  end if;
+  select least(min(p.pos_event_seq), v_waiting) into v_oldest
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
@@ -2060,6 +2068,23 @@ begin
       format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
+end
+$$;
+
+-- The event sequence of the oldest stored tick of a queue, read without keeping
+-- the locks: they would postpone rotation until the sender's transaction ends.
+create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
+language plpgsql as $$
+declare
+  v_seq  bigint;
+begin
+  execute pg_catalog.format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue_id)) into v_seq;
+  perform pgque._let_go();
+  return null;
+exception
+  when sqlstate 'PQ099' or undefined_table then
+    -- An old snapshot may show no tick, and a dropped queue has none.
+    return coalesce(v_seq, 0);
 end
 $$;
 
