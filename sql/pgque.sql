@@ -2077,18 +2077,26 @@ create or replace function pgque._room(p_queue pgque.queue, p_count bigint) retu
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
 -- How many messages more a queue with max_depth takes; PQ003 if fewer than
--- p_count.  All that somebody waits for has an id above the oldest of it, so far
--- from the limit the ids answer; near it the messages are counted, since
--- rolled-back sends take ids too.  What an external ticker says of ids need not be
--- so: then they are always counted.
+-- p_count.  Three answers, the cheapest first:
+--   * No consumer stands before the oldest stored tick.
+--   * The slowest consumer is looked up.  There may be ten thousand of them.
+--   * Near the limit the messages are counted, because rolled-back sends use ids too.
+--     This is always so with an external ticker, whose event_seq may mean anything.
 create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
-  v_oldest  bigint;
-  v_left    bigint;
+  v_last     bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_waiting  bigint;
+  v_oldest   bigint;
+  v_left     bigint;
 begin
-  select least(min(p.pos_event_seq), (select min(r.ev_id) - 1 from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)) into v_oldest
+  select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
+  v_oldest := least(pgque._first_event_seq(p_queue.queue_id), v_waiting);
+  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
+  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= v_last then
+    return v_left;
+  end if;
+  select least(min(p.pos_event_seq), v_waiting) into v_oldest
   from pgque.subscriber s
   cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
@@ -2105,6 +2113,23 @@ begin
       format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
+end
+$$;
+
+-- The event sequence of the oldest stored tick of a queue, read without keeping
+-- the locks: they would postpone rotation until the sender's transaction ends.
+create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
+language plpgsql as $$
+declare
+  v_seq  bigint;
+begin
+  execute pg_catalog.format('select t.tick_event_seq from (%s) t order by t.tick_id limit 1', pgque._ticks_sql(p_queue_id)) into v_seq;
+  perform pgque._let_go();
+  return null;
+exception
+  when sqlstate 'PQ099' or undefined_table then
+    -- An old snapshot may show no tick, and a dropped queue has none.
+    return coalesce(v_seq, 0);
 end
 $$;
 
@@ -2130,24 +2155,65 @@ language sql immutable as $$
   select case when pg_catalog.array_ndims($1) > 1 or pg_catalog.array_lower($1, 1) <> 1 then array(select e from pg_catalog.unnest($1) e) else $1 end
 $$;
 
+-- Refuses options that do not fit the messages or make no sense: PQ005.
+create or replace function pgque._check_options(
+  p_queue text, p_count int, p_headers jsonb[], p_keys text[],
+  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
+) returns void
+language plpgsql as $$
+declare
+  v_wrong  text;
+begin
+  select pg_catalog.string_agg(a.name, ', ') into v_wrong
+  from (values ('headers', pg_catalog.cardinality(p_headers)), ('keys', pg_catalog.cardinality(p_keys)), ('delays', pg_catalog.cardinality(p_delays)),
+    ('deliver_ats', pg_catalog.cardinality(p_deliver_ats)), ('ttls', pg_catalog.cardinality(p_ttls)),
+    ('partition_keys', pg_catalog.cardinality(p_partition_keys))) a (name, n)
+  where a.n <> p_count;
+  if v_wrong is not null then
+    perform pgque._fail('PQ005', pg_catalog.format('%s for queue %I must have as many elements as payloads, %s', v_wrong, p_queue, p_count),
+      'Pass null for an element, or for the whole array, to leave it out.');
+  end if;
+  select o.wrong into v_wrong
+  from (
+    select case
+        when o.delay < '0' then 'the delay of a message for queue %I is negative'
+        when o.delay is not null and o.deliver_at is not null then 'a message for queue %I has both delay and deliver_at'
+        when o.delay > '100 years' or o.deliver_at > pgque.clock() + interval '100 years' then 'a message for queue %I is delayed by more than 100 years'
+        when o.ttl < '0' then 'the ttl of a message for queue %I is negative'
+        when o.ttl > '100 years' then 'the ttl of a message for queue %I is longer than 100 years'
+        when o.key = '' or pg_catalog.octet_length(o.key) > 1000 then 'the key of a message for queue %I must have 1 to 1000 bytes'
+      end as wrong
+    from rows from (pg_catalog.unnest(p_delays), pg_catalog.unnest(p_deliver_ats), pg_catalog.unnest(p_ttls), pg_catalog.unnest(p_keys))
+      o (delay, deliver_at, ttl, key)
+  ) o
+  where o.wrong is not null
+  limit 1;
+  if v_wrong is not null then
+    perform pgque._fail('PQ005', pg_catalog.format(v_wrong, p_queue),
+      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
+  end if;
+  perform pgque._headers(p_queue, h) from pg_catalog.unnest(p_headers) h where h is not null;
+end
+$$;
+
 -- Sends many messages with options, given as arrays of one length or null; all
 -- or none.  Ids in input order; to take them first is faster than to have them
--- returned.  What is delayed waits in the retry queue, for everybody (owner 0).
+-- returned.  A delayed message is stored in the retry queue, for every consumer (owner 0).
 create or replace function pgque._send_all(
   p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
   p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[], caller pgque.caller default current_user
 ) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_count  int := coalesce(cardinality(p_data), cardinality(p_bytes));
-  v_now    timestamptz := pgque.clock();
-  v_queue  pgque.queue;
-  v_wrong  text;
-  v_plain  boolean[];
-  v_ids    bigint[];
-  v_due    timestamptz[];
-  v_ends   timestamptz[];
-  v_txid   xid8 := pg_current_xact_id();
+  v_count    int := coalesce(cardinality(p_data), cardinality(p_bytes));
+  v_txid     xid8 := pg_current_xact_id();
+  v_now      timestamptz := pgque.clock();
+  v_queue    pgque.queue := pgque._queue(p_queue, caller, 'produce');
+  v_plain    boolean[];
+  v_without  int;
+  v_due      timestamptz[];
+  v_ends     timestamptz[];
+  v_ids      bigint[];
   v_stored   int;
   v_delayed  int;
   v_last     bigint;
@@ -2156,56 +2222,19 @@ begin
   p_data := pgque._flat(p_data); p_bytes := pgque._flat(p_bytes); p_headers := pgque._flat(p_headers); p_keys := pgque._flat(p_keys);
   p_delays := pgque._flat(p_delays); p_deliver_ats := pgque._flat(p_deliver_ats); p_ttls := pgque._flat(p_ttls);
   p_partition_keys := pgque._flat(p_partition_keys);
-  v_queue := pgque._queue(p_queue, caller, 'produce');
-  select string_agg(a.name, ', ') into v_wrong
-  from (values ('headers', cardinality(p_headers)), ('keys', cardinality(p_keys)), ('delays', cardinality(p_delays)),
-    ('deliver_ats', cardinality(p_deliver_ats)), ('ttls', cardinality(p_ttls)), ('partition_keys', cardinality(p_partition_keys))) a (name, n)
-  where a.n <> v_count;
-  if v_wrong is not null then
-    perform pgque._fail('PQ005', format('%s for queue %I must have as many elements as payloads, %s', v_wrong, v_queue.queue_name, v_count),
-      'Pass null for an element, or for the whole array, to leave it out.');
-  end if;
-  select o.wrong into v_wrong
-  from (
-    select case
-        when o.delay < '0' then 'the delay of a message for queue %I is negative'
-        when o.delay is not null and o.deliver_at is not null then 'a message for queue %I has both delay and deliver_at'
-        when o.delay > '100 years' or o.deliver_at > v_now + interval '100 years' then 'a message for queue %I is delayed by more than 100 years'
-        when o.ttl < '0' then 'the ttl of a message for queue %I is negative'
-        when o.ttl > '100 years' then 'the ttl of a message for queue %I is longer than 100 years'
-        when o.key = '' or octet_length(o.key) > 1000 then 'the key of a message for queue %I must have 1 to 1000 bytes'
-      end as wrong
-    from unnest(p_delays, p_deliver_ats, p_ttls, p_keys) o (delay, deliver_at, ttl, key)
-  ) o
-  where o.wrong is not null
-  limit 1;
-  if v_wrong is not null then
-    perform pgque._fail('PQ005', format(v_wrong, v_queue.queue_name),
-      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
-  end if;
-  perform pgque._headers(v_queue.queue_name, h) from unnest(p_headers) h where h is not null;
+  perform pgque._check_options(v_queue.queue_name, v_count, p_headers, p_keys, p_delays, p_deliver_ats, p_ttls, p_partition_keys);
   if not v_queue.queue_open then
     perform pgque._need_open(v_queue.queue_name);
     v_queue := pgque._queue(v_queue.queue_name);
   end if;
-  select array_agg(p_keys[g] is null), array_agg(case when d.due > v_now then d.due end), array_agg(pgque._expires(v_queue, p_ttls[g]))
-  into v_plain, v_due, v_ends
+  select array_agg(p_keys[g] is null), count(*) filter (where p_keys[g] is null),
+    array_agg(case when d.due > v_now then d.due end), array_agg(pgque._expires(v_queue, p_ttls[g]))
+  into v_plain, v_without, v_due, v_ends
   from generate_series(1, v_count) g
   cross join lateral (select coalesce(p_deliver_ats[g], v_now + p_delays[g]) as due offset 0) d;
-  if (not v_queue.queue_keyed and false = any (v_plain))
-    or (not v_queue.queue_expiring and v_ends <> array_fill(null::timestamptz, array[v_count]))
-  then
-    -- Once in a queue's life, so that those who read it know what to look for.
-    update pgque.queue q
-    set queue_keyed = q.queue_keyed or false = any (v_plain),
-      queue_expiring = q.queue_expiring or v_ends <> array_fill(null::timestamptz, array[v_count]),
-      queue_xid = pgque._queue_xid(q)
-    where q.queue_id = v_queue.queue_id
-      and ((not q.queue_keyed and false = any (v_plain))
-        or (not q.queue_expiring and v_ends <> array_fill(null::timestamptz, array[v_count])));
-  end if;
-  if v_queue.queue_max_depth > 0 and true = any (v_plain) then
-    perform pgque._room(v_queue, cardinality(array_positions(v_plain, true)));
+  perform pgque._note_options(v_queue, v_without < v_count, cardinality(array_remove(v_ends, null)) > 0);
+  if v_queue.queue_max_depth > 0 and v_without > 0 then
+    perform pgque._room(v_queue, v_without);
   end if;
 
   v_ids := array(select case when p then nextval(v_queue.queue_event_seq) end from unnest(v_plain) p);
@@ -2224,10 +2253,10 @@ begin
   from pgque.queue q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
   where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
   get diagnostics v_delayed = row_count;
-  if v_stored + v_delayed < cardinality(array_positions(v_plain, true)) then
+  if v_stored + v_delayed < v_without then
     perform pgque._no_queue(p_queue);   -- it was dropped meanwhile
   end if;
-  if false = any (v_plain) then
+  if v_without < v_count then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
     v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
     for v_n in 1..v_count loop
@@ -2241,6 +2270,18 @@ begin
     perform pgque._room(v_queue, 0);
   end if;
   return v_ids;
+end
+$$;
+
+-- Notes for good that messages of a queue have keys, or expire: consumers look for that.
+create or replace function pgque._note_options(p_queue pgque.queue, p_keyed boolean, p_expiring boolean) returns void
+language plpgsql as $$
+begin
+  if (p_keyed and not p_queue.queue_keyed) or (p_expiring and not p_queue.queue_expiring) then
+    update pgque.queue q
+    set queue_keyed = q.queue_keyed or p_keyed, queue_expiring = q.queue_expiring or p_expiring, queue_xid = pgque._queue_xid(q)
+    where q.queue_id = p_queue.queue_id and ((p_keyed and not q.queue_keyed) or (p_expiring and not q.queue_expiring));
+  end if;
 end
 $$;
 
