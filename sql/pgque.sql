@@ -2459,13 +2459,11 @@ begin
   return v_txid is null or exists (
     select
     from pgque.subscriber s
-    cross join lateral pgque._position(s.sub_id) n
-    cross join lateral (select (case when s.sub_role = 'pool' then pgque._next_from(n) else n end).*) p
+    cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
     where s.sub_queue = p_queue_id and s.sub_main is null
       and not exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_id = p_id)
       and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
-        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot)
-          and (p_id <= p.pos_done_id or p.pos_batch is not null and p_id <= coalesce(p.pos_last_id, 9223372036854775807))));
+        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot) and p_id <= p.pos_done_id));
 end
 $$;
 
@@ -5179,8 +5177,14 @@ $$;
 -- max_return says now, since ack() finishes it whole.
 create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
-  return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
+    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+  else
+    return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
+  end if;
 end
 $$;
 
@@ -5202,7 +5206,7 @@ language plpgsql set enable_seqscan = off as $$
 declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
+  if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
     return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
   end if;
   return pg_catalog.format('select (pgque._event(r)).* from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s', p_sub.sub_id, p_batch);
@@ -6544,8 +6548,8 @@ begin
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
-        when i.taken then 'lost to another worker'
         when v_lease.pos_sub is null or v_state.closed then 'batch not open'
+        when i.taken then 'lost to another worker'
         else 'not in this batch'
       end
     from (
@@ -6815,7 +6819,7 @@ comment on function pgque.batch_retry(bigint, int, pgque.caller) is
 -- ---------------------------------------------------------------------------
 
 -- Leases are of workers only.
-create or replace function pgque._need_pool(p_batch bigint) returns pgque.subscriber
+create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
   v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
@@ -6832,7 +6836,7 @@ create or replace function pgque.release(batch_id bigint, msg_ids bigint[] defau
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   batch_id := pgque._batch_for(caller, $1);
-  perform pgque._need_pool($1);
+  perform pgque._pool_of($1);
   return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
 end
 $$;
@@ -6868,7 +6872,7 @@ comment on function pgque.extend(bigint, interval, pgque.caller) is
 create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_sub    pgque.subscriber := pgque._need_pool(p_batch);
+  v_sub    pgque.subscriber := pgque._pool_of(p_batch);
   v_now    timestamptz := pgque.clock();
   v_lease  pgque.position;
   v_state  record;
@@ -7828,6 +7832,7 @@ declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
   v_position  pgque.position;
+  v_tick      bigint;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   perform pgque._let_keys_be_said(q)
@@ -7836,11 +7841,12 @@ begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   v_position := pgque._lock_position(v_sub.sub_id);
-  if $3 is null or ($4 is not true and $3 > (pgque._standing(v_sub, v_position)).pos_tick) or ($4 and $3 <> v_position.pos_tick) then
+  v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
+  if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     return $3;
   end if;
-  return (pgque._standing(v_sub, v_position)).pos_tick;
+  return v_tick;
 end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
@@ -10419,13 +10425,18 @@ begin
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
   -- What it still needs, its workers' batches included, as _oldest_need() has it.
-  select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
+  select pgque._subscriber_name(p.sub) as consumer_name, n.seq as pos_event_seq into v_slowest
   from pgque._positions(p_queue.queue_id) p
   cross join lateral (
-    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
-    offset 0
-  ) n
-  order by n.pos_tick
+    select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where cardinality((p.pos).pos_open) > 0
+    union all
+    -- As _next_from() has it, which would be called for each of a crowd of consumers.
+    select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end, case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
+    from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
+    where cardinality((p.pos).pos_open) > 0 is not true
+  ) n (tick, seq)
+  where (p.sub).sub_main is null
+  order by n.tick
   limit 1;
 
   return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_slowest.consumer_name, v_slowest.pos_event_seq) h;
@@ -10444,17 +10455,17 @@ begin
   return query
     select 'retries', queue, case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
       d.n || ' due' || coalesce((
-        select format(', %s wait for workers', count(*))
+        select format(', %s wait for their consumers', count(*))
         from pgque.subscriber s
         join pgque.retry_queue r on r.ev_owner = s.sub_id
-        where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
+        where s.sub_queue = p_queue.queue_id and not s.sub_offsets and r.ev_retry_after <= pgque.clock()
         having count(*) > 0), ''),
       case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
     from (
       select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
       from pgque.retry_queue r
       left join pgque.subscriber s on s.sub_id = r.ev_owner
-      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_role in ('normal', 'coop_main'))
+      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_offsets)
     ) d;
   return query
     select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),

@@ -481,13 +481,11 @@ begin
   return v_txid is null or exists (
     select
     from pgque.subscriber s
-    cross join lateral pgque._position(s.sub_id) n
-    cross join lateral (select (case when s.sub_role = 'pool' then pgque._next_from(n) else n end).*) p
+    cross join lateral pgque._next_from(pgque._position(s.sub_id)) p
     where s.sub_queue = p_queue_id and s.sub_main is null
       and not exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_id = p_id)
       and (pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_snapshot)
-        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot)
-          and (p_id <= p.pos_done_id or p.pos_batch is not null and p_id <= coalesce(p.pos_last_id, 9223372036854775807))));
+        or pg_catalog.pg_visible_in_snapshot(v_txid, p.pos_next_snapshot) and p_id <= p.pos_done_id));
 end
 $$;
 

@@ -116,8 +116,8 @@ begin
         when v_sub.sub_role = 'pool' and i.taken then 'lost to another worker'
         when i.id in (select pg_catalog.unnest((select v_log))) then 'settled already'
         when exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id in (i.id, i.waited)) then 'settled already'
-        when i.taken then 'lost to another worker'
         when v_lease.pos_sub is null or v_state.closed then 'batch not open'
+        when i.taken then 'lost to another worker'
         else 'not in this batch'
       end
     from (

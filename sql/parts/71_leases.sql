@@ -3,7 +3,7 @@
 -- ---------------------------------------------------------------------------
 
 -- Leases are of workers only.
-create or replace function pgque._need_pool(p_batch bigint) returns pgque.subscriber
+create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
   v_sub  pgque.subscriber := pgque._batch_owner(p_batch);
@@ -20,7 +20,7 @@ create or replace function pgque.release(batch_id bigint, msg_ids bigint[] defau
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
   batch_id := pgque._batch_for(caller, $1);
-  perform pgque._need_pool($1);
+  perform pgque._pool_of($1);
   return (select count(*) from pgque._settle($1, $2, 'release', null, null, false) f where f.ok);
 end
 $$;
@@ -56,7 +56,7 @@ comment on function pgque.extend(bigint, interval, pgque.caller) is
 create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_sub    pgque.subscriber := pgque._need_pool(p_batch);
+  v_sub    pgque.subscriber := pgque._pool_of(p_batch);
   v_now    timestamptz := pgque.clock();
   v_lease  pgque.position;
   v_state  record;

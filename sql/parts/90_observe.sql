@@ -852,13 +852,18 @@ begin
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
   -- What it still needs, its workers' batches included, as _oldest_need() has it.
-  select pgque._subscriber_name(p.sub) as consumer_name, n.pos_event_seq into v_slowest
+  select pgque._subscriber_name(p.sub) as consumer_name, n.seq as pos_event_seq into v_slowest
   from pgque._positions(p_queue.queue_id) p
   cross join lateral (
-    select (case when cardinality((p.pos).pos_open) > 0 then pgque._oldest_need((p.sub).sub_id) else pgque._next_from(p.pos) end).*
-    offset 0
-  ) n
-  order by n.pos_tick
+    select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where cardinality((p.pos).pos_open) > 0
+    union all
+    -- As _next_from() has it, which would be called for each of a crowd of consumers.
+    select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end, case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
+    from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
+    where cardinality((p.pos).pos_open) > 0 is not true
+  ) n (tick, seq)
+  where (p.sub).sub_main is null
+  order by n.tick
   limit 1;
 
   return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_slowest.consumer_name, v_slowest.pos_event_seq) h;
@@ -877,17 +882,17 @@ begin
   return query
     select 'retries', queue, case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
       d.n || ' due' || coalesce((
-        select format(', %s wait for workers', count(*))
+        select format(', %s wait for their consumers', count(*))
         from pgque.subscriber s
         join pgque.retry_queue r on r.ev_owner = s.sub_id
-        where s.sub_queue = p_queue.queue_id and s.sub_role = 'pool' and r.ev_retry_after <= pgque.clock()
+        where s.sub_queue = p_queue.queue_id and not s.sub_offsets and r.ev_retry_after <= pgque.clock()
         having count(*) > 0), ''),
       case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
     from (
       select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
       from pgque.retry_queue r
       left join pgque.subscriber s on s.sub_id = r.ev_owner
-      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_role in ('normal', 'coop_main'))
+      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_offsets)
     ) d;
   return query
     select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),

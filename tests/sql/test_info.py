@@ -594,7 +594,7 @@ def test_what_waits_for_workers_again_is_pending_and_makes_them_lag(own: Connect
     checks = "select detail from pgque.health() where queue = 'q' and check_name in ('consumers', 'retries')"
     lag, retries = (r[0] for r in rows(own, checks))
     assert lag.startswith("1 consumer, oldest message pending for consumer c: 02:00")
-    assert retries == "0 due, 4 wait for workers"
+    assert retries == "0 due, 4 wait for their consumers"
     assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 10, 'c')")] == sent[1:]
     assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 2, 'c')")] == sent[1:3]
 

@@ -207,6 +207,7 @@ def test_what_another_session_puts_into_the_log_again_is_ticked(
         (message,) = receive(quiet, "q")
         nack(quiet, message, "0")
         ack(quiet, message.batch_id)
+        value(quiet, "select pgque.open_stream('q', 'c')")  # so that the retry enters the log
     loop.settle()
     other = transaction("read committed", quiet.info.dsn)
     assert pump(other) == 1

@@ -237,7 +237,7 @@ def test_rotation_does_not_touch_retries_and_dead_letters(conn: Connection, subs
     tick(conn, subscribed)
     batch = receive(conn, subscribed)[0].batch_id
     rows(conn, "select pgque.nack(%s, array[%s::bigint])", batch, dead)
-    rows(conn, "select pgque.event_retry(%s, %s, 0)", batch, again)
+    rows(conn, "select pgque.event_retry(%s, %s, 3600)", batch, again)
     ack(conn, batch)
     for _ in range(5):
         send(conn, subscribed)
@@ -245,8 +245,7 @@ def test_rotation_does_not_touch_retries_and_dead_letters(conn: Connection, subs
         drain(conn, subscribed)
         rotate(conn, subscribed)
     assert [r[0] for r in rows(conn, "select ev_id from pgque.dlq_inspect(%s)", subscribed)] == [dead]
-    value(conn, "select pgque.maint_retry_events()")
-    tick(conn, subscribed)
+    value(conn, "select pgque.retry_now(%s, 'c')", subscribed)
     assert drain(conn, subscribed) == [again]
 
 

@@ -180,8 +180,7 @@ def test_a_silent_worker_loses_its_batch_to_another_and_its_token_is_dead(own: C
     assert nack_ids(own, lost[0].batch_id, [sent[1]]) == [(sent[1], False, "batch not open")]
     assert receive_coop(own, "q", "a") == []
     assert ack(own, taken[0].batch_id) == 1
-    pump(own)
-    tick(own, "q")
+    value(own, "select pgque.retry_now('q', 'c')")
     assert [m.msg_id for m in receive_coop(own, "q", "a")] == [sent[0]]
 
 
