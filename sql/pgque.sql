@@ -5021,12 +5021,13 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
   end loop;
-  perform pgque._delivered(v_turn, v_pos, v_count, v_token, $4);
+  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed
+    or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'messages that come again, or new ones; what comes again goes first. Without worker, the '
+  'redeliveries or new messages, and redeliveries go first. Without worker, the '
   'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
   'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
   'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
@@ -5239,16 +5240,15 @@ begin
 end
 $$;
 
--- Stores what was delivered, or how far there was nothing to deliver.
-create or replace function pgque._delivered(p_turn record, p_pos pgque.position, p_count bigint, p_token bigint, p_worker text) returns void
+-- Stores what was delivered, p_count messages from the log, or how far there was nothing
+-- to deliver.
+create or replace function pgque._delivered(
+  p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
+) returns void
 language plpgsql as $$
-declare
-  v_sub    pgque.subscriber := p_turn.sub;
-  v_first  pgque.position := p_turn.pos;
-  v_limit  int := (p_turn.queue).queue_throughput_limit;
 begin
   if p_count + p_pos.pos_shelf = 0 then
-    if not p_turn.changed and (p_pos.pos_tick, p_pos.pos_done_id, p_pos.pos_open) is not distinct from (v_first.pos_tick, v_first.pos_done_id, v_first.pos_open) then
+    if not p_changed then
       return;
     end if;
     p_pos.pos_batch := null;
@@ -5257,23 +5257,23 @@ begin
     p_pos.pos_batch := p_token;
     p_pos.pos_last_batch := p_token;
     p_pos.pos_worker := p_worker;
-    p_pos.pos_until := p_turn.until;
+    p_pos.pos_until := p_until;
     p_pos.pos_fresh := p_count;
     p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
-    if v_sub.sub_role = 'normal' then
+    if p_sub.sub_role = 'normal' then
       p_pos.pos_open := array[p_token];
-    elsif p_count > 0 or v_sub.sub_role = 'coop_main' then
+    elsif p_count > 0 or p_sub.sub_role = 'coop_main' then
       p_pos.pos_open := coalesce(p_pos.pos_open, '{}') || p_token;
       p_pos.pos_lapse := least(p_pos.pos_lapse, p_pos.pos_until);
     end if;
-    if v_limit > 0 then
-      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / v_limit;
+    if p_queue.queue_throughput_limit > 0 then
+      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / p_queue.queue_throughput_limit;
     end if;
-    if v_sub.sub_offsets then
-      update pgque.subscriber s set sub_offsets = false where s.sub_id = v_sub.sub_id;
+    if p_sub.sub_offsets then
+      update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
     end if;
   end if;
-  perform pgque._append_position(p_pos, p_turn.leaf);
+  perform pgque._append_position(p_pos, p_leaf);
 end
 $$;
 
@@ -6146,7 +6146,7 @@ begin
         using v_pos.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
         if v_cur.tick_id is null then
           batch_id := null;
-          perform pgque._delivered(v_turn, v_turn.pos, 0, null, null) where v_turn.changed;
+          perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
           return;
         end if;
         v_pos := pgque._with_window(v_pos, v_cur);
@@ -6160,7 +6160,7 @@ begin
         perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
       end if;
     end if;
-    perform pgque._delivered(v_turn, v_pos, v_count, batch_id, $3);
+    perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);
   end if;
   v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
   v_cur := pgque._tick(v_queue.queue_id, pgque._end_of(v_pos));
@@ -6894,13 +6894,17 @@ begin
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not v_state.closed then
     v_until := case when p_extend then greatest(coalesce(v_state.until, v_lease.pos_until), v_now) else v_now end + p_span;
-    -- An old snapshot does not see that the batch was closed: where rows are locked it
-    -- is found out.  A lease that may end earlier is looked at in the retry queue.
-    if pgque._old_snapshot() or not p_extend then
-      return v_held + pgque._shelve(v_sub, v_lease, v_until);
+    if p_extend then
+      perform pgque._note(p_batch, v_sub.sub_id, array[v_state.moved - 1], v_until);
+      v_held := v_held + v_lease.pos_done_count - v_state.settled;
     end if;
-    perform pgque._note(p_batch, v_sub.sub_id, array[v_state.moved - 1], v_until);
-    v_held := v_held + v_lease.pos_done_count - v_state.settled;
+    if not p_extend then
+      -- A lease that may end earlier is looked at in the retry queue.
+      v_held := v_held + pgque._shelve(v_sub, v_lease, v_until);
+    elsif pgque._old_snapshot() then
+      -- It does not see that the batch was closed: where rows are locked it is found out.
+      perform pgque._shelve(v_sub, v_lease, v_until);
+    end if;
   end if;
   return v_held;
 end
@@ -7285,10 +7289,16 @@ begin
       where r.ev_owner = s.sub_id and r.ev_retry_after > v_since - interval '1 second' and r.ev_retry_after <= p_now and r.ev_batch is null
       group by 1
     ) r
+    where s.sub_id not in (select o.id from pgque._pumped() o (id))
     group by 1
   loop
-    perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
-    v_count := v_count + coalesce(v_queue.n, 0);
+    begin
+      perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
+      v_count := v_count + coalesce(v_queue.n, 0);
+    exception
+      when lock_not_available or undefined_table then
+        null;   -- health() names it
+    end;
   end loop;
   if v_count > 0 then
     perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
@@ -10422,6 +10432,9 @@ begin
 
   -- A lock on any table keeps the queue from ticks or from rotation.
   execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
+  if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    perform pgque._no_queue(p_queue.queue_name);   -- who waited for it may have waited for its end
+  end if;
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
   -- What it still needs, its workers' batches included, as _oldest_need() has it.
@@ -10735,6 +10748,26 @@ language sql as $$ select '{}'::pgque.look[] $$;
 
 create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
 language sql as $$ select p_known $$;
+
+-- A receive() that was waiting.
+create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
+returns setof pgque.delivery
+language sql as $$
+  select r.*
+  from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, p_max::int, p_worker, p_timeout, p_ack) r
+  where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer
+$$;
+
+create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
+language plpgsql as $$
+begin
+  perform pgque._fail('serialization_failure', 'pgque was upgraded while this call waited', 'Retry the transaction.');
+  return null;
+end
+$$;
+
+create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
+language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 
 -- Tables of queues that were dropped ask it until maintenance drops them.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean

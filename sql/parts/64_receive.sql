@@ -95,12 +95,13 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
   end loop;
-  perform pgque._delivered(v_turn, v_pos, v_count, v_token, $4);
+  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed
+    or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'messages that come again, or new ones; what comes again goes first. Without worker, the '
+  'redeliveries or new messages, and redeliveries go first. Without worker, the '
   'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
   'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
   'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
@@ -313,16 +314,15 @@ begin
 end
 $$;
 
--- Stores what was delivered, or how far there was nothing to deliver.
-create or replace function pgque._delivered(p_turn record, p_pos pgque.position, p_count bigint, p_token bigint, p_worker text) returns void
+-- Stores what was delivered, p_count messages from the log, or how far there was nothing
+-- to deliver.
+create or replace function pgque._delivered(
+  p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
+) returns void
 language plpgsql as $$
-declare
-  v_sub    pgque.subscriber := p_turn.sub;
-  v_first  pgque.position := p_turn.pos;
-  v_limit  int := (p_turn.queue).queue_throughput_limit;
 begin
   if p_count + p_pos.pos_shelf = 0 then
-    if not p_turn.changed and (p_pos.pos_tick, p_pos.pos_done_id, p_pos.pos_open) is not distinct from (v_first.pos_tick, v_first.pos_done_id, v_first.pos_open) then
+    if not p_changed then
       return;
     end if;
     p_pos.pos_batch := null;
@@ -331,23 +331,23 @@ begin
     p_pos.pos_batch := p_token;
     p_pos.pos_last_batch := p_token;
     p_pos.pos_worker := p_worker;
-    p_pos.pos_until := p_turn.until;
+    p_pos.pos_until := p_until;
     p_pos.pos_fresh := p_count;
     p_pos.pos_prune := coalesce(p_pos.pos_prune, 64);
-    if v_sub.sub_role = 'normal' then
+    if p_sub.sub_role = 'normal' then
       p_pos.pos_open := array[p_token];
-    elsif p_count > 0 or v_sub.sub_role = 'coop_main' then
+    elsif p_count > 0 or p_sub.sub_role = 'coop_main' then
       p_pos.pos_open := coalesce(p_pos.pos_open, '{}') || p_token;
       p_pos.pos_lapse := least(p_pos.pos_lapse, p_pos.pos_until);
     end if;
-    if v_limit > 0 then
-      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / v_limit;
+    if p_queue.queue_throughput_limit > 0 then
+      p_pos.pos_paid := p_pos.pos_paid + (p_count + p_pos.pos_shelf) * interval '1 second' / p_queue.queue_throughput_limit;
     end if;
-    if v_sub.sub_offsets then
-      update pgque.subscriber s set sub_offsets = false where s.sub_id = v_sub.sub_id;
+    if p_sub.sub_offsets then
+      update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
     end if;
   end if;
-  perform pgque._append_position(p_pos, p_turn.leaf);
+  perform pgque._append_position(p_pos, p_leaf);
 end
 $$;
 

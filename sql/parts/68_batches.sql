@@ -45,7 +45,7 @@ begin
         using v_pos.pos_tick, min_lag, pgque.clock(), min_count, min_interval, v_prev.tick_event_seq, v_prev.tick_time;
         if v_cur.tick_id is null then
           batch_id := null;
-          perform pgque._delivered(v_turn, v_turn.pos, 0, null, null) where v_turn.changed;
+          perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, 0, null, null, null, v_turn.changed);
           return;
         end if;
         v_pos := pgque._with_window(v_pos, v_cur);
@@ -59,7 +59,7 @@ begin
         perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
       end if;
     end if;
-    perform pgque._delivered(v_turn, v_pos, v_count, batch_id, $3);
+    perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, batch_id, $3, v_turn.until, true);
   end if;
   v_prev := pgque._tick(v_queue.queue_id, v_pos.pos_tick);
   v_cur := pgque._tick(v_queue.queue_id, pgque._end_of(v_pos));

@@ -78,13 +78,17 @@ begin
   get diagnostics v_held = row_count;
   if v_lease.pos_fresh > 0 and not v_state.closed then
     v_until := case when p_extend then greatest(coalesce(v_state.until, v_lease.pos_until), v_now) else v_now end + p_span;
-    -- An old snapshot does not see that the batch was closed: where rows are locked it
-    -- is found out.  A lease that may end earlier is looked at in the retry queue.
-    if pgque._old_snapshot() or not p_extend then
-      return v_held + pgque._shelve(v_sub, v_lease, v_until);
+    if p_extend then
+      perform pgque._note(p_batch, v_sub.sub_id, array[v_state.moved - 1], v_until);
+      v_held := v_held + v_lease.pos_done_count - v_state.settled;
     end if;
-    perform pgque._note(p_batch, v_sub.sub_id, array[v_state.moved - 1], v_until);
-    v_held := v_held + v_lease.pos_done_count - v_state.settled;
+    if not p_extend then
+      -- A lease that may end earlier is looked at in the retry queue.
+      v_held := v_held + pgque._shelve(v_sub, v_lease, v_until);
+    elsif pgque._old_snapshot() then
+      -- It does not see that the batch was closed: where rows are locked it is found out.
+      perform pgque._shelve(v_sub, v_lease, v_until);
+    end if;
   end if;
   return v_held;
 end

@@ -72,10 +72,16 @@ begin
       where r.ev_owner = s.sub_id and r.ev_retry_after > v_since - interval '1 second' and r.ev_retry_after <= p_now and r.ev_batch is null
       group by 1
     ) r
+    where s.sub_id not in (select o.id from pgque._pumped() o (id))
     group by 1
   loop
-    perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
-    v_count := v_count + coalesce(v_queue.n, 0);
+    begin
+      perform pgque._notify(q, (pgque._last_tick(q)).tick_id) from pgque.queue q where q.queue_id = v_queue.id and not q.queue_restored;
+      v_count := v_count + coalesce(v_queue.n, 0);
+    exception
+      when lock_not_available or undefined_table then
+        null;   -- health() names it
+    end;
   end loop;
   if v_count > 0 then
     perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);

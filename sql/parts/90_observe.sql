@@ -849,6 +849,9 @@ begin
 
   -- A lock on any table keeps the queue from ticks or from rotation.
   execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
+  if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
+    perform pgque._no_queue(p_queue.queue_name);   -- who waited for it may have waited for its end
+  end if;
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
   -- What it still needs, its workers' batches included, as _oldest_need() has it.

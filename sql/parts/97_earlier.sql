@@ -20,6 +20,26 @@ language sql as $$ select '{}'::pgque.look[] $$;
 create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
 language sql as $$ select p_known $$;
 
+-- A receive() that was waiting.
+create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
+returns setof pgque.delivery
+language sql as $$
+  select r.*
+  from pgque.queue q, pgque.consumer c, pgque.receive(q.queue_name, c.co_name, p_max::int, p_worker, p_timeout, p_ack) r
+  where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer
+$$;
+
+create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
+language plpgsql as $$
+begin
+  perform pgque._fail('serialization_failure', 'pgque was upgraded while this call waited', 'Retry the transaction.');
+  return null;
+end
+$$;
+
+create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
+language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
+
 -- Tables of queues that were dropped ask it until maintenance drops them.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$

@@ -1014,11 +1014,13 @@ def a_requeue_meets_the_end_of_its_consumer(arena: Arena, state: State, a: Side,
 
 
 def retrying(arena: Arena) -> State:
-    """Two messages of a consumer on its own that wait to be tried again."""
+    """Two messages of a consumer that wait to be tried again, and it is read by offsets now."""
     state = opened(arena)
-    nack_ids(arena.conn, state.token, ids(state.held), "0", "x")
+    nack_ids(arena.conn, state.token, ids(state.held), "1 hour", "x")
     assert ack(arena.conn, state.token) == 1
     once(drain(arena.conn, state.queue), state.sent[2:])
+    value(arena.conn, "select pgque.retry_now(%s, 'c')", state.queue)
+    value(arena.conn, "select pgque.open_stream(%s, 'c')", state.queue)
     return state
 
 

@@ -82,6 +82,8 @@ CALLS = [
     "select pgque.grant_queue({q}, '{role}', 'consume')",
     "select pgque.revoke_queue({q}, '{role}')",
     "select pgque.purge_key({q}, 'k')",
+    "select pgque.share_consumer({q}, 'd')",
+    "select pgque.unshare_consumer({q}, 'd')",
     "select pgque.purge({q})",
     "select pgque.unsubscribe({q}, 'f')",
     "select pgque.unregister_consumer({q}, 'd')",

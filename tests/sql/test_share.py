@@ -1,0 +1,85 @@
+"""A consumer on its own becomes one that workers share, and back, and loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from .helpers import ack, ids, nack, offer, receive, receive_coop, refused, subscribe, take, value, work_off
+
+Connection = psycopg.Connection[Any]
+
+SHARE = "select pgque.share_consumer(%s, %s)"
+UNSHARE = "select pgque.unshare_consumer(%s, %s)"
+
+
+@pytest.fixture
+def queue_c(conn: Connection, queue: str) -> str:
+    """A queue with a consumer."""
+    subscribe(conn, queue)
+    return queue
+
+
+def test_workers_get_what_a_consumer_on_its_own_had_open_waiting_and_before_it(
+    conn: Connection, queue_c: str
+) -> None:
+    sent = offer(conn, queue_c, 6)
+    batch = receive(conn, queue_c, count=3)
+    nack(conn, batch[0], "1 hour")
+    assert value(conn, SHARE, queue_c, "c") == 1
+    assert value(conn, SHARE, queue_c, "c") == 0
+    assert ack(conn, batch[0].batch_id) == 0
+    refused("PQ005", receive, conn, queue_c)
+    assert ids(take(conn, queue_c)) == sent[1:3]
+    assert ids(take(conn, queue_c)) == sent[3:]
+    value(conn, "select pgque.retry_now(%s, 'c')", queue_c)
+    assert [(m.msg_id, m.retry_count) for m in take(conn, queue_c)] == [(sent[0], 1)]
+
+
+def test_a_consumer_on_its_own_gets_what_workers_had_leased_waiting_and_before_them(
+    conn: Connection, queue_c: str
+) -> None:
+    sent = offer(conn, queue_c, 9)
+    done = take(conn, queue_c, "w1", 2)
+    assert ack(conn, done[0].batch_id) == 1
+    held = [take(conn, queue_c, f"w{n}", 2) for n in (1, 2)]
+    nack(conn, held[1][0], "0")
+    retried = take(conn, queue_c, "w3", 2)
+    assert value(conn, UNSHARE, queue_c, "c") == 1
+    assert value(conn, UNSHARE, queue_c, "c") == 0
+    for batch in (*held, retried):
+        assert ack(conn, batch[0].batch_id) == 0
+    got: list[int] = []
+    while batch := receive(conn, queue_c, count=100):
+        got += ids(batch)
+        assert ack(conn, batch[0].batch_id) == 1
+    assert sorted(got) == sent[2:]
+    # And back again.
+    assert value(conn, SHARE, queue_c, "c") == 1
+    sent = offer(conn, queue_c, 2)
+    assert ids(work_off(conn, queue_c)) == sent
+
+
+def test_a_batch_that_is_being_settled_keeps_workers_their_consumer(
+    conn: Connection, queue_c: str, connect: Callable[..., Connection]
+) -> None:
+    offer(conn, queue_c, 2)
+    batch = take(conn, queue_c)
+    other = connect(autocommit=False)
+    assert ack(other, batch[0].batch_id) == 1
+    refused("55P03", value, conn, UNSHARE, queue_c, "c")
+    other.commit()
+    assert value(conn, UNSHARE, queue_c, "c") == 1
+    assert receive(conn, queue_c) == []
+
+
+def test_subconsumers_and_keyed_order_keep_their_consumer(conn: Connection, queue: str) -> None:
+    receive_coop(conn, queue, "a", consumer="group")
+    for call in (SHARE, UNSHARE):
+        assert "subconsumers" in str(refused("PQ006", value, conn, call, queue, "group"))
+    value(conn, "select pgque.subscribe(%s, 'ordered', keyed_order => true)", queue)
+    assert "keyed order" in str(refused("PQ006", value, conn, UNSHARE, queue, "ordered"))
+    refused("PQ011", value, conn, SHARE, queue, "nobody")
