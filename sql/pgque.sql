@@ -493,7 +493,7 @@ comment on column pgque.queue.queue_retention_period is
   'default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
-comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
+comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick asks for a tick; see force_next_tick().';
 comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
 comment on column pgque.queue.queue_created_at is 'When it was created.';
 comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
@@ -1516,6 +1516,7 @@ begin
   execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick.tick_id', v_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (v_id * 3, v_id, 1, pgque.clock(), pgque._tick_snapshot(), 0);
+  perform setval(format('pgque.tick_%s_seq', v_id)::regclass, 1);
   return 1;
 exception
   when unique_violation then
@@ -3384,6 +3385,8 @@ begin
   if pg_catalog.current_setting('synchronous_commit') = 'off' then
     perform pg_catalog.set_config('synchronous_commit', 'local', true);
   end if;
+  -- Before anybody can see the tick: by this, who has read it knows that there is no other.
+  perform pg_catalog.setval(p_queue.queue_tick_seq, p_tick_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (
     p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot,
@@ -3543,6 +3546,7 @@ begin
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
+  p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
   -- Many ticks fill their table long before the rotation period has passed.
   perform pgque.maint_rotate_tables_step1(v_queue.queue_name) where v_tick.new_id % 1000 = 0;
   perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;
@@ -3862,11 +3866,12 @@ begin
   execute pg_catalog.format(
     $template$
     create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
-    language plpgsql set enable_seqscan = off set jit = off as $body$
+    language plpgsql as $body$
     declare
       v_first  pgque.tick;
       v_tick   pgque.tick;
     begin
+      -- Its callers have turned sequential scans off, for the plan that is kept.
       for v_tick in
         select t.*
         from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t
@@ -3890,7 +3895,7 @@ begin
     create or replace function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
-    language plpgsql set enable_seqscan = off set jit = off as $body$
+    language plpgsql set enable_seqscan = off as $body$
     declare
       v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
       v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);
@@ -3912,6 +3917,10 @@ begin
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
+  -- As _store_tick() does; up to 0.5 the sequence was set only to ask for a tick.
+  perform pg_catalog.setval(q.queue_tick_seq, greatest(pg_catalog.pg_sequence_last_value(q.queue_tick_seq), (pgque._last_tick(q)).tick_id))
+  from pgque.queue q
+  where q.queue_id = p_queue_id and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) < (pgque._last_tick(q)).tick_id is not false;
 end
 $function$;
 
@@ -3925,6 +3934,7 @@ begin
   for v_id in
     select q.queue_id from pgque.queue q where q.queue_reader is distinct from pgque.version() order by q.queue_id limit 100 for no key update skip locked
   loop
+    continue when not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.tick'), v_id);
     perform pgque._create_reader(v_id);
     update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._queue_xid(q) where q.queue_id = v_id;
     v_count := v_count + 1;
@@ -4074,10 +4084,10 @@ begin
       return pgque._past_window(p_position);
     end if;
     p_position.pos_done_id := p_position.pos_last_id;
+    p_position.pos_last_id := null;
+    p_position.pos_fresh := 0;
   end if;
-  p_position.pos_last_id := null;
   p_position.pos_batch := null;
-  p_position.pos_fresh := 0;
   p_position.pos_shelf := 0;
   p_position.pos_keys := null;
   return p_position;
@@ -4097,11 +4107,15 @@ $$;
 
 -- A position at a tick, with no window and no batch of its own.
 create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language sql immutable as $$ select pgque._past_window(pgque._with_window(p_position, p_tick)) $$;
+
+-- A position at the end of its window.
+create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
-  p_position.pos_tick := p_tick.tick_id;
-  p_position.pos_snapshot := p_tick.tick_snapshot;
-  p_position.pos_event_seq := p_tick.tick_event_seq;
+  p_position.pos_tick := p_position.pos_next_tick;
+  p_position.pos_snapshot := p_position.pos_next_snapshot;
+  p_position.pos_event_seq := p_position.pos_next_event_seq;
   p_position.pos_next_tick := null;
   p_position.pos_next_snapshot := null;
   p_position.pos_next_event_seq := null;
@@ -4116,31 +4130,31 @@ begin
 end
 $$;
 
--- A position at the end of its window.
-create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  return pgque._at_tick(p_position, row(
-    null, null, p_position.pos_next_tick, null, p_position.pos_next_snapshot, p_position.pos_next_event_seq)::pgque.tick);
-end
-$$;
-
 -- Opens the window that follows a position: up to the furthest of the next 100
 -- ticks before which no more than p_max events were numbered, so that a
 -- consumer which lags behind many small ticks gets full batches; at least one
--- tick.  No window if there is no further tick.
-create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
+-- tick.  No window if there is no further tick.  p_reader is the queue's queue_reader, if
+-- that is known.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_reader  text;
+  v_reader  text := p_reader;
   v_tick    pgque.tick;
 begin
-  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
-  if not found then
-    raise undefined_table;
-  elsif v_reader = pgque.version() then
+  if v_reader is null then
+    select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+    if not found then
+      raise undefined_table;
+    end if;
+  end if;
+  if v_reader = pgque.version() then
     execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
+    if v_tick.tick_id is not null then
+      p_position.pos_next_tick := v_tick.tick_id;   -- as _with_window() does
+      p_position.pos_next_snapshot := v_tick.tick_snapshot;
+      p_position.pos_next_event_seq := v_tick.tick_event_seq;
+    end if;
+    return p_position;
   end if;
   for v_tick in execute pg_catalog.format(
     'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)
@@ -4331,35 +4345,36 @@ begin
 end
 $$;
 
--- Whether a batch is closed.  Where the delivery is in the leaf that is written, p_leaf,
--- so is what was said about it: then the other leaf, which is to be emptied, is not asked.
-create or replace function pgque._is_closed(p_batch bigint, p_leaf int default null) returns boolean
+-- Whether a batch is closed.
+create or replace function pgque._is_closed(p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
-  if p_leaf = 0 then
-    return exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0);
-  elsif p_leaf = 1 then
-    return exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0);
-  end if;
   return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0);
 end
 $$;
 
 -- The open batch that a consumer on its own has, or a subconsumer: it comes again.
--- p_leaf is the leaf that is written.
+-- p_leaf is the leaf that is written: where the delivery is there, so is what was said
+-- about it, and the other leaf, which is to be emptied, is not asked.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_token  bigint;
+  v_token   bigint;
+  v_closed  boolean;
 begin
   if p_sub.sub_role = 'pool' then
     return null;
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
     continue when p_worker is not null and (pgque._lease(p_sub.sub_id, v_token)).pos_worker is distinct from p_worker;
-    if not pgque._is_closed(v_token, case when p_worker is null and p_pos.leaf = p_leaf then p_leaf end)
-      or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token)
-    then
+    if p_worker is null and p_pos.leaf = p_leaf and p_leaf = 0 then
+      v_closed := exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0);
+    elsif p_worker is null and p_pos.leaf = p_leaf then
+      v_closed := exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0);
+    else
+      v_closed := pgque._is_closed(v_token);
+    end if;
+    if not v_closed or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token) then
       return v_token;
     end if;
   end loop;
@@ -4454,12 +4469,17 @@ declare
   v_count   int := 0;
   v_done    int := 0;
 begin
-  if not pgque._lock_batch(p_sub, p_batch) then
-    return 0;
+  if p_sub.sub_role = 'pool' then   -- as in _lock_batch()
+    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+  else
+    perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+    if not found then
+      return 0;
+    end if;
   end if;
   if not pgque._old_snapshot() then
     -- The usual case in one statement, which keeps away from the leaf that is to be emptied.
-    if pgque._journal_leaf() = 0 then
+    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) = 0 then
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
       select p_batch, 0, p_sub.sub_id
       from pgque.position_0 p
@@ -4940,9 +4960,10 @@ declare
   v_pos     pgque.position;
   v_token   bigint;
   v_room    bigint;
-  v_row     pgque.delivery;
-  v_rows    text;
   v_sifted  record;
+  v_rows    text;
+  v_row     pgque.delivery;
+  v_limit   bigint;
   v_last    bigint;
   v_count   bigint := 0;
   v_looked  bigint := 0;
@@ -4985,36 +5006,38 @@ begin
       v_pos := v_sifted.pos;
       v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
       if v_sifted.rows is not null then
-        return query execute v_sifted.rows using v_sifted.ids, v_token, v_queue.queue_name;
+        return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
         get diagnostics v_count = row_count;
       end if;
-    elsif v_room <= 1000 then
-      if pgque._is_big(v_pos, v_room) or v_pos.pos_tick < v_pos.pos_high or v_queue.queue_reader is distinct from pgque.version() then
-        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit ' || v_room + 1;
-      else
-        -- A small window is read straight, by functions whose plans the session keeps.
-        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($4, $5, $6, $7, $8, $2, 1, $3)';
-      end if;
-      for v_row in
-        execute v_rows
-        using null::bigint[], v_token, v_queue.queue_name,
-          v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_room + 1
-      loop
-        if v_count = v_room then
-          v_pos.pos_last_id := v_last;   -- there are more
-          exit;
-        end if;
-        v_count := v_count + 1;
-        v_last := v_row.msg_id;
-        return next v_row;
-      end loop;
-      v_pos.pos_done_count := v_count;
     else
-      v_rows := pgque._slice_sql(v_sub, v_pos, '', v_room);
-      return query execute pgque._delivery_sql(v_rows) || ' limit ' || v_room using null::bigint[], v_token, v_queue.queue_name;
-      get diagnostics v_count = row_count;
+      if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true and v_queue.queue_reader = pgque.version() then
+        -- A small window is read straight, by functions whose plans the session keeps.
+        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($3, $4, $5, $6, $7, $1, 1, $2)';
+      else
+        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit $7';
+      end if;
+      -- A loop costs more per row, but knows whether there is one more than fit.
+      v_limit := v_room + (v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
+      if v_limit > v_room then
+        for v_row in
+          execute v_rows
+          using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit
+        loop
+          if v_count = v_room then
+            v_pos.pos_last_id := v_last;
+            exit;
+          end if;
+          v_count := v_count + 1;
+          v_last := v_row.msg_id;
+          return next v_row;
+        end loop;
+      else
+        return query execute v_rows
+        using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit;
+        get diagnostics v_count = row_count;
+        v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
+      end if;
       v_pos.pos_done_count := v_count;
-      v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(v_rows, v_room) end;
     end if;
     v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
     if v_count = 0 then
@@ -5055,13 +5078,26 @@ declare
   v_now    timestamptz := pgque.clock();
   v_found  record;
   v_ahead  pgque.position;
+  v_acked  int;
 begin
   if (p_max >= 1) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
       'It is the greatest number of messages to hand out.');
   end if;
   loop
-    v_found := pgque._find(p_queue, p_consumer, p_caller);
+    -- As _find() does.
+    select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
+      q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
+    into v_found
+    from pgque.queue q
+    join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+    join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+    cross join pgque.journal j
+    where q.queue_name = p_queue collate pg_catalog."default"
+      and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
+    if not found then
+      select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
+    end if;
     sub := v_found.sub;
     leaf := v_found.leaf;
     if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
@@ -5073,7 +5109,7 @@ begin
     if p_ack is null then
       null;
     elsif (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
-      perform pgque._close(sub, p_ack);
+      v_acked := pgque._close(sub, p_ack);
     else
       perform pgque._ack(pgque._batch_for(p_caller, p_ack));
     end if;
@@ -5084,8 +5120,8 @@ begin
       open := pgque._open_batch_of(sub, pos, p_worker, leaf);
       if open is null then
         v_ahead := pgque._next_from(pos);
-        if v_ahead.pos_next_tick is null then
-          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span);
+        if v_ahead.pos_next_tick is null and (v_found.last_tick <= v_ahead.pos_tick) is not true then
+          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span, v_found.reader);
         end if;
         if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
           and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
@@ -5111,6 +5147,9 @@ begin
   if v_found.newer or pgque._is_newer(pos, leaf) then
     leaf := pgque._journal_leaf();
     pos := pgque._position(sub.sub_id, leaf);
+    if v_acked = 1 then
+      pos.pos_open := pg_catalog.array_remove(pos.pos_open, p_ack);
+    end if;
     open := pgque._open_batch_of(sub, pos, p_worker, leaf);
     v_ahead := pgque._next_from(pos);
   end if;
@@ -5182,7 +5221,7 @@ declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using p_batch, p_queue.queue_name;
   else
     return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;
@@ -5214,14 +5253,12 @@ begin
 end
 $$;
 
--- Rows of pgque.event as they are delivered: those with ids $1, in the batch $2, of the
--- queue named $3.
-create or replace function pgque._delivery_sql(p_rows text) returns text
+-- Rows of pgque.event as they are delivered, in the batch $1 of the queue named $2.
+create or replace function pgque._delivery_sql(p_rows text, p_where text default '') returns text
 language sql immutable as $$
-  select 'select e.ev_id, $2, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+  select 'select e.ev_id, $1, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
     ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $3 from (' || p_rows || ') e'
-    ' where ($1 is null or ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id) order by e.ev_id'
+    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $2 from (' || p_rows || ') e' || p_where || ' order by e.ev_id'
 $$;
 
 -- The id of the p_n-th row of a slice, if there are more than that.  To count first is
@@ -5273,7 +5310,19 @@ begin
       update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
     end if;
   end if;
-  perform pgque._append_position(p_pos, p_leaf);
+  if pgque._old_snapshot() then
+    perform pgque._append_position(p_pos, p_leaf);
+    return;
+  end if;
+  -- As _append_position() does, under the lock.
+  p_pos.pos_seq := p_pos.pos_seq + 1;
+  p_pos.pos_time := pgque.clock();
+  p_pos.leaf := p_leaf;
+  if p_leaf = 0 then
+    insert into pgque.position_0 select p_pos.*;
+  else
+    insert into pgque.position_1 select p_pos.*;
+  end if;
 end
 $$;
 
@@ -5387,7 +5436,7 @@ begin
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
   end if;
   if ids is not null then
-    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)));
+    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)), ' where ($3)[pg_catalog.width_bucket(e.ev_id, $3)] = e.ev_id');
   end if;
 end
 $$;

@@ -193,7 +193,7 @@ comment on column pgque.queue.queue_retention_period is
   'default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
-comment on column pgque.queue.queue_tick_seq is 'Sequence through which force_next_tick() asks for a tick.';
+comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick asks for a tick; see force_next_tick().';
 comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
 comment on column pgque.queue.queue_created_at is 'When it was created.';
 comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';

@@ -285,6 +285,7 @@ begin
   execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick.tick_id', v_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (v_id * 3, v_id, 1, pgque.clock(), pgque._tick_snapshot(), 0);
+  perform setval(format('pgque.tick_%s_seq', v_id)::regclass, 1);
   return 1;
 exception
   when unique_violation then

@@ -184,6 +184,8 @@ begin
   if pg_catalog.current_setting('synchronous_commit') = 'off' then
     perform pg_catalog.set_config('synchronous_commit', 'local', true);
   end if;
+  -- Before anybody can see the tick: by this, who has read it knows that there is no other.
+  perform pg_catalog.setval(p_queue.queue_tick_seq, p_tick_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (
     p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot,
@@ -343,6 +345,7 @@ begin
   p_look.settled := p_look.settled and v_tick.covered is true;
   p_look.tick_time := v_tick.last_time;
   p_look.ticked := v_tick.new_id is not null;
+  p_look.tick_seq := coalesce(v_tick.new_id, p_look.tick_seq);   -- a tick sets the sequence
   -- Many ticks fill their table long before the rotation period has passed.
   perform pgque.maint_rotate_tables_step1(v_queue.queue_name) where v_tick.new_id % 1000 = 0;
   perform pgque._let_go() where not p_look.ticked and not v_queue.queue_restored;

@@ -251,11 +251,12 @@ begin
   execute pg_catalog.format(
     $template$
     create or replace function pgque._ticks_%1$s(p_tick bigint, p_event_seq bigint, p_max bigint) returns pgque.tick
-    language plpgsql set enable_seqscan = off set jit = off as $body$
+    language plpgsql as $body$
     declare
       v_first  pgque.tick;
       v_tick   pgque.tick;
     begin
+      -- Its callers have turned sequential scans off, for the plan that is kept.
       for v_tick in
         select t.*
         from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t
@@ -279,7 +280,7 @@ begin
     create or replace function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
-    language plpgsql set enable_seqscan = off set jit = off as $body$
+    language plpgsql set enable_seqscan = off as $body$
     declare
       v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
       v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);
@@ -301,6 +302,10 @@ begin
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
+  -- As _store_tick() does; up to 0.5 the sequence was set only to ask for a tick.
+  perform pg_catalog.setval(q.queue_tick_seq, greatest(pg_catalog.pg_sequence_last_value(q.queue_tick_seq), (pgque._last_tick(q)).tick_id))
+  from pgque.queue q
+  where q.queue_id = p_queue_id and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) < (pgque._last_tick(q)).tick_id is not false;
 end
 $function$;
 
@@ -314,6 +319,7 @@ begin
   for v_id in
     select q.queue_id from pgque.queue q where q.queue_reader is distinct from pgque.version() order by q.queue_id limit 100 for no key update skip locked
   loop
+    continue when not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.tick'), v_id);
     perform pgque._create_reader(v_id);
     update pgque.queue q set queue_reader = pgque.version(), queue_xid = pgque._queue_xid(q) where q.queue_id = v_id;
     v_count := v_count + 1;

@@ -140,10 +140,10 @@ begin
       return pgque._past_window(p_position);
     end if;
     p_position.pos_done_id := p_position.pos_last_id;
+    p_position.pos_last_id := null;
+    p_position.pos_fresh := 0;
   end if;
-  p_position.pos_last_id := null;
   p_position.pos_batch := null;
-  p_position.pos_fresh := 0;
   p_position.pos_shelf := 0;
   p_position.pos_keys := null;
   return p_position;
@@ -163,11 +163,15 @@ $$;
 
 -- A position at a tick, with no window and no batch of its own.
 create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
+language sql immutable as $$ select pgque._past_window(pgque._with_window(p_position, p_tick)) $$;
+
+-- A position at the end of its window.
+create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
-  p_position.pos_tick := p_tick.tick_id;
-  p_position.pos_snapshot := p_tick.tick_snapshot;
-  p_position.pos_event_seq := p_tick.tick_event_seq;
+  p_position.pos_tick := p_position.pos_next_tick;
+  p_position.pos_snapshot := p_position.pos_next_snapshot;
+  p_position.pos_event_seq := p_position.pos_next_event_seq;
   p_position.pos_next_tick := null;
   p_position.pos_next_snapshot := null;
   p_position.pos_next_event_seq := null;
@@ -182,31 +186,31 @@ begin
 end
 $$;
 
--- A position at the end of its window.
-create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
-language plpgsql immutable as $$
-begin
-  return pgque._at_tick(p_position, row(
-    null, null, p_position.pos_next_tick, null, p_position.pos_next_snapshot, p_position.pos_next_event_seq)::pgque.tick);
-end
-$$;
-
 -- Opens the window that follows a position: up to the furthest of the next 100
 -- ticks before which no more than p_max events were numbered, so that a
 -- consumer which lags behind many small ticks gets full batches; at least one
--- tick.  No window if there is no further tick.
-create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint) returns pgque.position
+-- tick.  No window if there is no further tick.  p_reader is the queue's queue_reader, if
+-- that is known.
+create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_reader  text;
+  v_reader  text := p_reader;
   v_tick    pgque.tick;
 begin
-  select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
-  if not found then
-    raise undefined_table;
-  elsif v_reader = pgque.version() then
+  if v_reader is null then
+    select q.queue_reader into v_reader from pgque.queue q where q.queue_id = p_queue_id;
+    if not found then
+      raise undefined_table;
+    end if;
+  end if;
+  if v_reader = pgque.version() then
     execute 'select * from pgque._ticks_' || p_queue_id || '($1, $2, $3)' into v_tick using p_position.pos_tick, p_position.pos_event_seq, p_max;
-    return case when v_tick.tick_id is null then p_position else pgque._with_window(p_position, v_tick) end;
+    if v_tick.tick_id is not null then
+      p_position.pos_next_tick := v_tick.tick_id;   -- as _with_window() does
+      p_position.pos_next_snapshot := v_tick.tick_snapshot;
+      p_position.pos_next_event_seq := v_tick.tick_event_seq;
+    end if;
+    return p_position;
   end if;
   for v_tick in execute pg_catalog.format(
     'select t.* from (%s) t where t.tick_id > %s order by t.tick_id limit 100', pgque._ticks_sql(p_queue_id), p_position.pos_tick)

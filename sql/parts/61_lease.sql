@@ -169,35 +169,36 @@ begin
 end
 $$;
 
--- Whether a batch is closed.  Where the delivery is in the leaf that is written, p_leaf,
--- so is what was said about it: then the other leaf, which is to be emptied, is not asked.
-create or replace function pgque._is_closed(p_batch bigint, p_leaf int default null) returns boolean
+-- Whether a batch is closed.
+create or replace function pgque._is_closed(p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
-  if p_leaf = 0 then
-    return exists (select from pgque.settled_0 s where s.set_batch = p_batch and s.set_ev_id = 0);
-  elsif p_leaf = 1 then
-    return exists (select from pgque.settled_1 s where s.set_batch = p_batch and s.set_ev_id = 0);
-  end if;
   return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0);
 end
 $$;
 
 -- The open batch that a consumer on its own has, or a subconsumer: it comes again.
--- p_leaf is the leaf that is written.
+-- p_leaf is the leaf that is written: where the delivery is there, so is what was said
+-- about it, and the other leaf, which is to be emptied, is not asked.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_token  bigint;
+  v_token   bigint;
+  v_closed  boolean;
 begin
   if p_sub.sub_role = 'pool' then
     return null;
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
     continue when p_worker is not null and (pgque._lease(p_sub.sub_id, v_token)).pos_worker is distinct from p_worker;
-    if not pgque._is_closed(v_token, case when p_worker is null and p_pos.leaf = p_leaf then p_leaf end)
-      or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token)
-    then
+    if p_worker is null and p_pos.leaf = p_leaf and p_leaf = 0 then
+      v_closed := exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0);
+    elsif p_worker is null and p_pos.leaf = p_leaf then
+      v_closed := exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0);
+    else
+      v_closed := pgque._is_closed(v_token);
+    end if;
+    if not v_closed or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token) then
       return v_token;
     end if;
   end loop;
@@ -292,12 +293,17 @@ declare
   v_count   int := 0;
   v_done    int := 0;
 begin
-  if not pgque._lock_batch(p_sub, p_batch) then
-    return 0;
+  if p_sub.sub_role = 'pool' then   -- as in _lock_batch()
+    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
+  else
+    perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
+    if not found then
+      return 0;
+    end if;
   end if;
   if not pgque._old_snapshot() then
     -- The usual case in one statement, which keeps away from the leaf that is to be emptied.
-    if pgque._journal_leaf() = 0 then
+    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) = 0 then
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
       select p_batch, 0, p_sub.sub_id
       from pgque.position_0 p

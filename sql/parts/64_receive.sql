@@ -14,9 +14,10 @@ declare
   v_pos     pgque.position;
   v_token   bigint;
   v_room    bigint;
-  v_row     pgque.delivery;
-  v_rows    text;
   v_sifted  record;
+  v_rows    text;
+  v_row     pgque.delivery;
+  v_limit   bigint;
   v_last    bigint;
   v_count   bigint := 0;
   v_looked  bigint := 0;
@@ -59,36 +60,38 @@ begin
       v_pos := v_sifted.pos;
       v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
       if v_sifted.rows is not null then
-        return query execute v_sifted.rows using v_sifted.ids, v_token, v_queue.queue_name;
+        return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
         get diagnostics v_count = row_count;
       end if;
-    elsif v_room <= 1000 then
-      if pgque._is_big(v_pos, v_room) or v_pos.pos_tick < v_pos.pos_high or v_queue.queue_reader is distinct from pgque.version() then
-        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit ' || v_room + 1;
-      else
-        -- A small window is read straight, by functions whose plans the session keeps.
-        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($4, $5, $6, $7, $8, $2, 1, $3)';
-      end if;
-      for v_row in
-        execute v_rows
-        using null::bigint[], v_token, v_queue.queue_name,
-          v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_room + 1
-      loop
-        if v_count = v_room then
-          v_pos.pos_last_id := v_last;   -- there are more
-          exit;
-        end if;
-        v_count := v_count + 1;
-        v_last := v_row.msg_id;
-        return next v_row;
-      end loop;
-      v_pos.pos_done_count := v_count;
     else
-      v_rows := pgque._slice_sql(v_sub, v_pos, '', v_room);
-      return query execute pgque._delivery_sql(v_rows) || ' limit ' || v_room using null::bigint[], v_token, v_queue.queue_name;
-      get diagnostics v_count = row_count;
+      if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true and v_queue.queue_reader = pgque.version() then
+        -- A small window is read straight, by functions whose plans the session keeps.
+        v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($3, $4, $5, $6, $7, $1, 1, $2)';
+      else
+        v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit $7';
+      end if;
+      -- A loop costs more per row, but knows whether there is one more than fit.
+      v_limit := v_room + (v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
+      if v_limit > v_room then
+        for v_row in
+          execute v_rows
+          using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit
+        loop
+          if v_count = v_room then
+            v_pos.pos_last_id := v_last;
+            exit;
+          end if;
+          v_count := v_count + 1;
+          v_last := v_row.msg_id;
+          return next v_row;
+        end loop;
+      else
+        return query execute v_rows
+        using v_token, v_queue.queue_name, v_pos.pos_snapshot, v_pos.pos_next_snapshot, v_sub.sub_id, coalesce(v_pos.pos_done_id, 0), v_limit;
+        get diagnostics v_count = row_count;
+        v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(pgque._slice_sql(v_sub, v_pos, '', v_room), v_room) end;
+      end if;
       v_pos.pos_done_count := v_count;
-      v_pos.pos_last_id := case when v_count = v_room then pgque._last_of(v_rows, v_room) end;
     end if;
     v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
     if v_count = 0 then
@@ -129,13 +132,26 @@ declare
   v_now    timestamptz := pgque.clock();
   v_found  record;
   v_ahead  pgque.position;
+  v_acked  int;
 begin
   if (p_max >= 1) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
       'It is the greatest number of messages to hand out.');
   end if;
   loop
-    v_found := pgque._find(p_queue, p_consumer, p_caller);
+    -- As _find() does.
+    select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
+      q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
+    into v_found
+    from pgque.queue q
+    join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
+    join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
+    cross join pgque.journal j
+    where q.queue_name = p_queue collate pg_catalog."default"
+      and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
+    if not found then
+      select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
+    end if;
     sub := v_found.sub;
     leaf := v_found.leaf;
     if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
@@ -147,7 +163,7 @@ begin
     if p_ack is null then
       null;
     elsif (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
-      perform pgque._close(sub, p_ack);
+      v_acked := pgque._close(sub, p_ack);
     else
       perform pgque._ack(pgque._batch_for(p_caller, p_ack));
     end if;
@@ -158,8 +174,8 @@ begin
       open := pgque._open_batch_of(sub, pos, p_worker, leaf);
       if open is null then
         v_ahead := pgque._next_from(pos);
-        if v_ahead.pos_next_tick is null then
-          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span);
+        if v_ahead.pos_next_tick is null and (v_found.last_tick <= v_ahead.pos_tick) is not true then
+          v_ahead := pgque._open_window(v_ahead, sub.sub_queue, span, v_found.reader);
         end if;
         if v_ahead.pos_next_tick is null and (v_now >= v_ahead.pos_lapse) is not true
           and not exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now)
@@ -185,6 +201,9 @@ begin
   if v_found.newer or pgque._is_newer(pos, leaf) then
     leaf := pgque._journal_leaf();
     pos := pgque._position(sub.sub_id, leaf);
+    if v_acked = 1 then
+      pos.pos_open := pg_catalog.array_remove(pos.pos_open, p_ack);
+    end if;
     open := pgque._open_batch_of(sub, pos, p_worker, leaf);
     v_ahead := pgque._next_from(pos);
   end if;
@@ -256,7 +275,7 @@ declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using null::bigint[], p_batch, p_queue.queue_name;
+    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using p_batch, p_queue.queue_name;
   else
     return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;
@@ -288,14 +307,12 @@ begin
 end
 $$;
 
--- Rows of pgque.event as they are delivered: those with ids $1, in the batch $2, of the
--- queue named $3.
-create or replace function pgque._delivery_sql(p_rows text) returns text
+-- Rows of pgque.event as they are delivered, in the batch $1 of the queue named $2.
+create or replace function pgque._delivery_sql(p_rows text, p_where text default '') returns text
 language sql immutable as $$
-  select 'select e.ev_id, $2, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
+  select 'select e.ev_id, $1, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
     ' e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4, e.ev_headers, e.ev_key, e.ev_bytes,'
-    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $3 from (' || p_rows || ') e'
-    ' where ($1 is null or ($1)[pg_catalog.width_bucket(e.ev_id, $1)] = e.ev_id) order by e.ev_id'
+    ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $2 from (' || p_rows || ') e' || p_where || ' order by e.ev_id'
 $$;
 
 -- The id of the p_n-th row of a slice, if there are more than that.  To count first is
@@ -347,7 +364,19 @@ begin
       update pgque.subscriber s set sub_offsets = false where s.sub_id = p_sub.sub_id;
     end if;
   end if;
-  perform pgque._append_position(p_pos, p_leaf);
+  if pgque._old_snapshot() then
+    perform pgque._append_position(p_pos, p_leaf);
+    return;
+  end if;
+  -- As _append_position() does, under the lock.
+  p_pos.pos_seq := p_pos.pos_seq + 1;
+  p_pos.pos_time := pgque.clock();
+  p_pos.leaf := p_leaf;
+  if p_leaf = 0 then
+    insert into pgque.position_0 select p_pos.*;
+  else
+    insert into pgque.position_1 select p_pos.*;
+  end if;
 end
 $$;
 

@@ -95,7 +95,7 @@ begin
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
   end if;
   if ids is not null then
-    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)));
+    rows := pgque._delivery_sql(pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos)), ' where ($3)[pg_catalog.width_bucket(e.ev_id, $3)] = e.ev_id');
   end if;
 end
 $$;
