@@ -31,8 +31,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "never arrived",
         [
             (
-                "if p_batch.pos_last_id is null then\n    return pgque._past_window(p_position);",
-                "if true then\n    return pgque._past_window(p_position);",
+                "if p_position.pos_last_id is null then\n      return pgque._past_window(p_position);",
+                "if true then\n      return pgque._past_window(p_position);",
             )
         ],
     ),
@@ -40,8 +40,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "never arrived",
         [
             (
-                "if p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count then",
-                "if true then",
+                "if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then",
+                "if v_sub.sub_role = 'pool' then",
             )
         ],
     ),
@@ -70,9 +70,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "handed out while its lease lived",
         [
             (
-                "if pgque._lock_subscriber(p_sub.sub_id) = 'coop_main' then",
-                "if (select s.sub_role from pgque.subscriber s where s.sub_id = p_sub.sub_id for key share)"
-                " = 'coop_main' then",
+                "exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;",
+                "exit when (select s.sub_role from pgque.subscriber s where s.sub_id = sub.sub_id for key share) = sub.sub_role;",
             )
         ],
     ),
@@ -81,8 +80,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [
             ("set ev_batch = p_token, ev_worker", "set ev_batch = coalesce(r.ev_batch, p_token), ev_worker"),
             (
-                "where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token\n",
-                "where r.ev_owner = p_sub.sub_id and r.ev_retry_after = v_pos.pos_until\n",
+                "select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);",
+                "select r.ev_id, v_token, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time, r.ev_extra1, r.ev_extra2,"
+                " r.ev_extra3, r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_receives, r.ev_error, r.ev_expires, v_queue.queue_name"
+                " from pgque.retry_queue r where r.ev_owner = v_sub.sub_id and r.ev_retry_after = v_turn.until;",
             ),
         ],
     ),
@@ -90,8 +91,7 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "overtook",
         [
             (
-                "or (v_lane is not null and exists (select from pgque.retry_queue r"
-                " where r.ev_owner = p_sub.sub_id and r.ev_lane = v_lane))",
+                "or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)",
                 "",
             ),
             ("and (o.ev_id < r.ev_id or o.ev_batch is not null", "and (o.ev_batch is not null"),
@@ -124,11 +124,25 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     ),
     "an expired message is handed out": (
         "came afterwards",
-        [("elsif v_row.ev_expires <= p_now then", "elsif false then")],
+        [
+            (
+                "when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy)",
+                "when e.ev_id = any (v_busy)",
+            )
+        ],
     ),
     "receive attempts have no limit": (
         "more than",
-        [("elsif v_row.ev_receives >= p_queue.queue_max_receive_attempts then", "elsif false then")],
+        [
+            (
+                "case when p_sub.sub_role = 'pool' then p_queue.queue_max_receive_attempts else 2147483647 end;",
+                "2147483647;",
+            ),
+            (
+                "if v_row.ev_expires <= p_now or p_sub.sub_role = 'pool' and v_row.ev_receives >= p_queue.queue_max_receive_attempts then",
+                "if v_row.ev_expires <= p_now then",
+            ),
+        ],
     ),
 }
 

@@ -13,21 +13,26 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Consumers,
         [
             (
-                "        v_item.ev_retry := coalesce(v_item.ev_retry, 0) + 1;",
-                "        v_item.ev_retry := coalesce(v_item.ev_retry, 0);",
+                "    p_item.ev_retry := coalesce(p_item.ev_retry, 0) + 1;",
+                "    p_item.ev_retry := coalesce(p_item.ev_retry, 0);",
             )
         ],
     ),
     "an open batch comes again with what was settled": (
         Consumers,
-        [("    v_and := pgque._unsettled_condition(v_batch);", "    v_and := '';")],
+        [
+            (
+                "    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch))",
+                "    ' and %s is not null', p_lease.pos_batch))",
+            )
+        ],
     ),
     "a slice ends one message too late": (
         Consumers,
         [
             (
-                "  v_batch.pos_last_id := v_next_id - 1;\n  v_batch.pos_done_count := v_batch.pos_done_count + v_count;\n  if cardinality",
-                "  v_batch.pos_last_id := v_next_id;\n  v_batch.pos_done_count := v_batch.pos_done_count + v_count;\n  if cardinality",
+                "          if v_count = v_room then\n            v_pos.pos_last_id := v_last;",
+                "          if v_count = v_room then\n            v_pos.pos_last_id := v_row.msg_id;",
             )
         ],
     ),
@@ -36,7 +41,7 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Workers,
         [
             (
-                "v_piece := case when lapsed then pgque._piece(v_rows[1].ev_receives, p_queue.queue_max_receive_attempts, p_max) else p_max end;",
+                "v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;",
                 "v_piece := p_max;",
             )
         ],
@@ -45,8 +50,8 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Workers,
         [
             (
-                "v_until := greatest(coalesce(v_state.until, v_lease.pos_until), pgque.clock()) + $2;",
-                "v_until := pgque.clock() + $2;",
+                "v_until := case when p_extend then greatest(coalesce(v_state.until, v_lease.pos_until), v_now) else v_now end + p_span;",
+                "v_until := v_now + p_span;",
             )
         ],
     ),
