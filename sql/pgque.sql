@@ -395,7 +395,7 @@ comment on column pgque.config.delete_expired_every is
 -- pgque._rebase() has to run before the queue takes events.
 --   queue_own                    the settings that are the queue's own; the others
 --                                follow config.defaults
---   queue_keyed, queue_expiring  whether a message ever had a key, a ttl
+--   queue_keyed, queue_expiring  whether a message ever had a key, a ttl: ask _keyed(), _expiring()
 --   queue_health_...             when health() warns and when it fails; 0 is never
 --   queue_reader                 which version's reader functions it has
 create table if not exists pgque.queue (
@@ -1575,7 +1575,51 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
   'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
--- Notes for good that messages of a queue may expire.
+-- What the messages of a queue have had: keys, ttls.  Senders append a row with the
+-- first key and the first ttl, and wait for nobody: an update of the queue's row would
+-- stop pause() and subscribe() until they commit.  Two first senders append two rows.
+create table if not exists pgque.queue_option (
+  opt_queue  int not null,
+  opt_name   text not null
+    constraint queue_option_known check (opt_name in ('key', 'ttl'))
+);
+comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl. Internal.';
+do $$
+begin
+  if to_regclass('pgque.queue_option_queue') is null then
+    create index queue_option_queue on pgque.queue_option (opt_queue);
+  end if;
+end
+$$;
+
+create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
+end
+$$;
+
+create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
+end
+$$;
+
+-- Notes for good that messages of a queue have keys, or expire.
+create or replace function pgque._note_options(p_queue pgque.queue, p_keyed boolean, p_expiring boolean) returns void
+language plpgsql as $$
+begin
+  if p_keyed and not pgque._keyed(p_queue) then
+    insert into pgque.queue_option values (p_queue.queue_id, 'key');
+  end if;
+  if p_expiring and not pgque._expiring(p_queue) then
+    insert into pgque.queue_option values (p_queue.queue_id, 'ttl');
+  end if;
+end
+$$;
+
+-- The same for a queue whose setting message_ttl was changed, so that its row is locked.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
 language sql volatile as $$
   update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
@@ -1751,6 +1795,7 @@ begin
   delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
   delete from pgque.queue_right r where r.right_queue = p_queue_id;
+  delete from pgque.queue_option o where o.opt_queue = p_queue_id;
   delete from pgque.queue q where q.queue_id = p_queue_id;
   if v_leaves is not null then
     execute 'truncate ' || v_leaves;
@@ -2078,23 +2123,78 @@ create or replace function pgque._room(p_queue pgque.queue, p_count bigint) retu
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
 -- How many messages more a queue with max_depth takes; PQ003 if fewer than
--- p_count.  Three answers, the cheapest first:
+-- p_count.  The session remembers up to which id there is room: consumers only
+-- move forward, and each message uses an id.  This does not hold
+--   * after a change of the queue's row, such as another max_depth;
+--   * after _depth_grows(), or while a transaction that called it is open;
+--   * beyond a transaction with an old snapshot.
+-- The value has a seal, because every role can set it.
+create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_name    text := 'pgque.depth_' || p_queue.queue_id;
+  v_known   text := current_setting(v_name, true);
+  v_upto    text := split_part(v_known, ' ', 1);
+  v_grown   bigint := coalesce(pg_sequence_last_value('pgque.depth_growth'), 0);
+  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_class   int := hashtext('pgque.depth');
+  v_steady  boolean;
+  v_left    bigint;
+begin
+  if v_known = pgque._sealed(v_upto, p_queue.queue_xid, v_grown) then
+    v_left := v_upto::bigint - v_last;
+    if v_left >= p_count then
+      return v_left;
+    end if;
+  end if;
+  -- Only a transaction that called _depth_grows() holds this lock for long.
+  v_steady := pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_advisory_unlock(v_class, p_queue.queue_id);
+  v_left := pgque._find_room(p_queue, p_count, v_last);
+  if v_left is null then
+    return greatest(p_queue.queue_max_depth, p_count);
+  elsif v_steady then
+    perform set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
+  end if;
+  return v_left;
+end
+$$;
+
+-- What a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
+create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
+language sql immutable as $$
+  select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')
+$$;
+
+-- Call it before the depth of a queue grows without a send: before a consumer is
+-- subscribed or moved back, and before a dead letter is requeued.  Senders then forget
+-- what they remember, and remember nothing until this transaction ends.
+create sequence if not exists pgque.depth_growth;
+create or replace function pgque._depth_grows(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.depth'), p_queue_id);
+  perform pg_catalog.nextval('pgque.depth_growth');
+end
+$$;
+
+-- How many messages more a queue takes after an id; PQ003 if fewer than p_count.  Null:
+-- there is no consumer and no delayed message, so nothing counts.
+-- Three answers, the cheapest first:
 --   * No consumer stands before the oldest stored tick.
 --   * The slowest consumer is looked up.  There may be ten thousand of them.
 --   * Near the limit the messages are counted, because rolled-back sends use ids too.
 --     This is always so with an external ticker, whose event_seq may mean anything.
-create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
+language plpgsql as $$
 declare
-  v_last     bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
   v_waiting  bigint;
   v_oldest   bigint;
   v_left     bigint;
 begin
   select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
   v_oldest := least(pgque._first_event_seq(p_queue.queue_id), v_waiting);
-  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
-  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= v_last then
+  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
+  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= p_last then
     return v_left;
   end if;
   select least(min(p.pos_event_seq), v_waiting) into v_oldest
@@ -2102,16 +2202,16 @@ begin
   cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
   if v_oldest is null then
-    return greatest(p_queue.queue_max_depth, p_count);   -- nobody waits for anything
+    return null;
   end if;
-  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
-  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > v_last then
+  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
+  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > p_last then
     v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
   end if;
   if v_left < p_count then
-    perform pgque._fail('PQ003', format('queue full: %I', p_queue.queue_name),
+    perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
       'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
-      format('max_depth is %s.', p_queue.queue_max_depth));
+      pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
 end
@@ -2274,35 +2374,72 @@ begin
 end
 $$;
 
--- Notes for good that messages of a queue have keys, or expire: consumers look for that.
-create or replace function pgque._note_options(p_queue pgque.queue, p_keyed boolean, p_expiring boolean) returns void
-language plpgsql as $$
-begin
-  if (p_keyed and not p_queue.queue_keyed) or (p_expiring and not p_queue.queue_expiring) then
-    update pgque.queue q
-    set queue_keyed = q.queue_keyed or p_keyed, queue_expiring = q.queue_expiring or p_expiring, queue_xid = pgque._queue_xid(q)
-    where q.queue_id = p_queue.queue_id and ((p_keyed and not q.queue_keyed) or (p_expiring and not q.queue_expiring));
-  end if;
-end
-$$;
+-- Every key belongs to one of 1024 buckets of its queue.  A transaction with up to 200
+-- keys locks each key, and its bucket in share mode.  One with more keys locks whole
+-- buckets instead, so that no transaction has more than about a thousand locks.
+create or replace function pgque._key_class(p_queue_id int) returns int
+language sql immutable as $$ select pg_catalog.hashtext('pgque.key ' || p_queue_id) $$;
 
--- What is done about a key of a queue is done under its lock.  They are taken in
--- one order, so that two batches can not wait for each other; for a great many
--- keys one lock stands for all.
+create or replace function pgque._bucket_class(p_queue_id int) returns int
+language sql immutable as $$ select pg_catalog.hashtext('pgque.bucket ' || p_queue_id) $$;
+
+create or replace function pgque._bucket(p_key text) returns int
+language sql immutable as $$ select pg_catalog.hashtext(p_key) & 1023 $$;
+
+create or replace function pgque._many_keys(p_count bigint) returns boolean
+language sql immutable as $$ select p_count > 200 $$;
+
+-- Locks keys of a queue until the transaction ends, as everything must that sends or
+-- removes a message with a key.  Locks are taken in one order, so that two batches
+-- cannot wait for each other.
 create or replace function pgque._lock_keys(p_queue_id int, p_keys text[]) returns void
 language plpgsql as $$
 declare
-  v_class   int := pg_catalog.hashtext('pgque.key ' || p_queue_id);
-  v_hashes  int[] := array(select distinct pg_catalog.hashtext(k.key) from pg_catalog.unnest(p_keys) k (key) where k.key is not null order by 1);
+  v_keys     text[] := array(select distinct k.key from pg_catalog.unnest(p_keys) k (key) where k.key is not null);
+  v_buckets  int[] := array(select distinct pgque._bucket(k.key) from pg_catalog.unnest(v_keys) k (key) order by 1);
 begin
   -- See _let_keys_be_said().
   perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.passing'), p_queue_id);
-  if pg_catalog.cardinality(v_hashes) > 200 then
-    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue_id);
+  if pgque._many_keys(pg_catalog.cardinality(v_keys)) then
+    perform pgque._lock_buckets(p_queue_id, v_buckets);
     return;
   end if;
-  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue_id);
-  perform pg_catalog.pg_advisory_xact_lock(v_class, h.hash) from (select h.hash from pg_catalog.unnest(v_hashes) h (hash) order by 1) h;
+  perform pg_catalog.pg_advisory_xact_lock_shared(pgque._bucket_class(p_queue_id), b.bucket) from pg_catalog.unnest(v_buckets) b (bucket);
+  perform pg_catalog.pg_advisory_xact_lock(pgque._key_class(p_queue_id), h.hash)
+  from (select distinct pg_catalog.hashtext(k.key) as hash from pg_catalog.unnest(v_keys) k (key) order by 1) h;
+end
+$$;
+
+-- Locks buckets.  While one of them is busy for longer than a moment, this waits for that
+-- one only and releases the others, so that their keys can be sent and delivered.
+create or replace function pgque._lock_buckets(p_queue_id int, p_buckets int[]) returns void
+language plpgsql as $$
+declare
+  v_class   int := pgque._bucket_class(p_queue_id);
+  v_wait    text := pg_catalog.current_setting('lock_timeout');
+  v_moment  interval := least('50 milliseconds', nullif(v_wait::interval, '0'));
+  v_bucket  int;
+begin
+  loop
+    begin
+      perform pg_catalog.set_config('lock_timeout', pg_catalog.ceil(extract(epoch from v_moment) * 1000) || 'ms', true);
+      foreach v_bucket in array p_buckets loop
+        perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
+      end loop;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      return;
+    exception
+      when lock_not_available then
+        null;
+    end;
+    begin
+      perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
+  end loop;
 end
 $$;
 
@@ -2318,7 +2455,7 @@ declare
   v_wait   text := pg_catalog.current_setting('lock_timeout');
   v_end    timestamptz := pg_catalog.clock_timestamp() + coalesce(nullif(v_wait::interval, '0'), '1 minute');
 begin
-  if not p_queue.queue_keyed then
+  if not pgque._keyed(p_queue) then
     return;
   end if;
   for v_turn in 1..1000000 loop
@@ -4828,6 +4965,7 @@ begin
     perform pgque._no_queue(p_queue);
   end if;
   perform pgque._rebase(v_queue.queue_id);
+  perform pgque._depth_grows(v_queue.queue_id);
   perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at), p_caller);
   return 1;
 exception
@@ -4880,6 +5018,7 @@ begin
   -- As in seek().
   perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
+  perform pgque._depth_grows(v_queue.queue_id);
   perform pgque._move_to(v_sub, pgque._lock_position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
   return 0;
 end
@@ -4999,6 +5138,8 @@ begin
       exit when v_pos.pos_next_tick is null;
       -- Only now it is known whether a message of the window may have a key or a ttl.
       select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
+      v_queue.queue_keyed := pgque._keyed(v_queue);
+      v_queue.queue_expiring := pgque._expiring(v_queue);
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
@@ -5138,11 +5279,15 @@ begin
   v_now := pgque.clock();
   -- Whether it has a key or a ttl is known of every message in the window that was opened.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
+    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
+    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
     pos.pos_sub is null or j.journal_cur <> leaf as newer
   into v_found
   from pgque.queue q, pgque.journal j
   where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
+  queue.queue_keyed := queue.queue_keyed or v_found.keyed;   -- as _keyed() and _expiring() have it
+  queue.queue_expiring := queue.queue_expiring or v_found.expiring;
   due := v_found.due;
   if v_found.newer or pgque._is_newer(pos, leaf) then
     leaf := pgque._journal_leaf();
@@ -5356,7 +5501,7 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock; what is not delivered is looked through quickly.
-  v_look   bigint := case when p_whole then null when p_queue.queue_keyed then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
   v_rows   pgque.event[];
   v_more   boolean;
   v_busy   bigint[] := '{}';
@@ -5379,7 +5524,7 @@ begin
   if v_more then
     v_rows := v_rows[:v_look];
   end if;
-  if p_queue.queue_keyed then
+  if pgque._keyed(p_queue) then
     v_claim := pgque._claim(p_queue, v_rows);
     v_rows := v_claim.rows;
     v_busy := v_claim.busy;
@@ -5427,7 +5572,7 @@ begin
     using p_sub, v_now, v_found.aside;
   end if;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
-  if p_queue.queue_keyed then
+  if pgque._keyed(p_queue) then
     -- Expired ones too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
       select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
@@ -5657,7 +5802,7 @@ $$;
 -- were purged.
 create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
 language sql volatile as $$
-  select case when not q.queue_keyed then p_rows else (
+  select case when not pgque._keyed(q) then p_rows else (
     select pg_catalog.format(
       'select e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry,'
       ' case when s.ev_id is null then e.ev_type else s.ev_type end as ev_type,'
@@ -5679,15 +5824,13 @@ language sql volatile as $$
 $$;
 
 -- Before messages with keys are delivered for the first time, or passed: takes
--- their keys' locks and reads when they expire.  busy: somebody is replacing it, and is
--- not waited for; gone: it was purged.  A whole window may have more keys than one
--- transaction should lock: then one lock stands for all of them, and while senders
--- hold that one, the messages with the keys that are left over count as busy.
+-- their keys' locks, as _lock_keys() does but without waiting, and reads their bodies.
+-- busy: a message that is being replaced, or shares a bucket with one; gone: it was purged.
 create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
 language plpgsql as $$
 declare
-  v_class  int := pg_catalog.hashtext('pgque.keys');
-  v_most   bigint := greatest(pgque._lock_room() / 4, 200);
+  v_class    int := pgque._key_class(p_queue.queue_id);
+  v_buckets  int := pgque._bucket_class(p_queue.queue_id);
   v_said   pgque.event[];
   v_ids    bigint[];
   v_keys   text[];
@@ -5697,16 +5840,14 @@ begin
   from pg_catalog.unnest(p_rows) r
   where r.ev_key is not null
     and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
-  busy := '{}';
-  if (pg_catalog.cardinality(v_ids) > v_most and pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id)) is not true then
-    busy := array(
-      select r.id
-      from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) with ordinality r (id, key, n)
-      where case
-        when r.n > v_most or not pg_catalog.pg_try_advisory_xact_lock_shared(v_class, p_queue.queue_id) then true
-        else not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.key))
-      end);
-  end if;
+  busy := array(
+    select r.id
+    from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) r (id, key)
+    where not case
+      when pgque._many_keys(pg_catalog.cardinality(v_ids)) then pg_catalog.pg_try_advisory_xact_lock(v_buckets, pgque._bucket(r.key))
+      else pg_catalog.pg_try_advisory_xact_lock_shared(v_buckets, pgque._bucket(r.key))
+        and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
+    end);
   -- Under the locks nothing more is said.
   v_said := pgque._said(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
@@ -6205,7 +6346,7 @@ begin
       v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
       v_count := v_pos.pos_done_count;
       select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
-      if v_queue.queue_keyed or v_queue.queue_expiring then
+      if pgque._keyed(v_queue) or pgque._expiring(v_queue) then
         perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
       end if;
     end if;
@@ -6285,7 +6426,7 @@ declare
   v_lease  pgque.position := pgque._open_lease(v_sub, p_batch);
 begin
   if v_lease.pos_fresh > 0 and exists (
-    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not q.queue_keyed and not q.queue_expiring)
+    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
     and not (pgque._lease_state(p_batch)).closed
   then
     return pgque._slice_sql(v_sub, v_lease);
@@ -7599,6 +7740,7 @@ begin
     perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
       'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
   end if;
+  perform pgque._depth_grows(v_dead.dl_queue_id);
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
     ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
   select pgque.clock(), v_dead.dl_queue_id, s.sub_id, v_dead.ev_error,
@@ -7899,6 +8041,7 @@ begin
   where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
+  perform pgque._depth_grows(v_queue.queue_id) where $4;
   v_position := pgque._lock_position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
@@ -8022,7 +8165,7 @@ begin
   v_next := (v_queue.queue_cur_table + 1) % 3;
   -- What waits and has its body in this table only: most of that work is done, and
   -- stays done, before the table is locked.
-  if v_queue.queue_keyed then
+  if pgque._keyed(v_queue) then
     begin
       if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
         perform pgque._let_go();
@@ -8074,7 +8217,7 @@ begin
         perform pgque._let_go();
       end if;
       -- Who has such a row locked may wait for the table: then this gives up.
-      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where v_queue.queue_keyed;
+      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
     update pgque.queue q
@@ -8304,7 +8447,7 @@ declare
 begin
   v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
     case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
-  if p_queue.queue_keyed then
+  if pgque._keyed(p_queue) then
     -- As in receive(): a message whose body is being replaced is set aside.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);

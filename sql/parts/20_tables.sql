@@ -95,7 +95,7 @@ comment on column pgque.config.delete_expired_every is
 -- pgque._rebase() has to run before the queue takes events.
 --   queue_own                    the settings that are the queue's own; the others
 --                                follow config.defaults
---   queue_keyed, queue_expiring  whether a message ever had a key, a ttl
+--   queue_keyed, queue_expiring  whether a message ever had a key, a ttl: ask _keyed(), _expiring()
 --   queue_health_...             when health() warns and when it fails; 0 is never
 --   queue_reader                 which version's reader functions it has
 create table if not exists pgque.queue (

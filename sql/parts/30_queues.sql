@@ -344,7 +344,51 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
   'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
--- Notes for good that messages of a queue may expire.
+-- What the messages of a queue have had: keys, ttls.  Senders append a row with the
+-- first key and the first ttl, and wait for nobody: an update of the queue's row would
+-- stop pause() and subscribe() until they commit.  Two first senders append two rows.
+create table if not exists pgque.queue_option (
+  opt_queue  int not null,
+  opt_name   text not null
+    constraint queue_option_known check (opt_name in ('key', 'ttl'))
+);
+comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl. Internal.';
+do $$
+begin
+  if to_regclass('pgque.queue_option_queue') is null then
+    create index queue_option_queue on pgque.queue_option (opt_queue);
+  end if;
+end
+$$;
+
+create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
+end
+$$;
+
+create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
+end
+$$;
+
+-- Notes for good that messages of a queue have keys, or expire.
+create or replace function pgque._note_options(p_queue pgque.queue, p_keyed boolean, p_expiring boolean) returns void
+language plpgsql as $$
+begin
+  if p_keyed and not pgque._keyed(p_queue) then
+    insert into pgque.queue_option values (p_queue.queue_id, 'key');
+  end if;
+  if p_expiring and not pgque._expiring(p_queue) then
+    insert into pgque.queue_option values (p_queue.queue_id, 'ttl');
+  end if;
+end
+$$;
+
+-- The same for a queue whose setting message_ttl was changed, so that its row is locked.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
 language sql volatile as $$
   update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
@@ -520,6 +564,7 @@ begin
   delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
   delete from pgque.queue_right r where r.right_queue = p_queue_id;
+  delete from pgque.queue_option o where o.opt_queue = p_queue_id;
   delete from pgque.queue q where q.queue_id = p_queue_id;
   if v_leaves is not null then
     execute 'truncate ' || v_leaves;

@@ -99,23 +99,78 @@ create or replace function pgque._room(p_queue pgque.queue, p_count bigint) retu
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
 -- How many messages more a queue with max_depth takes; PQ003 if fewer than
--- p_count.  Three answers, the cheapest first:
+-- p_count.  The session remembers up to which id there is room: consumers only
+-- move forward, and each message uses an id.  This does not hold
+--   * after a change of the queue's row, such as another max_depth;
+--   * after _depth_grows(), or while a transaction that called it is open;
+--   * beyond a transaction with an old snapshot.
+-- The value has a seal, because every role can set it.
+create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_name    text := 'pgque.depth_' || p_queue.queue_id;
+  v_known   text := current_setting(v_name, true);
+  v_upto    text := split_part(v_known, ' ', 1);
+  v_grown   bigint := coalesce(pg_sequence_last_value('pgque.depth_growth'), 0);
+  v_last    bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
+  v_class   int := hashtext('pgque.depth');
+  v_steady  boolean;
+  v_left    bigint;
+begin
+  if v_known = pgque._sealed(v_upto, p_queue.queue_xid, v_grown) then
+    v_left := v_upto::bigint - v_last;
+    if v_left >= p_count then
+      return v_left;
+    end if;
+  end if;
+  -- Only a transaction that called _depth_grows() holds this lock for long.
+  v_steady := pg_try_advisory_lock(v_class, p_queue.queue_id) and pg_advisory_unlock(v_class, p_queue.queue_id);
+  v_left := pgque._find_room(p_queue, p_count, v_last);
+  if v_left is null then
+    return greatest(p_queue.queue_max_depth, p_count);
+  elsif v_steady then
+    perform set_config(v_name, pgque._sealed((v_last + v_left)::text, p_queue.queue_xid, v_grown), pgque._old_snapshot());
+  end if;
+  return v_left;
+end
+$$;
+
+-- What a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
+create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
+language sql immutable as $$
+  select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')
+$$;
+
+-- Call it before the depth of a queue grows without a send: before a consumer is
+-- subscribed or moved back, and before a dead letter is requeued.  Senders then forget
+-- what they remember, and remember nothing until this transaction ends.
+create sequence if not exists pgque.depth_growth;
+create or replace function pgque._depth_grows(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.depth'), p_queue_id);
+  perform pg_catalog.nextval('pgque.depth_growth');
+end
+$$;
+
+-- How many messages more a queue takes after an id; PQ003 if fewer than p_count.  Null:
+-- there is no consumer and no delayed message, so nothing counts.
+-- Three answers, the cheapest first:
 --   * No consumer stands before the oldest stored tick.
 --   * The slowest consumer is looked up.  There may be ten thousand of them.
 --   * Near the limit the messages are counted, because rolled-back sends use ids too.
 --     This is always so with an external ticker, whose event_seq may mean anything.
-create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
+language plpgsql as $$
 declare
-  v_last     bigint := coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0);
   v_waiting  bigint;
   v_oldest   bigint;
   v_left     bigint;
 begin
   select min(r.ev_id) - 1 into v_waiting from pgque.retry_queue r where r.ev_queue = p_queue.queue_id;
   v_oldest := least(pgque._first_event_seq(p_queue.queue_id), v_waiting);
-  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
-  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= v_last then
+  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
+  if v_left >= p_count and not p_queue.queue_external_ticker and v_oldest <= p_last then
     return v_left;
   end if;
   select least(min(p.pos_event_seq), v_waiting) into v_oldest
@@ -123,16 +178,16 @@ begin
   cross join lateral pgque._oldest_need(s.sub_id) p
   where s.sub_queue = p_queue.queue_id;
   if v_oldest is null then
-    return greatest(p_queue.queue_max_depth, p_count);   -- nobody waits for anything
+    return null;
   end if;
-  v_left := p_queue.queue_max_depth - (v_last - v_oldest);
-  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > v_last then
+  v_left := p_queue.queue_max_depth - (p_last - v_oldest);
+  if v_left < p_count or p_queue.queue_external_ticker or v_oldest > p_last then
     v_left := p_queue.queue_max_depth - pgque._depth(p_queue.queue_id);
   end if;
   if v_left < p_count then
-    perform pgque._fail('PQ003', format('queue full: %I', p_queue.queue_name),
+    perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
       'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
-      format('max_depth is %s.', p_queue.queue_max_depth));
+      pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
 end
@@ -295,35 +350,72 @@ begin
 end
 $$;
 
--- Notes for good that messages of a queue have keys, or expire: consumers look for that.
-create or replace function pgque._note_options(p_queue pgque.queue, p_keyed boolean, p_expiring boolean) returns void
-language plpgsql as $$
-begin
-  if (p_keyed and not p_queue.queue_keyed) or (p_expiring and not p_queue.queue_expiring) then
-    update pgque.queue q
-    set queue_keyed = q.queue_keyed or p_keyed, queue_expiring = q.queue_expiring or p_expiring, queue_xid = pgque._queue_xid(q)
-    where q.queue_id = p_queue.queue_id and ((p_keyed and not q.queue_keyed) or (p_expiring and not q.queue_expiring));
-  end if;
-end
-$$;
+-- Every key belongs to one of 1024 buckets of its queue.  A transaction with up to 200
+-- keys locks each key, and its bucket in share mode.  One with more keys locks whole
+-- buckets instead, so that no transaction has more than about a thousand locks.
+create or replace function pgque._key_class(p_queue_id int) returns int
+language sql immutable as $$ select pg_catalog.hashtext('pgque.key ' || p_queue_id) $$;
 
--- What is done about a key of a queue is done under its lock.  They are taken in
--- one order, so that two batches can not wait for each other; for a great many
--- keys one lock stands for all.
+create or replace function pgque._bucket_class(p_queue_id int) returns int
+language sql immutable as $$ select pg_catalog.hashtext('pgque.bucket ' || p_queue_id) $$;
+
+create or replace function pgque._bucket(p_key text) returns int
+language sql immutable as $$ select pg_catalog.hashtext(p_key) & 1023 $$;
+
+create or replace function pgque._many_keys(p_count bigint) returns boolean
+language sql immutable as $$ select p_count > 200 $$;
+
+-- Locks keys of a queue until the transaction ends, as everything must that sends or
+-- removes a message with a key.  Locks are taken in one order, so that two batches
+-- cannot wait for each other.
 create or replace function pgque._lock_keys(p_queue_id int, p_keys text[]) returns void
 language plpgsql as $$
 declare
-  v_class   int := pg_catalog.hashtext('pgque.key ' || p_queue_id);
-  v_hashes  int[] := array(select distinct pg_catalog.hashtext(k.key) from pg_catalog.unnest(p_keys) k (key) where k.key is not null order by 1);
+  v_keys     text[] := array(select distinct k.key from pg_catalog.unnest(p_keys) k (key) where k.key is not null);
+  v_buckets  int[] := array(select distinct pgque._bucket(k.key) from pg_catalog.unnest(v_keys) k (key) order by 1);
 begin
   -- See _let_keys_be_said().
   perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.passing'), p_queue_id);
-  if pg_catalog.cardinality(v_hashes) > 200 then
-    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.keys'), p_queue_id);
+  if pgque._many_keys(pg_catalog.cardinality(v_keys)) then
+    perform pgque._lock_buckets(p_queue_id, v_buckets);
     return;
   end if;
-  perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.keys'), p_queue_id);
-  perform pg_catalog.pg_advisory_xact_lock(v_class, h.hash) from (select h.hash from pg_catalog.unnest(v_hashes) h (hash) order by 1) h;
+  perform pg_catalog.pg_advisory_xact_lock_shared(pgque._bucket_class(p_queue_id), b.bucket) from pg_catalog.unnest(v_buckets) b (bucket);
+  perform pg_catalog.pg_advisory_xact_lock(pgque._key_class(p_queue_id), h.hash)
+  from (select distinct pg_catalog.hashtext(k.key) as hash from pg_catalog.unnest(v_keys) k (key) order by 1) h;
+end
+$$;
+
+-- Locks buckets.  While one of them is busy for longer than a moment, this waits for that
+-- one only and releases the others, so that their keys can be sent and delivered.
+create or replace function pgque._lock_buckets(p_queue_id int, p_buckets int[]) returns void
+language plpgsql as $$
+declare
+  v_class   int := pgque._bucket_class(p_queue_id);
+  v_wait    text := pg_catalog.current_setting('lock_timeout');
+  v_moment  interval := least('50 milliseconds', nullif(v_wait::interval, '0'));
+  v_bucket  int;
+begin
+  loop
+    begin
+      perform pg_catalog.set_config('lock_timeout', pg_catalog.ceil(extract(epoch from v_moment) * 1000) || 'ms', true);
+      foreach v_bucket in array p_buckets loop
+        perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
+      end loop;
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      return;
+    exception
+      when lock_not_available then
+        null;
+    end;
+    begin
+      perform pg_catalog.pg_advisory_xact_lock(v_class, v_bucket);
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
+  end loop;
 end
 $$;
 
@@ -339,7 +431,7 @@ declare
   v_wait   text := pg_catalog.current_setting('lock_timeout');
   v_end    timestamptz := pg_catalog.clock_timestamp() + coalesce(nullif(v_wait::interval, '0'), '1 minute');
 begin
-  if not p_queue.queue_keyed then
+  if not pgque._keyed(p_queue) then
     return;
   end if;
   for v_turn in 1..1000000 loop

@@ -203,6 +203,7 @@ begin
     perform pgque._no_queue(p_queue);
   end if;
   perform pgque._rebase(v_queue.queue_id);
+  perform pgque._depth_grows(v_queue.queue_id);
   perform pgque._add_subscriber(v_queue.queue_id, v_co, p_role, null, null, pgque._find_tick(v_queue, p_start_at), p_caller);
   return 1;
 exception
@@ -255,6 +256,7 @@ begin
   -- As in seek().
   perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
+  perform pgque._depth_grows(v_queue.queue_id);
   perform pgque._move_to(v_sub, pgque._lock_position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
   return 0;
 end

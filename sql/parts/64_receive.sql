@@ -53,6 +53,8 @@ begin
       exit when v_pos.pos_next_tick is null;
       -- Only now it is known whether a message of the window may have a key or a ttl.
       select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
+      v_queue.queue_keyed := pgque._keyed(v_queue);
+      v_queue.queue_expiring := pgque._expiring(v_queue);
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
@@ -192,11 +194,15 @@ begin
   v_now := pgque.clock();
   -- Whether it has a key or a ttl is known of every message in the window that was opened.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
+    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
+    exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
     pos.pos_sub is null or j.journal_cur <> leaf as newer
   into v_found
   from pgque.queue q, pgque.journal j
   where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
+  queue.queue_keyed := queue.queue_keyed or v_found.keyed;   -- as _keyed() and _expiring() have it
+  queue.queue_expiring := queue.queue_expiring or v_found.expiring;
   due := v_found.due;
   if v_found.newer or pgque._is_newer(pos, leaf) then
     leaf := pgque._journal_leaf();

@@ -15,7 +15,7 @@ language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock; what is not delivered is looked through quickly.
-  v_look   bigint := case when p_whole then null when p_queue.queue_keyed then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
   v_rows   pgque.event[];
   v_more   boolean;
   v_busy   bigint[] := '{}';
@@ -38,7 +38,7 @@ begin
   if v_more then
     v_rows := v_rows[:v_look];
   end if;
-  if p_queue.queue_keyed then
+  if pgque._keyed(p_queue) then
     v_claim := pgque._claim(p_queue, v_rows);
     v_rows := v_claim.rows;
     v_busy := v_claim.busy;
@@ -86,7 +86,7 @@ begin
     using p_sub, v_now, v_found.aside;
   end if;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
-  if p_queue.queue_keyed then
+  if pgque._keyed(p_queue) then
     -- Expired ones too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
       select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));

@@ -47,7 +47,7 @@ $$;
 -- were purged.
 create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
 language sql volatile as $$
-  select case when not q.queue_keyed then p_rows else (
+  select case when not pgque._keyed(q) then p_rows else (
     select pg_catalog.format(
       'select e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry,'
       ' case when s.ev_id is null then e.ev_type else s.ev_type end as ev_type,'
@@ -69,15 +69,13 @@ language sql volatile as $$
 $$;
 
 -- Before messages with keys are delivered for the first time, or passed: takes
--- their keys' locks and reads when they expire.  busy: somebody is replacing it, and is
--- not waited for; gone: it was purged.  A whole window may have more keys than one
--- transaction should lock: then one lock stands for all of them, and while senders
--- hold that one, the messages with the keys that are left over count as busy.
+-- their keys' locks, as _lock_keys() does but without waiting, and reads their bodies.
+-- busy: a message that is being replaced, or shares a bucket with one; gone: it was purged.
 create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
 language plpgsql as $$
 declare
-  v_class  int := pg_catalog.hashtext('pgque.keys');
-  v_most   bigint := greatest(pgque._lock_room() / 4, 200);
+  v_class    int := pgque._key_class(p_queue.queue_id);
+  v_buckets  int := pgque._bucket_class(p_queue.queue_id);
   v_said   pgque.event[];
   v_ids    bigint[];
   v_keys   text[];
@@ -87,16 +85,14 @@ begin
   from pg_catalog.unnest(p_rows) r
   where r.ev_key is not null
     and not exists (select from pg_catalog.unnest(v_said) s where s.ev_id = r.ev_id and s.ev_owner < 0);
-  busy := '{}';
-  if (pg_catalog.cardinality(v_ids) > v_most and pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id)) is not true then
-    busy := array(
-      select r.id
-      from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) with ordinality r (id, key, n)
-      where case
-        when r.n > v_most or not pg_catalog.pg_try_advisory_xact_lock_shared(v_class, p_queue.queue_id) then true
-        else not pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque.key ' || p_queue.queue_id), pg_catalog.hashtext(r.key))
-      end);
-  end if;
+  busy := array(
+    select r.id
+    from rows from (pg_catalog.unnest(v_ids), pg_catalog.unnest(v_keys)) r (id, key)
+    where not case
+      when pgque._many_keys(pg_catalog.cardinality(v_ids)) then pg_catalog.pg_try_advisory_xact_lock(v_buckets, pgque._bucket(r.key))
+      else pg_catalog.pg_try_advisory_xact_lock_shared(v_buckets, pgque._bucket(r.key))
+        and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
+    end);
   -- Under the locks nothing more is said.
   v_said := pgque._said(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);

@@ -55,7 +55,7 @@ begin
       v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
       v_count := v_pos.pos_done_count;
       select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
-      if v_queue.queue_keyed or v_queue.queue_expiring then
+      if pgque._keyed(v_queue) or pgque._expiring(v_queue) then
         perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
       end if;
     end if;
@@ -135,7 +135,7 @@ declare
   v_lease  pgque.position := pgque._open_lease(v_sub, p_batch);
 begin
   if v_lease.pos_fresh > 0 and exists (
-    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not q.queue_keyed and not q.queue_expiring)
+    select from pgque.queue q where q.queue_id = v_sub.sub_queue and not pgque._keyed(q) and not pgque._expiring(q))
     and not (pgque._lease_state(p_batch)).closed
   then
     return pgque._slice_sql(v_sub, v_lease);

@@ -139,6 +139,7 @@ begin
     perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
       'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
   end if;
+  perform pgque._depth_grows(v_dead.dl_queue_id);
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
     ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
   select pgque.clock(), v_dead.dl_queue_id, s.sub_id, v_dead.ev_error,

@@ -46,7 +46,7 @@ begin
   v_next := (v_queue.queue_cur_table + 1) % 3;
   -- What waits and has its body in this table only: most of that work is done, and
   -- stays done, before the table is locked.
-  if v_queue.queue_keyed then
+  if pgque._keyed(v_queue) then
     begin
       if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
         perform pgque._let_go();
@@ -98,7 +98,7 @@ begin
         perform pgque._let_go();
       end if;
       -- Who has such a row locked may wait for the table: then this gives up.
-      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where v_queue.queue_keyed;
+      perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
     update pgque.queue q
@@ -328,7 +328,7 @@ declare
 begin
   v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
     case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
-  if p_queue.queue_keyed then
+  if pgque._keyed(p_queue) then
     -- As in receive(): a message whose body is being replaced is set aside.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
