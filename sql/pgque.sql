@@ -6,37 +6,52 @@
 -- it can be read twice, by many consumers, in slices, after a crash.  Every
 -- consumer owns a position, "the tick up to which I am done", and moves it by
 -- appending one row to a journal.  Nothing on that path is updated or deleted.
--- Each queue writes into one of three tables in turn, and a table whose rows
--- lie behind every position is emptied with TRUNCATE.  So there is nothing to
--- vacuum, and an old open transaction costs nothing.
+-- Each queue writes into one of three tables in turn, and a table whose rows every
+-- position has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an
+-- old open transaction costs nothing.
+-- A message that is delivered again waits in the retry queue, and is delivered from
+-- there, without a tick.
 --
 -- The parts of this file follow the life of a message:
---   base       schema, roles, clock
---   tables     everything that is stored
---   queues     create, configure, pause, drop
---   send       append events
---   sink       INSERT, COPY and Spark send
---   tick       record snapshots
---   window     which rows lie between two snapshots
---   position   where consumers stand
---   consume    subscribe, receive, ack
---   read       windows without side effects
---   workers    competing processes, leases, redelivery, keys
+--   base          schema, roles, clock, errors
+--   tables        everything that is stored
+--   queues        create, configure, pause, drop
+--   rights        what a role may do with one queue
+--   send          append events
+--   sink          INSERT, COPY and Spark send
+--   tick          record snapshots
+--   window        which rows lie between two snapshots
+--   position      where consumers stand
+--   lease         which batches are open, and which outcomes they have
+--   subscribe     who reads a queue
+--   receive       deliver a batch
+--   choose        which messages are in it
+--   keys          a pending message is replaced
 --   subconsumers  PgQ's cooperative consumers
---   outcomes   ack, nack, retry, dead letters, purge
---   archive    messages that are done with and kept
---   maintain   rotation, compaction, retention, restore
---   schedule   the loop and pg_cron
---   observe    information, metrics, health
---   triggers   table changes as events
---   grants     which role may call what
+--   batches       PgQ's way to receive
+--   order         messages of one key one at a time
+--   outcomes      ack, nack, retry, dead
+--   leases        release, extend, reclaim, share
+--   archive       messages that are done and kept
+--   retry         what is due, and who is notified
+--   dead          dead letters
+--   read          windows without side effects
+--   maintain      rotation, compaction, retention, restore
+--   schedule      the loop and pg_cron
+--   observe       information, metrics, health
+--   triggers      table changes as events
+--   earlier       what running calls of an earlier version need
+--   grants        which role may call what
 --
 -- Rules that hold throughout, and that a change must keep:
---   * take locks in this order: queue row, a batch's advisory lock, consumer
---     row, worker row, leaf; whoever has them in another order only tries;
---   * a transaction's id is known before its event is stored, so every tick
---     either saw the transaction finished or lists it as running;
---   * a leaf is emptied only under its own lock, after looking at its rows.
+--   * Take locks in this order: queue row, a batch's lock, consumer row, worker row,
+--     leaf.  The lock of a pool's batch is an advisory lock on its id, under a shared
+--     one for the queue.  The lock of any other batch is the consumer row itself.  Code
+--     that holds a consumer row only tries batch locks, and code with another order uses
+--     NOWAIT or SKIP LOCKED.
+--   * A transaction's id is known before its event is stored, so every tick either saw
+--     the transaction finished or lists it as running.
+--   * A leaf is emptied only under its own lock, after checking its rows.
 --
 -- Install:  psql -qv ON_ERROR_STOP=1 -1f pgque.sql      (again to upgrade; prints nothing)
 -- ---------------------------------------------------------------------------
@@ -4312,7 +4327,7 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- lease: which batches are open, and what was said about them
+-- lease: which batches are open, and which outcomes they have
 -- ---------------------------------------------------------------------------
 
 -- A delivery is one row in the journal of positions: it says what was delivered, to
@@ -4323,15 +4338,18 @@ $$;
 -- A consumer on its own is one worker without a name whose lease has no end.  A
 -- subconsumer is a worker whose lease has no end either.
 --
--- The log is for first deliveries.  Whatever comes again (a lease ended, a nack,
--- a release) waits in the retry queue, and is leased from there: ev_retry_after
--- is when it may be taken, ev_batch who has it.  So one rule serves all: who
--- takes a message that is due overwrites ev_batch, and from then on the old
--- batch id no longer fits.
+-- The log is for first deliveries.  A message that is redelivered (its lease expired, a
+-- nack, a release) waits in the retry queue, and is leased from there: ev_retry_after
+-- is when it may be delivered, ev_batch its last batch.  A delivery overwrites ev_batch,
+-- and from then on the old batch id no longer fits.  The exception are consumers that
+-- are read by offsets: see _pumped().
 --
--- Locks: deliveries of one consumer meet at the subscriber's row; whatever is said
--- about a batch of workers meets at an advisory lock on its id, which who holds that row
--- only tries.
+-- Locks:
+--   * Deliveries of one consumer meet at the subscriber's row.
+--   * Outcomes of a pool's batch meet at an advisory lock on its id.  The holder also has
+--     a shared lock for the queue, whose exclusive form stands for all its batches.  Code
+--     that holds the subscriber's row only tries these locks.
+--   * All other batches have no lock of their own: the subscriber's row is it.
 
 -- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
 -- bits of their own up to 0.5.
@@ -6018,11 +6036,11 @@ comment on function pgque.purge_key(text, text, pgque.caller) is
 -- ---------------------------------------------------------------------------
 
 -- PgQ's way to share one position, kept for its clients: workers are registered
--- by name, each holds one batch, and a silent one is passed over only by who
--- asks for it (dead_interval).  For leases see "workers".
+-- by name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
+-- its open batch is redelivered to it.  A call with dead_interval gives the batch of one
+-- that was silent for longer to another, by way of the retry queue.
 --
--- A subconsumer is a worker whose lease has no end: its open batch comes again to it.
--- The newest row that it has in the journal says when it was heard of last.  The rest
+-- A subconsumer's newest row in the journal says when it was heard of last.  The rest
 -- of the engine meets subconsumers where _turn() asks _worker() whether one is
 -- registered and calls _touch().
 
@@ -6293,11 +6311,12 @@ comment on function pgque.next_batch(text, text, text, interval) is
 -- batches: PgQ's way to receive
 -- ---------------------------------------------------------------------------
 
--- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
--- what receive() left of one; or what comes again.  An open batch comes again.  Null if
--- there is no further tick.  What receive() would not deliver is no part of the batch,
--- and bodies stay as they are from here on: nobody may read the batch before
--- finish_batch().  With a worker, a subconsumer, the batch is that worker's.
+-- Opens a batch, PgQ's way: what waits in the retry queue and is due, else the next whole
+-- window, from one tick to the next, or what receive() left of one.  An open batch is
+-- returned again.  Null if nothing is due and there is no further tick.  What receive()
+-- would not deliver is no part of the batch, and bodies stay as they are from here on:
+-- nobody may read the batch before finish_batch().  With a worker, a subconsumer, the
+-- batch is that worker's.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -7005,10 +7024,10 @@ comment on function pgque.batch_retry(bigint, int, pgque.caller) is
   'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
   '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
 -- ---------------------------------------------------------------------------
--- lease: what workers say about a batch that they keep
+-- leases: release, extend and reclaim batches, share a consumer
 -- ---------------------------------------------------------------------------
 
--- Leases are of workers only.
+-- The consumer of a pool's batch; PQ005 for any other, whose lease has no end.
 create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
@@ -7406,12 +7425,12 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- retry: what waits and is due
+-- retry: what is due, and who is notified
 -- ---------------------------------------------------------------------------
 
--- Whose waiting messages come back through the log: 0, since delayed messages are for
--- everybody, and consumers that are read by offsets, who do not look elsewhere.  All
--- others take theirs where they wait.
+-- Whose messages the pump moves from the retry queue into the log: 0, since delayed
+-- messages are for every consumer, and consumers that are read by offsets, since their
+-- readers read the log only.  All others get theirs straight from the retry queue.
 create or replace function pgque._pumped() returns setof int
 language sql as $$
   select 0

@@ -6,36 +6,51 @@
 -- it can be read twice, by many consumers, in slices, after a crash.  Every
 -- consumer owns a position, "the tick up to which I am done", and moves it by
 -- appending one row to a journal.  Nothing on that path is updated or deleted.
--- Each queue writes into one of three tables in turn, and a table whose rows
--- lie behind every position is emptied with TRUNCATE.  So there is nothing to
--- vacuum, and an old open transaction costs nothing.
+-- Each queue writes into one of three tables in turn, and a table whose rows every
+-- position has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an
+-- old open transaction costs nothing.
+-- A message that is delivered again waits in the retry queue, and is delivered from
+-- there, without a tick.
 --
 -- The parts of this file follow the life of a message:
---   base       schema, roles, clock
---   tables     everything that is stored
---   queues     create, configure, pause, drop
---   send       append events
---   sink       INSERT, COPY and Spark send
---   tick       record snapshots
---   window     which rows lie between two snapshots
---   position   where consumers stand
---   consume    subscribe, receive, ack
---   read       windows without side effects
---   workers    competing processes, leases, redelivery, keys
+--   base          schema, roles, clock, errors
+--   tables        everything that is stored
+--   queues        create, configure, pause, drop
+--   rights        what a role may do with one queue
+--   send          append events
+--   sink          INSERT, COPY and Spark send
+--   tick          record snapshots
+--   window        which rows lie between two snapshots
+--   position      where consumers stand
+--   lease         which batches are open, and which outcomes they have
+--   subscribe     who reads a queue
+--   receive       deliver a batch
+--   choose        which messages are in it
+--   keys          a pending message is replaced
 --   subconsumers  PgQ's cooperative consumers
---   outcomes   ack, nack, retry, dead letters, purge
---   archive    messages that are done with and kept
---   maintain   rotation, compaction, retention, restore
---   schedule   the loop and pg_cron
---   observe    information, metrics, health
---   triggers   table changes as events
---   grants     which role may call what
+--   batches       PgQ's way to receive
+--   order         messages of one key one at a time
+--   outcomes      ack, nack, retry, dead
+--   leases        release, extend, reclaim, share
+--   archive       messages that are done and kept
+--   retry         what is due, and who is notified
+--   dead          dead letters
+--   read          windows without side effects
+--   maintain      rotation, compaction, retention, restore
+--   schedule      the loop and pg_cron
+--   observe       information, metrics, health
+--   triggers      table changes as events
+--   earlier       what running calls of an earlier version need
+--   grants        which role may call what
 --
 -- Rules that hold throughout, and that a change must keep:
---   * take locks in this order: queue row, a batch's advisory lock, consumer
---     row, worker row, leaf; whoever has them in another order only tries;
---   * a transaction's id is known before its event is stored, so every tick
---     either saw the transaction finished or lists it as running;
---   * a leaf is emptied only under its own lock, after looking at its rows.
+--   * Take locks in this order: queue row, a batch's lock, consumer row, worker row,
+--     leaf.  The lock of a pool's batch is an advisory lock on its id, under a shared
+--     one for the queue.  The lock of any other batch is the consumer row itself.  Code
+--     that holds a consumer row only tries batch locks, and code with another order uses
+--     NOWAIT or SKIP LOCKED.
+--   * A transaction's id is known before its event is stored, so every tick either saw
+--     the transaction finished or lists it as running.
+--   * A leaf is emptied only under its own lock, after checking its rows.
 --
 -- Install:  psql -qv ON_ERROR_STOP=1 -1f pgque.sql      (again to upgrade; prints nothing)

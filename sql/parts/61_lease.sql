@@ -1,5 +1,5 @@
 -- ---------------------------------------------------------------------------
--- lease: which batches are open, and what was said about them
+-- lease: which batches are open, and which outcomes they have
 -- ---------------------------------------------------------------------------
 
 -- A delivery is one row in the journal of positions: it says what was delivered, to
@@ -10,15 +10,18 @@
 -- A consumer on its own is one worker without a name whose lease has no end.  A
 -- subconsumer is a worker whose lease has no end either.
 --
--- The log is for first deliveries.  Whatever comes again (a lease ended, a nack,
--- a release) waits in the retry queue, and is leased from there: ev_retry_after
--- is when it may be taken, ev_batch who has it.  So one rule serves all: who
--- takes a message that is due overwrites ev_batch, and from then on the old
--- batch id no longer fits.
+-- The log is for first deliveries.  A message that is redelivered (its lease expired, a
+-- nack, a release) waits in the retry queue, and is leased from there: ev_retry_after
+-- is when it may be delivered, ev_batch its last batch.  A delivery overwrites ev_batch,
+-- and from then on the old batch id no longer fits.  The exception are consumers that
+-- are read by offsets: see _pumped().
 --
--- Locks: deliveries of one consumer meet at the subscriber's row; whatever is said
--- about a batch of workers meets at an advisory lock on its id, which who holds that row
--- only tries.
+-- Locks:
+--   * Deliveries of one consumer meet at the subscriber's row.
+--   * Outcomes of a pool's batch meet at an advisory lock on its id.  The holder also has
+--     a shared lock for the queue, whose exclusive form stands for all its batches.  Code
+--     that holds the subscriber's row only tries these locks.
+--   * All other batches have no lock of their own: the subscriber's row is it.
 
 -- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
 -- bits of their own up to 0.5.

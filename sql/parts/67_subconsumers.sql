@@ -3,11 +3,11 @@
 -- ---------------------------------------------------------------------------
 
 -- PgQ's way to share one position, kept for its clients: workers are registered
--- by name, each holds one batch, and a silent one is passed over only by who
--- asks for it (dead_interval).  For leases see "workers".
+-- by name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
+-- its open batch is redelivered to it.  A call with dead_interval gives the batch of one
+-- that was silent for longer to another, by way of the retry queue.
 --
--- A subconsumer is a worker whose lease has no end: its open batch comes again to it.
--- The newest row that it has in the journal says when it was heard of last.  The rest
+-- A subconsumer's newest row in the journal says when it was heard of last.  The rest
 -- of the engine meets subconsumers where _turn() asks _worker() whether one is
 -- registered and calls _touch().
 

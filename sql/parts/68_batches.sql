@@ -2,11 +2,12 @@
 -- batches: PgQ's way to receive
 -- ---------------------------------------------------------------------------
 
--- Opens the next whole window as a batch, PgQ's way: one tick to the next, or
--- what receive() left of one; or what comes again.  An open batch comes again.  Null if
--- there is no further tick.  What receive() would not deliver is no part of the batch,
--- and bodies stay as they are from here on: nobody may read the batch before
--- finish_batch().  With a worker, a subconsumer, the batch is that worker's.
+-- Opens a batch, PgQ's way: what waits in the retry queue and is due, else the next whole
+-- window, from one tick to the next, or what receive() left of one.  An open batch is
+-- returned again.  Null if nothing is due and there is no further tick.  What receive()
+-- would not deliver is no part of the batch, and bodies stay as they are from here on:
+-- nobody may read the batch before finish_batch().  With a worker, a subconsumer, the
+-- batch is that worker's.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,

@@ -1,8 +1,8 @@
 -- ---------------------------------------------------------------------------
--- lease: what workers say about a batch that they keep
+-- leases: release, extend and reclaim batches, share a consumer
 -- ---------------------------------------------------------------------------
 
--- Leases are of workers only.
+-- The consumer of a pool's batch; PQ005 for any other, whose lease has no end.
 create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare

@@ -1,10 +1,10 @@
 -- ---------------------------------------------------------------------------
--- retry: what waits and is due
+-- retry: what is due, and who is notified
 -- ---------------------------------------------------------------------------
 
--- Whose waiting messages come back through the log: 0, since delayed messages are for
--- everybody, and consumers that are read by offsets, who do not look elsewhere.  All
--- others take theirs where they wait.
+-- Whose messages the pump moves from the retry queue into the log: 0, since delayed
+-- messages are for every consumer, and consumers that are read by offsets, since their
+-- readers read the log only.  All others get theirs straight from the retry queue.
 create or replace function pgque._pumped() returns setof int
 language sql as $$
   select 0

@@ -119,6 +119,19 @@ def test_bytes_are_printed_as_postgresql_shows_them(
     assert run("receive", pool, "c") == "\\x00ff\n\\x\n"
 
 
+def test_a_consumer_is_shared_by_workers_and_read_on_its_own_again(run: Run, pool: str, tick: Tick) -> None:
+    run("send", pool, "x")
+    tick(pool)
+    run("receive", pool, "c", "--no-ack")
+    assert "share_consumer" in run("receive", pool, "c", "--worker", "w1", code=1)
+    assert run("share", pool, "c") == f"workers share consumer c of queue {pool} now\n"
+    assert run("share", pool, "c") == f"workers share consumer c of queue {pool} already\n"
+    assert [message["payload"] for message in _received(run, pool)] == ["x"]
+    assert run("unshare", pool, "c") == f"consumer c of queue {pool} reads on its own now\n"
+    assert run("unshare", pool, "c") == f"consumer c of queue {pool} reads on its own already\n"
+    assert run("receive", pool, "c") == "x\n"
+
+
 def test_batches_are_reclaimed_and_queues_purged(run: Run, pool: str, tick: Tick) -> None:
     run("send", pool, "x", "--key", "k")
     run("send", pool, "y")

@@ -333,6 +333,27 @@ def test_workers_are_listed_and_their_batches_reclaimed(
     assert len(_take(client, pool, "w2")) + len(_take(client, pool, "w2")) == 3
 
 
+def test_a_consumer_is_shared_by_workers_and_read_on_its_own_again(
+    client: pgque.PgqueClient, pool: str, tick: Tick
+) -> None:
+    client.send_batch(pool, "t", ["retried", "open", "new"])
+    tick(pool)
+    alone = client.receive(pool, "c", 2)
+    client.nack(alone[0].batch_id, [alone[0]], 0)
+    with pytest.raises(pgque.PgqueQueueInUse, match="share_consumer"):
+        client.receive(pool, "c", worker="w1")
+    assert [client.share_consumer(pool, "c") for _ in range(2)] == [1, 0]
+    assert client.ack(alone[0].batch_id) == 0
+    shared = client.receive(pool, "c", 2, worker="w1")
+    assert {m.payload for m in shared} <= {"retried", "open"}
+    assert [client.unshare_consumer(pool, "c") for _ in range(2)] == [1, 0]
+    got: list[object] = []
+    while batch := client.receive(pool, "c"):
+        got += [m.payload for m in batch]
+        assert client.ack(batch[0].batch_id) == 1
+    assert sorted(map(str, got)) == ["new", "open", "retried"]
+
+
 def test_messages_are_listed_with_their_status(client: pgque.PgqueClient, pool: str, tick: Tick) -> None:
     first, second = client.send_batch(pool, "t", [b"raw", b"x"], headers=[{"a": 1}, None])
     later = client.send(pool, "later", delay=3600)

@@ -269,6 +269,28 @@ def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
 @dsn_option
 @click.argument("queue")
 @click.argument("consumer")
+def share(dsn: str, queue: str, consumer: str) -> None:
+    """Let workers share a consumer that has read on its own."""
+    with connect(dsn) as client:
+        new = client.share_consumer(queue, consumer)
+    echo(f"workers share consumer {consumer} of queue {queue} " + ("now" if new else "already"))
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
+def unshare(dsn: str, queue: str, consumer: str) -> None:
+    """Let a consumer that workers share be read on its own."""
+    with connect(dsn) as client:
+        new = client.unshare_consumer(queue, consumer)
+    echo(f"consumer {consumer} of queue {queue} reads on its own " + ("now" if new else "already"))
+
+
+@click.command()
+@dsn_option
+@click.argument("queue")
+@click.argument("consumer")
 def retry_now(dsn: str, queue: str, consumer: str) -> None:
     """Make messages that wait for another attempt due now."""
     with connect(dsn) as client:
@@ -434,5 +456,7 @@ COMMANDS: list[click.Command] = [
     revoke,
     resume,
     schedule,
+    share,
+    unshare,
     workers,
 ]

@@ -758,6 +758,32 @@ class AsyncPgqueClient:
             {"queue": queue, "consumer": consumer, "age": _encode.interval(older_than)},
         )
 
+    async def share_consumer(self, queue: str, consumer: str) -> int:
+        """Let workers share a consumer that has read on its own, and return 1, or 0 when they share it
+        already. Calls `pgque.share_consumer`.
+
+        Its position and its pending retries stay. Its open batch goes to the workers. Raises
+        PgqueQueueInUse where it has subconsumers.
+        """
+        return await self._value(
+            int,
+            "select pgque.share_consumer(%(queue)s::text, %(consumer)s::text)",
+            {"queue": queue, "consumer": consumer},
+        )
+
+    async def unshare_consumer(self, queue: str, consumer: str) -> int:
+        """Let a consumer that workers share be read on its own, and return 1, or 0 when it is already.
+        Calls `pgque.unshare_consumer`.
+
+        Its position and its pending retries stay. What its workers hold is redelivered. Raises
+        PgqueQueueInUse where it has subconsumers or `keyed_order`.
+        """
+        return await self._value(
+            int,
+            "select pgque.unshare_consumer(%(queue)s::text, %(consumer)s::text)",
+            {"queue": queue, "consumer": consumer},
+        )
+
     async def retry_now(self, queue: str, consumer: str) -> int:
         """Make every message that waits for another attempt of a consumer due now, and return their count.
         Calls `pgque.retry_now`."""

@@ -40,7 +40,7 @@ M = TypeVar("M", bound=Message)
 
 log = logging.getLogger("pgque.worker")
 
-# Retries and expired leases are not notified, so the queue is polled this often, in seconds.
+# Expired leases are not notified, so the queue is polled this often, in seconds.
 _POLL_INTERVAL = 1.0
 
 # Outcomes of a batch that is not finished are reported after so many seconds.

@@ -118,7 +118,7 @@ OPTIONS: tuple[Option, ...] = (
     *_CONNECTION,
     Option("queue", "required", _ALL, "queue; for writes where the frame has no column `queue`, or a null there", _text),
     Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps what is still to be read; one query each", _text),
-    Option("consumer", "none", frozenset({BATCH_READ}), "whose retries to read too", _text),
+    Option("consumer", "none", frozenset({BATCH_READ}), "whose retries to read too, if it is a stream's", _text),
     Option("startingAt", "committed", frozenset({STREAM_READ}), "where a consumer that is new begins: committed and latest are what comes from now on, earliest, a tick id, a time; one that is there begins at its position", _text),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
     Option("endingAt", "latest", frozenset({BATCH_READ}), "the same; latest is looked up by an action on the frame, see below", _text),
