@@ -615,7 +615,7 @@ comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
--- locked to serialise its owner's calls and never updated on that path.
+-- locked to serialise its owner's calls and hardly ever updated on that path.
 -- sub_offsets: it is read by offsets (open_stream), so what comes again must be in the
 -- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
@@ -4424,13 +4424,13 @@ begin
 end
 $$;
 
--- What was said about the log part of a batch: whether it is closed, how many of
+-- What was said about the log part of a batch: whether it is closed or was moved, how many of
 -- its messages have an outcome, how often its end was moved (negative) and
 -- where to.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
-  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+  select coalesce(bool_or(s.set_ev_id = 0 or s.set_ev_id between 6917529027641081856 and 9223372036854775806), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
     (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
   into closed, settled, moved, until
   from (select distinct s.set_ev_id, s.set_until from pgque.settled s where s.set_batch = p_batch) s;
@@ -4488,7 +4488,7 @@ begin
 end
 $$;
 
--- Of batches that may be open those that are.
+-- Of batches that may be open those that are not finished.
 create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -4500,36 +4500,37 @@ begin
 end
 $$;
 
--- Whether a batch is closed.
+-- Whether a batch is finished, or what it has from the log was moved to the retry queue.
 create or replace function pgque._is_closed(p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
-  return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0);
+  return exists (
+    select from pgque.settled s
+    where s.set_batch = p_batch and (s.set_ev_id = 0 or s.set_ev_id >= 6917529027641081856 and s.set_ev_id < 9223372036854775807));
 end
 $$;
 
 -- The open batch that a consumer on its own has, or a subconsumer: it comes again.
 -- p_leaf is the leaf that is written: where the delivery is there, so is what was said
--- about it, and the other leaf, which is to be emptied, is not asked.
+-- about it, and the other leaf, which is to be emptied, is not asked.  It is open until it
+-- is finished, even if each of its messages has its outcome.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_token   bigint;
-  v_closed  boolean;
+  v_token  bigint;
 begin
   if p_sub.sub_role = 'pool' then
     return null;
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
-    continue when p_worker is not null and (pgque._lease(p_sub.sub_id, v_token)).pos_worker is distinct from p_worker;
-    if p_worker is null and p_pos.leaf = p_leaf and p_leaf = 0 then
-      v_closed := exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0);
-    elsif p_worker is null and p_pos.leaf = p_leaf then
-      v_closed := exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0);
+    if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
+      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0);
+    elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
+      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0);
     else
-      v_closed := pgque._is_closed(v_token);
+      continue when pgque._not_closed(array[v_token]) = '{}' or (pgque._lease(p_sub.sub_id, v_token)).pos_sub is null;
     end if;
-    if not v_closed or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token) then
+    if p_worker is null or (pgque._lease(p_sub.sub_id, v_token)).pos_worker = p_worker then
       return v_token;
     end if;
   end loop;
@@ -4607,11 +4608,12 @@ begin
   from (select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904) s;
   if v_lost then
     return false;
-  elsif v_lease.pos_sub is null or v_lease.pos_fresh > 0 and not v_state.closed then
+  elsif v_lease.pos_sub is null then
     return true;
   end if;
-  -- Up to 0.5 it was not noted how many were moved.
-  return v_waiting >= case when v_lease.pos_fresh > 0 then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else v_lease.pos_shelf end - v_settled;
+  -- Up to 0.5 it was not noted how many were moved, and a batch could have messages from both places.
+  return v_waiting >= v_lease.pos_shelf - v_settled
+    + case when v_lease.pos_fresh > 0 and v_state.closed then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else 0 end;
 end
 $$;
 
@@ -4632,21 +4634,22 @@ begin
       return 0;
     end if;
   end if;
-  if not pgque._old_snapshot() then
-    -- The usual case in one statement, which keeps away from the leaf that is to be emptied.
-    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) = 0 then
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, p_sub.sub_id
-      from pgque.position_0 p
-      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
-      on conflict do nothing;
-    else
-      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, p_sub.sub_id
-      from pgque.position_1 p
-      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
-      on conflict do nothing;
+  if p_sub.sub_role <> 'pool' then
+    -- Nobody can have a part of it.
+    if pgque._note_finished(p_sub.sub_id, p_batch) then
+      delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+      return 1;
     end if;
+    return 0;
+  elsif not pgque._old_snapshot() then
+    -- The usual case in one statement.
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
+    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
+    from pgque.position p
+    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
+      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
+    limit 1
+    on conflict do nothing;
     if found then
       return 1;
     end if;
@@ -4655,12 +4658,36 @@ begin
     return 0;
   end if;
   v_lease := pgque._lease(p_sub.sub_id, p_batch);
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed or p_sub.sub_role <> 'pool' and v_lease.pos_shelf > 0 then
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
+end
+$$;
+
+-- Notes that the batch of a consumer on its own, or of a subconsumer, is finished; false
+-- if it was, or never was.  The usual case keeps away from the leaf that is to be emptied,
+-- which an expression that names it would lock.
+create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_leaf  int := pgque._journal_leaf();
+begin
+  if pgque._old_snapshot() then
+    null;
+  elsif v_leaf = 0 then
+    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
+      return found;
+    end if;
+  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
+    return found;
+  end if;
+  return (pgque._lease(p_sub, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}'
+    and pgque._note(p_batch, p_sub, array[0], null, v_leaf) is not null;
 end
 $$;
 
@@ -4687,7 +4714,7 @@ begin
     perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
       select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
   end if;
-  perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array[0, 6917529027641081856 + v_count]);
+  perform pgque._note(p_lease.pos_batch, p_sub.sub_id, case when p_sub.sub_role = 'pool' then array[0::bigint] end || (6917529027641081856 + v_count));
   return v_count;
 end
 $$;
@@ -4728,7 +4755,7 @@ begin
     -- Those from the retry queue too: they come again.
     v_open := v_open || array(
       select o.token from pg_catalog.unnest(p_pos.pos_open) o (token)
-      where o.token <> all (v_open) and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token));
+      where o.token <> all (v_open) and pgque._not_closed(array[o.token]) <> '{}');
   end if;
   p_pos.pos_open := v_open;
   p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
@@ -4767,7 +4794,7 @@ declare
 begin
   if (pgque._lease(p_sub, p_batch)).pos_sub is null then
     return true;
-  elsif (pgque._lease_state(p_batch)).closed then
+  elsif pgque._not_closed(array[p_batch]) = '{}' then
     -- That it is closed must be known wherever the batch is.
     return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur);
   end if;
@@ -5037,7 +5064,8 @@ begin
   perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   perform pgque._depth_grows(v_queue.queue_id);
-  perform pgque._move_to(v_sub, pgque._lock_position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
+  v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
+  perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
   return 0;
 end
 $$;
@@ -5154,10 +5182,7 @@ begin
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
-      -- Only now it is known whether a message of the window may have a key or a ttl.
-      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
-      v_queue.queue_keyed := pgque._keyed(v_queue);
-      v_queue.queue_expiring := pgque._expiring(v_queue);
+      v_queue := pgque._with_options(v_queue.queue_id);
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
@@ -5239,10 +5264,6 @@ declare
   v_ahead  pgque.position;
   v_acked  int;
 begin
-  if (p_max >= 1) is not true then
-    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'It is the greatest number of messages to hand out.');
-  end if;
   loop
     -- As _find() does.
     select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
@@ -5259,10 +5280,10 @@ begin
     end if;
     sub := v_found.sub;
     leaf := v_found.leaf;
-    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
+    if (p_max >= 1 and (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
-      sub := pgque._refuse_or_share(sub, p_worker, p_timeout, p_queue, p_consumer);
+      sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
       leaf := pgque._journal_leaf();
     end if;
     if p_ack is null then
@@ -5332,19 +5353,44 @@ begin
     changed := true;
   end if;
   if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
-    -- What was not used within the last second is lost, and what was paid by a clock that has been set back.
-    pos.pos_paid := greatest(case when pos.pos_paid <= v_now + interval '1 second' then pos.pos_paid end, v_now - interval '1 second');
+    pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
     room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 end
 $$;
 
+-- Since when a throughput limit was not used: what was not used within the last second
+-- is lost, and what was paid by a clock that has been set back.
+create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
+language sql immutable as $$
+  select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
+$$;
+
+-- A queue, once a window is open: only then it is known whether a message of the window
+-- may have a key or a ttl.
+create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
+language plpgsql as $$
+declare
+  v_queue  pgque.queue;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  v_queue.queue_keyed := pgque._keyed(v_queue);
+  v_queue.queue_expiring := pgque._expiring(v_queue);
+  return v_queue;
+end
+$$;
+
 -- What a caller without the usual rights of its kind gets: an error, or a consumer that
 -- its workers share from now on.
-create or replace function pgque._refuse_or_share(p_sub pgque.subscriber, p_worker text, p_timeout interval, p_queue text, p_consumer text)
-returns pgque.subscriber
+create or replace function pgque._refuse_or_share(
+  p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
+) returns pgque.subscriber
 language plpgsql as $$
 begin
+  if (p_max >= 1) is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'It is the greatest number of messages to hand out.');
+  end if;
   if p_sub.sub_role = 'coop_main' and p_worker is not null then
     perform pgque._worker(p_sub, p_worker);
   elsif p_worker is null then
@@ -5412,7 +5458,10 @@ begin
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
     return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
   end if;
-  return pg_catalog.format('select (pgque._event(r)).* from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s', p_sub.sub_id, p_batch);
+  return pg_catalog.format(
+    'select null::int as slot, null::int as ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3,'
+    ' r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_expires, r.ev_error from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s',
+    p_sub.sub_id, p_batch);
 end
 $$;
 
@@ -5453,6 +5502,9 @@ begin
     end if;
     p_pos.pos_batch := null;
     p_pos.pos_fresh := 0;
+    if p_sub.sub_role = 'normal' then
+      p_pos.pos_open := '{}';
+    end if;
   else
     p_pos.pos_batch := p_token;
     p_pos.pos_last_batch := p_token;
@@ -6229,12 +6281,16 @@ begin
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
   get diagnostics v_pos.pos_shelf = row_count;
-  v_pos.pos_batch := v_token;
-  v_pos.pos_last_batch := v_token;
-  v_pos.pos_worker := p_worker;
-  v_pos.pos_until := 'infinity';
-  v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
-  v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch) || v_token;
+  perform pgque._note(p_batch, p_main.sub_id, array[0]);
+  v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
+  if v_pos.pos_shelf > 0 then
+    v_pos.pos_batch := v_token;
+    v_pos.pos_last_batch := v_token;
+    v_pos.pos_worker := p_worker;
+    v_pos.pos_until := 'infinity';
+    v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
+    v_pos.pos_open := v_pos.pos_open || v_token;
+  end if;
   perform pgque._append_position(v_pos);
 end
 $$;
@@ -6412,8 +6468,9 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick. An open batch is returned again. Read it '
-  'with get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
+  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick and no retry is due. Retries that are due '
+  'come first, at most 10,000 in a batch of their own, whose two ticks are the same. An open batch is returned again. Read it with '
+  'get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
   'subscribed.';
 
 -- The delivery of a batch that is open, without a lock; PQ012 when it is not.
@@ -6431,6 +6488,9 @@ $$;
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
+  if p_sub.sub_role <> 'pool' then
+    return (pgque._lease(p_sub.sub_id, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}';
+  end if;
   return ((pgque._lease(p_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
     or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch);
 end
@@ -7164,6 +7224,7 @@ begin
     perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
       'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
   end if;
+  perform pgque._lock_subscriber(v_sub.sub_id);
   -- A worker that is just settling its batch is left alone.
   foreach v_token in array pgque._hold_batches(v_sub, array(
     select b.id
@@ -7214,9 +7275,9 @@ begin
   if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
   end if;
-  perform pgque._hand_back(v_sub, o.token) from pg_catalog.unnest(v_open) o (token);
+  perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
-  update pgque.subscriber s set sub_role = p_to where s.sub_id = v_sub.sub_id;
+  update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
   return 1;
 end
 $$;
@@ -7480,12 +7541,13 @@ comment on function pgque.maint_retry_events() is
   'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
 
 -- Notifies the consumers for whom a message became due since this was done last, and
--- returns the number of messages.  What was due a moment before that may have been
--- committed since.
+-- returns the number of messages.  Every five seconds it notifies of whatever is due:
+-- what became due may have been committed later.
 create or replace function pgque._wake(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), p_now);
+  v_all    boolean := p_now >= pgque._next_five(v_since);
   v_queue  record;
   v_count  int := 0;
 begin
@@ -7495,7 +7557,7 @@ begin
     cross join lateral (
       select r.ev_retry_after > v_since as new, count(*) as n
       from pgque.retry_queue r
-      where r.ev_owner = s.sub_id and r.ev_retry_after > v_since - interval '1 second' and r.ev_retry_after <= p_now and r.ev_batch is null
+      where r.ev_owner = s.sub_id and r.ev_retry_after > case when v_all then '-infinity' else v_since end and r.ev_retry_after <= p_now and r.ev_batch is null
       group by 1
     ) r
     where s.sub_id not in (select o.id from pgque._pumped() o (id))
@@ -7508,13 +7570,14 @@ begin
       when lock_not_available or undefined_table then
         null;   -- health() names it
     end;
-  end loop;
-  if v_count > 0 then
     perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
-  end if;
+  end loop;
   return v_count;
 end
 $$;
+
+create or replace function pgque._next_five(p_time timestamptz) returns timestamptz
+language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floor(extract(epoch from p_time) / 5) + 1)) $$;
 
 create or replace function pgque._woken() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
@@ -7523,23 +7586,28 @@ language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequenc
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), pgque.clock()) - interval '1 second';
+  v_since  timestamptz := least(pgque._woken(), pgque.clock());
 begin
   if not exists (select from pgque.retry_queue) then
     return null;
   end if;
   return (
-    select min(r.due)
+    select min(case when o.pumped or r.due > v_since then r.due else pgque._next_five(v_since) end)
     from (
-      select o.id, timestamptz '-infinity' as since from pgque._pumped() o (id)
+      select o.id, true as pumped from pgque._pumped() o (id)
       union all
-      select s.sub_id, v_since from pgque.subscriber s
+      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pumped() o (id))
     ) o
     cross join lateral (
-      select r.ev_retry_after as due from pgque.retry_queue r
-      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity' and (o.id = 0 or r.ev_batch is null)
+      (select r.ev_retry_after as due from pgque.retry_queue r
+      where r.ev_owner = o.id and (o.id = 0 or r.ev_batch is null)
       order by r.ev_retry_after
-      limit 1
+      limit 1)
+      union all
+      (select r.ev_retry_after from pgque.retry_queue r
+      where r.ev_owner = o.id and r.ev_retry_after > v_since and r.ev_batch is null
+      order by r.ev_retry_after
+      limit 1)
     ) r);
 end
 $$;
@@ -7555,7 +7623,7 @@ begin
   perform pgque._rebase(p_queue_id);
   v_now := pgque.clock();   -- what was put there just now is due
   v_aside := pgque._claim_aside(p_queue_id, array(
-    select e.item
+    select pgque._slim_waiting(e.item)
     from pgque.subscriber s
     cross join lateral (
       select e as item from pgque.retry_queue e
@@ -7778,7 +7846,7 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Requeues a dead letter: the next tick delivers the message to the consumer that failed it. Returns the message''s id, which stays. Its retries '
+  'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
   'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
 
@@ -8022,7 +8090,7 @@ begin
 end
 $$;
 comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too. types: only events of these '
+  'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too, if it is read by offsets. types: only events of these '
   'types. parts and part: only ids whose remainder by parts is part. While a consumer stands at from_tick or before, each call returns the same rows. '
   'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is gone.';
 
@@ -8061,7 +8129,9 @@ begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   perform pgque._depth_grows(v_queue.queue_id) where $4;
-  v_position := pgque._lock_position(v_sub.sub_id);
+  v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
+  perform pgque._need_alone(v_sub, $1, $2);
+  v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
@@ -8427,6 +8497,7 @@ begin
     end if;
   end loop;
   v_position := pgque._next_from(v_position);
+  v_position.pos_open := pgque._not_closed(v_position.pos_open);
   if v_position.pos_tick < p_to.tick_id then
     v_moved := true;
     if v_position.pos_next_tick < v_upto.tick_id then
@@ -8872,9 +8943,7 @@ begin
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
     v_position := pgque._position(v_sub.sub_id);
     v_position.pos_lapse := null;
-    if v_sub.sub_role = 'pool' then
-      v_position.pos_open := '{}';
-    end if;
+    v_position.pos_open := case when v_sub.sub_role = 'pool' then '{}' else pgque._not_closed(v_position.pos_open) end;
     perform pgque._append_position(pgque._at_tick(v_position, v_last));
   end loop;
   return true;
@@ -9103,7 +9172,7 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: due retries, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
+  'Does all maintenance now: delayed messages, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
   'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 -- ---------------------------------------------------------------------------
 -- schedule: the loop and pg_cron
@@ -9351,7 +9420,7 @@ begin
 end
 $$;
 
--- The ticker: ticks, moves due retries, maintains, for just under a minute (or
+-- The ticker: ticks, moves what is due, maintains, for just under a minute (or
 -- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
 -- and again.  A second loop waits for the first and takes over within a tick period.
 -- A round in which no transaction of the server began or ended does nothing; a
@@ -9461,7 +9530,7 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves due retries and maintains, and commits after each step. A queue ticks as soon as its '
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves what is due and maintains, and commits after each step. A queue ticks as soon as its '
   'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
   'A second loop waits for the first.';
 
@@ -10682,14 +10751,13 @@ begin
         select format(', %s wait for their consumers', count(*))
         from pgque.subscriber s
         join pgque.retry_queue r on r.ev_owner = s.sub_id
-        where s.sub_queue = p_queue.queue_id and not s.sub_offsets and r.ev_retry_after <= pgque.clock()
+        where s.sub_queue = p_queue.queue_id and s.sub_id not in (select o.id from pgque._pumped() o (id)) and r.ev_retry_after <= pgque.clock()
         having count(*) > 0), ''),
       case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
     from (
       select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
       from pgque.retry_queue r
-      left join pgque.subscriber s on s.sub_id = r.ev_owner
-      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_offsets)
+      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o.id from pgque._pumped() o (id))
     ) d;
   return query
     select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),

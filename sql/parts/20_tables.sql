@@ -300,7 +300,7 @@ comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
--- locked to serialise its owner's calls and never updated on that path.
+-- locked to serialise its owner's calls and hardly ever updated on that path.
 -- sub_offsets: it is read by offsets (open_stream), so what comes again must be in the
 -- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The

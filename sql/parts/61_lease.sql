@@ -96,13 +96,13 @@ begin
 end
 $$;
 
--- What was said about the log part of a batch: whether it is closed, how many of
+-- What was said about the log part of a batch: whether it is closed or was moved, how many of
 -- its messages have an outcome, how often its end was moved (negative) and
 -- where to.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
-  select coalesce(bool_or(s.set_ev_id = 0), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
+  select coalesce(bool_or(s.set_ev_id = 0 or s.set_ev_id between 6917529027641081856 and 9223372036854775806), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
     (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
   into closed, settled, moved, until
   from (select distinct s.set_ev_id, s.set_until from pgque.settled s where s.set_batch = p_batch) s;
@@ -160,7 +160,7 @@ begin
 end
 $$;
 
--- Of batches that may be open those that are.
+-- Of batches that may be open those that are not finished.
 create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -172,36 +172,37 @@ begin
 end
 $$;
 
--- Whether a batch is closed.
+-- Whether a batch is finished, or what it has from the log was moved to the retry queue.
 create or replace function pgque._is_closed(p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
-  return exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0);
+  return exists (
+    select from pgque.settled s
+    where s.set_batch = p_batch and (s.set_ev_id = 0 or s.set_ev_id >= 6917529027641081856 and s.set_ev_id < 9223372036854775807));
 end
 $$;
 
 -- The open batch that a consumer on its own has, or a subconsumer: it comes again.
 -- p_leaf is the leaf that is written: where the delivery is there, so is what was said
--- about it, and the other leaf, which is to be emptied, is not asked.
+-- about it, and the other leaf, which is to be emptied, is not asked.  It is open until it
+-- is finished, even if each of its messages has its outcome.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_token   bigint;
-  v_closed  boolean;
+  v_token  bigint;
 begin
   if p_sub.sub_role = 'pool' then
     return null;
   end if;
   foreach v_token in array coalesce(p_pos.pos_open, '{}') loop
-    continue when p_worker is not null and (pgque._lease(p_sub.sub_id, v_token)).pos_worker is distinct from p_worker;
-    if p_worker is null and p_pos.leaf = p_leaf and p_leaf = 0 then
-      v_closed := exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0);
-    elsif p_worker is null and p_pos.leaf = p_leaf then
-      v_closed := exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0);
+    if v_token = p_pos.pos_batch and p_pos.leaf = p_leaf and p_leaf = 0 then
+      continue when exists (select from pgque.settled_0 s where s.set_batch = v_token and s.set_ev_id = 0);
+    elsif v_token = p_pos.pos_batch and p_pos.leaf = p_leaf then
+      continue when exists (select from pgque.settled_1 s where s.set_batch = v_token and s.set_ev_id = 0);
     else
-      v_closed := pgque._is_closed(v_token);
+      continue when pgque._not_closed(array[v_token]) = '{}' or (pgque._lease(p_sub.sub_id, v_token)).pos_sub is null;
     end if;
-    if not v_closed or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = v_token) then
+    if p_worker is null or (pgque._lease(p_sub.sub_id, v_token)).pos_worker = p_worker then
       return v_token;
     end if;
   end loop;
@@ -279,11 +280,12 @@ begin
   from (select distinct s.set_ev_id from pgque.settled s where s.set_batch = p_batch and s.set_ev_id > 4611686018427387904) s;
   if v_lost then
     return false;
-  elsif v_lease.pos_sub is null or v_lease.pos_fresh > 0 and not v_state.closed then
+  elsif v_lease.pos_sub is null then
     return true;
   end if;
-  -- Up to 0.5 it was not noted how many were moved.
-  return v_waiting >= case when v_lease.pos_fresh > 0 then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else v_lease.pos_shelf end - v_settled;
+  -- Up to 0.5 it was not noted how many were moved, and a batch could have messages from both places.
+  return v_waiting >= v_lease.pos_shelf - v_settled
+    + case when v_lease.pos_fresh > 0 and v_state.closed then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else 0 end;
 end
 $$;
 
@@ -304,21 +306,22 @@ begin
       return 0;
     end if;
   end if;
-  if not pgque._old_snapshot() then
-    -- The usual case in one statement, which keeps away from the leaf that is to be emptied.
-    if (select j.journal_cur from pgque.journal j where j.journal_id = 1) = 0 then
-      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, p_sub.sub_id
-      from pgque.position_0 p
-      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
-      on conflict do nothing;
-    else
-      insert into pgque.settled_1 (set_batch, set_ev_id, set_sub)
-      select p_batch, 0, p_sub.sub_id
-      from pgque.position_1 p
-      where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0
-      on conflict do nothing;
+  if p_sub.sub_role <> 'pool' then
+    -- Nobody can have a part of it.
+    if pgque._note_finished(p_sub.sub_id, p_batch) then
+      delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+      return 1;
     end if;
+    return 0;
+  elsif not pgque._old_snapshot() then
+    -- The usual case in one statement.
+    insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
+    select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
+    from pgque.position p
+    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
+      and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
+    limit 1
+    on conflict do nothing;
     if found then
       return 1;
     end if;
@@ -327,12 +330,36 @@ begin
     return 0;
   end if;
   v_lease := pgque._lease(p_sub.sub_id, p_batch);
-  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed or p_sub.sub_role <> 'pool' and v_lease.pos_shelf > 0 then
+  if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     v_done := coalesce(pg_catalog.cardinality(pgque._note(p_batch, p_sub.sub_id, array[0])), 0);
   end if;
   delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
   return (v_count + v_done > 0)::int;
+end
+$$;
+
+-- Notes that the batch of a consumer on its own, or of a subconsumer, is finished; false
+-- if it was, or never was.  The usual case keeps away from the leaf that is to be emptied,
+-- which an expression that names it would lock.
+create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_leaf  int := pgque._journal_leaf();
+begin
+  if pgque._old_snapshot() then
+    null;
+  elsif v_leaf = 0 then
+    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+      insert into pgque.settled_0 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
+      return found;
+    end if;
+  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+    insert into pgque.settled_1 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
+    return found;
+  end if;
+  return (pgque._lease(p_sub, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}'
+    and pgque._note(p_batch, p_sub, array[0], null, v_leaf) is not null;
 end
 $$;
 
@@ -359,7 +386,7 @@ begin
     perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
       select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
   end if;
-  perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array[0, 6917529027641081856 + v_count]);
+  perform pgque._note(p_lease.pos_batch, p_sub.sub_id, case when p_sub.sub_role = 'pool' then array[0::bigint] end || (6917529027641081856 + v_count));
   return v_count;
 end
 $$;
@@ -400,7 +427,7 @@ begin
     -- Those from the retry queue too: they come again.
     v_open := v_open || array(
       select o.token from pg_catalog.unnest(p_pos.pos_open) o (token)
-      where o.token <> all (v_open) and exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = o.token));
+      where o.token <> all (v_open) and pgque._not_closed(array[o.token]) <> '{}');
   end if;
   p_pos.pos_open := v_open;
   p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
@@ -439,7 +466,7 @@ declare
 begin
   if (pgque._lease(p_sub, p_batch)).pos_sub is null then
     return true;
-  elsif (pgque._lease_state(p_batch)).closed then
+  elsif pgque._not_closed(array[p_batch]) = '{}' then
     -- That it is closed must be known wherever the batch is.
     return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur);
   end if;

@@ -257,7 +257,8 @@ begin
   perform pgque._let_keys_be_said(v_queue) where register_consumer_at.tick_id > (pgque._position(v_sub.sub_id)).pos_tick;
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   perform pgque._depth_grows(v_queue.queue_id);
-  perform pgque._move_to(v_sub, pgque._lock_position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
+  v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
+  perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
   return 0;
 end
 $$;

@@ -51,10 +51,7 @@ begin
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
-      -- Only now it is known whether a message of the window may have a key or a ttl.
-      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
-      v_queue.queue_keyed := pgque._keyed(v_queue);
-      v_queue.queue_expiring := pgque._expiring(v_queue);
+      v_queue := pgque._with_options(v_queue.queue_id);
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
@@ -136,10 +133,6 @@ declare
   v_ahead  pgque.position;
   v_acked  int;
 begin
-  if (p_max >= 1) is not true then
-    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'It is the greatest number of messages to hand out.');
-  end if;
   loop
     -- As _find() does.
     select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
@@ -156,10 +149,10 @@ begin
     end if;
     sub := v_found.sub;
     leaf := v_found.leaf;
-    if (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000) is not true
+    if (p_max >= 1 and (sub.sub_role = 'normal' and p_worker is null or sub.sub_role = 'pool' and p_worker <> '' and pg_catalog.octet_length(p_worker) <= 1000)) is not true
       or p_timeout is not null and (p_worker is null or p_timeout <= '0' or p_timeout > '100 years') or pgque._old_snapshot()
     then
-      sub := pgque._refuse_or_share(sub, p_worker, p_timeout, p_queue, p_consumer);
+      sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
       leaf := pgque._journal_leaf();
     end if;
     if p_ack is null then
@@ -229,19 +222,44 @@ begin
     changed := true;
   end if;
   if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
-    -- What was not used within the last second is lost, and what was paid by a clock that has been set back.
-    pos.pos_paid := greatest(case when pos.pos_paid <= v_now + interval '1 second' then pos.pos_paid end, v_now - interval '1 second');
+    pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
     room := least(room, pg_catalog.floor(extract(epoch from v_now - pos.pos_paid) * queue.queue_throughput_limit + 0.000001)::bigint);
   end if;
 end
 $$;
 
+-- Since when a throughput limit was not used: what was not used within the last second
+-- is lost, and what was paid by a clock that has been set back.
+create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
+language sql immutable as $$
+  select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
+$$;
+
+-- A queue, once a window is open: only then it is known whether a message of the window
+-- may have a key or a ttl.
+create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
+language plpgsql as $$
+declare
+  v_queue  pgque.queue;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
+  v_queue.queue_keyed := pgque._keyed(v_queue);
+  v_queue.queue_expiring := pgque._expiring(v_queue);
+  return v_queue;
+end
+$$;
+
 -- What a caller without the usual rights of its kind gets: an error, or a consumer that
 -- its workers share from now on.
-create or replace function pgque._refuse_or_share(p_sub pgque.subscriber, p_worker text, p_timeout interval, p_queue text, p_consumer text)
-returns pgque.subscriber
+create or replace function pgque._refuse_or_share(
+  p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
+) returns pgque.subscriber
 language plpgsql as $$
 begin
+  if (p_max >= 1) is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'It is the greatest number of messages to hand out.');
+  end if;
   if p_sub.sub_role = 'coop_main' and p_worker is not null then
     perform pgque._worker(p_sub, p_worker);
   elsif p_worker is null then
@@ -309,7 +327,10 @@ begin
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
     return pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease));
   end if;
-  return pg_catalog.format('select (pgque._event(r)).* from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s', p_sub.sub_id, p_batch);
+  return pg_catalog.format(
+    'select null::int as slot, null::int as ev_owner, r.ev_id, r.ev_time, r.ev_txid, r.ev_retry, r.ev_type, r.ev_data, r.ev_extra1, r.ev_extra2, r.ev_extra3,'
+    ' r.ev_extra4, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_expires, r.ev_error from pgque.retry_queue r where r.ev_owner = %s and r.ev_batch = %s',
+    p_sub.sub_id, p_batch);
 end
 $$;
 
@@ -350,6 +371,9 @@ begin
     end if;
     p_pos.pos_batch := null;
     p_pos.pos_fresh := 0;
+    if p_sub.sub_role = 'normal' then
+      p_pos.pos_open := '{}';
+    end if;
   else
     p_pos.pos_batch := p_token;
     p_pos.pos_last_batch := p_token;

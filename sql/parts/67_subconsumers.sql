@@ -196,12 +196,16 @@ begin
   update pgque.retry_queue r set ev_batch = v_token, ev_worker = p_worker, ev_receives = r.ev_receives + p_deliveries
   where r.ev_owner = p_main.sub_id and r.ev_batch = p_batch;
   get diagnostics v_pos.pos_shelf = row_count;
-  v_pos.pos_batch := v_token;
-  v_pos.pos_last_batch := v_token;
-  v_pos.pos_worker := p_worker;
-  v_pos.pos_until := 'infinity';
-  v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
-  v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch) || v_token;
+  perform pgque._note(p_batch, p_main.sub_id, array[0]);
+  v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
+  if v_pos.pos_shelf > 0 then
+    v_pos.pos_batch := v_token;
+    v_pos.pos_last_batch := v_token;
+    v_pos.pos_worker := p_worker;
+    v_pos.pos_until := 'infinity';
+    v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
+    v_pos.pos_open := v_pos.pos_open || v_token;
+  end if;
   perform pgque._append_position(v_pos);
 end
 $$;

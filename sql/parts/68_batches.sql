@@ -103,8 +103,9 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick. An open batch is returned again. Read it '
-  'with get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
+  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick and no retry is due. Retries that are due '
+  'come first, at most 10,000 in a batch of their own, whose two ticks are the same. An open batch is returned again. Read it with '
+  'get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
   'subscribed.';
 
 -- The delivery of a batch that is open, without a lock; PQ012 when it is not.
@@ -122,6 +123,9 @@ $$;
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
+  if p_sub.sub_role <> 'pool' then
+    return (pgque._lease(p_sub.sub_id, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}';
+  end if;
   return ((pgque._lease(p_sub.sub_id, p_batch)).pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed) is true
     or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch);
 end

@@ -139,6 +139,7 @@ begin
     perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
       'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
   end if;
+  perform pgque._lock_subscriber(v_sub.sub_id);
   -- A worker that is just settling its batch is left alone.
   foreach v_token in array pgque._hold_batches(v_sub, array(
     select b.id
@@ -189,9 +190,9 @@ begin
   if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
     perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
   end if;
-  perform pgque._hand_back(v_sub, o.token) from pg_catalog.unnest(v_open) o (token);
+  perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
-  update pgque.subscriber s set sub_role = p_to where s.sub_id = v_sub.sub_id;
+  update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
   return 1;
 end
 $$;

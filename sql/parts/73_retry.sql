@@ -54,12 +54,13 @@ comment on function pgque.maint_retry_events() is
   'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
 
 -- Notifies the consumers for whom a message became due since this was done last, and
--- returns the number of messages.  What was due a moment before that may have been
--- committed since.
+-- returns the number of messages.  Every five seconds it notifies of whatever is due:
+-- what became due may have been committed later.
 create or replace function pgque._wake(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), p_now);
+  v_all    boolean := p_now >= pgque._next_five(v_since);
   v_queue  record;
   v_count  int := 0;
 begin
@@ -69,7 +70,7 @@ begin
     cross join lateral (
       select r.ev_retry_after > v_since as new, count(*) as n
       from pgque.retry_queue r
-      where r.ev_owner = s.sub_id and r.ev_retry_after > v_since - interval '1 second' and r.ev_retry_after <= p_now and r.ev_batch is null
+      where r.ev_owner = s.sub_id and r.ev_retry_after > case when v_all then '-infinity' else v_since end and r.ev_retry_after <= p_now and r.ev_batch is null
       group by 1
     ) r
     where s.sub_id not in (select o.id from pgque._pumped() o (id))
@@ -82,13 +83,14 @@ begin
       when lock_not_available or undefined_table then
         null;   -- health() names it
     end;
-  end loop;
-  if v_count > 0 then
     perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
-  end if;
+  end loop;
   return v_count;
 end
 $$;
+
+create or replace function pgque._next_five(p_time timestamptz) returns timestamptz
+language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floor(extract(epoch from p_time) / 5) + 1)) $$;
 
 create or replace function pgque._woken() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
@@ -97,23 +99,28 @@ language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequenc
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_since  timestamptz := least(pgque._woken(), pgque.clock()) - interval '1 second';
+  v_since  timestamptz := least(pgque._woken(), pgque.clock());
 begin
   if not exists (select from pgque.retry_queue) then
     return null;
   end if;
   return (
-    select min(r.due)
+    select min(case when o.pumped or r.due > v_since then r.due else pgque._next_five(v_since) end)
     from (
-      select o.id, timestamptz '-infinity' as since from pgque._pumped() o (id)
+      select o.id, true as pumped from pgque._pumped() o (id)
       union all
-      select s.sub_id, v_since from pgque.subscriber s
+      select s.sub_id, false from pgque.subscriber s where s.sub_id not in (select o.id from pgque._pumped() o (id))
     ) o
     cross join lateral (
-      select r.ev_retry_after as due from pgque.retry_queue r
-      where r.ev_owner = o.id and r.ev_retry_after > o.since and r.ev_retry_after < 'infinity' and (o.id = 0 or r.ev_batch is null)
+      (select r.ev_retry_after as due from pgque.retry_queue r
+      where r.ev_owner = o.id and (o.id = 0 or r.ev_batch is null)
       order by r.ev_retry_after
-      limit 1
+      limit 1)
+      union all
+      (select r.ev_retry_after from pgque.retry_queue r
+      where r.ev_owner = o.id and r.ev_retry_after > v_since and r.ev_batch is null
+      order by r.ev_retry_after
+      limit 1)
     ) r);
 end
 $$;
@@ -129,7 +136,7 @@ begin
   perform pgque._rebase(p_queue_id);
   v_now := pgque.clock();   -- what was put there just now is due
   v_aside := pgque._claim_aside(p_queue_id, array(
-    select e.item
+    select pgque._slim_waiting(e.item)
     from pgque.subscriber s
     cross join lateral (
       select e as item from pgque.retry_queue e

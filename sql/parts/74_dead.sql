@@ -158,7 +158,7 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
-  'Requeues a dead letter: the next tick delivers the message to the consumer that failed it. Returns the message''s id, which stays. Its retries '
+  'Requeues a dead letter: the consumer that failed it receives the message again. Returns the message''s id, which stays. Its retries '
   'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
 

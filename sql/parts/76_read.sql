@@ -168,7 +168,7 @@ begin
 end
 $$;
 comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
-  'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too. types: only events of these '
+  'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too, if it is read by offsets. types: only events of these '
   'types. parts and part: only ids whose remainder by parts is part. While a consumer stands at from_tick or before, each call returns the same rows. '
   'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is gone.';
 
@@ -207,7 +207,9 @@ begin
   -- The lock keeps rotation from emptying the tick that is about to be used.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   perform pgque._depth_grows(v_queue.queue_id) where $4;
-  v_position := pgque._lock_position(v_sub.sub_id);
+  v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
+  perform pgque._need_alone(v_sub, $1, $2);
+  v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));

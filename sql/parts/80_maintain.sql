@@ -289,6 +289,7 @@ begin
     end if;
   end loop;
   v_position := pgque._next_from(v_position);
+  v_position.pos_open := pgque._not_closed(v_position.pos_open);
   if v_position.pos_tick < p_to.tick_id then
     v_moved := true;
     if v_position.pos_next_tick < v_upto.tick_id then
@@ -734,9 +735,7 @@ begin
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
     v_position := pgque._position(v_sub.sub_id);
     v_position.pos_lapse := null;
-    if v_sub.sub_role = 'pool' then
-      v_position.pos_open := '{}';
-    end if;
+    v_position.pos_open := case when v_sub.sub_role = 'pool' then '{}' else pgque._not_closed(v_position.pos_open) end;
     perform pgque._append_position(pgque._at_tick(v_position, v_last));
   end loop;
   return true;
@@ -965,5 +964,5 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: due retries, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
+  'Does all maintenance now: delayed messages, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
   'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';

@@ -244,7 +244,7 @@ begin
 end
 $$;
 
--- The ticker: ticks, moves due retries, maintains, for just under a minute (or
+-- The ticker: ticks, moves what is due, maintains, for just under a minute (or
 -- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
 -- and again.  A second loop waits for the first and takes over within a tick period.
 -- A round in which no transaction of the server began or ended does nothing; a
@@ -354,7 +354,7 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves due retries and maintains, and commits after each step. A queue ticks as soon as its '
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves what is due and maintains, and commits after each step. A queue ticks as soon as its '
   'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
   'A second loop waits for the first.';
 

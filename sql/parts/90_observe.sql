@@ -888,14 +888,13 @@ begin
         select format(', %s wait for their consumers', count(*))
         from pgque.subscriber s
         join pgque.retry_queue r on r.ev_owner = s.sub_id
-        where s.sub_queue = p_queue.queue_id and not s.sub_offsets and r.ev_retry_after <= pgque.clock()
+        where s.sub_queue = p_queue.queue_id and s.sub_id not in (select o.id from pgque._pumped() o (id)) and r.ev_retry_after <= pgque.clock()
         having count(*) > 0), ''),
       case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
     from (
       select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
       from pgque.retry_queue r
-      left join pgque.subscriber s on s.sub_id = r.ev_owner
-      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and (r.ev_owner = 0 or s.sub_offsets)
+      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o.id from pgque._pumped() o (id))
     ) d;
   return query
     select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),
