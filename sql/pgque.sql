@@ -942,6 +942,9 @@ declare
   v_leaf      text;
   v_function  text;
 begin
+  if exists (select from pg_attribute a where a.attrelid = 'pgque.position'::regclass and a.attname = 'pos_main' and not a.attisdropped) then
+    alter table pgque.position drop column pos_main, drop column pos_attempt;
+  end if;
   for v_journal in
     select j.name, j.key, n as leaf
     from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('tally', null),
@@ -1039,8 +1042,15 @@ begin
     return;
   end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
+  -- Who goes on with a snapshot from before gets 40001.
+  update pgque.journal j set journal_cur = j.journal_cur;
+  update pgque.subscriber s set sub_offsets = s.sub_offsets;
   update pgque.position p set pos_batch = p.pos_last_batch
   where (p.pos_fresh > 0 or p.pos_shelf > 0) and p.pos_seq = p.pos_last_batch >> 20;
+  -- Earlier batches of those that are not workers are done.
+  update pgque.position p set pos_batch = null
+  from (select n.pos_sub as id, max(n.pos_seq) as seq from pgque.position n group by n.pos_sub) s
+  where s.id = p.pos_sub and p.pos_seq < s.seq and p.pos_fresh is null and p.pos_batch is not null;
   update pgque.position p
   set pos_fresh = case when p.pos_batch is null then 0 else 1 end, pos_shelf = 0, pos_until = 'infinity',
     pos_open = case when p.pos_batch is not null then array[p.pos_batch] end, pos_prune = 64,
@@ -1061,11 +1071,11 @@ begin
     v_main.pos_prune := 64;
     v_main.leaf := (select j.journal_cur from pgque.journal j);
     for v_batch in
-      select distinct on (p.pos_sub) p.*
+      select p.*
       from pgque.subscriber s
-      join pgque.position p on p.pos_sub = s.sub_id
+      cross join lateral (select n.* from pgque.position n where n.pos_sub = s.sub_id order by n.pos_seq desc limit 1) p
       where s.sub_main = v_main.pos_sub
-      order by p.pos_sub, p.pos_seq desc
+      order by p.pos_sub
     loop
       continue when v_batch.pos_batch is null;
       v_main.pos_open := v_main.pos_open || v_batch.pos_batch;
@@ -11054,6 +11064,27 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   perform pgque._no_queue(p_queue);
   return false;
+end
+$$;
+
+-- A batch of a worker had messages of the retry queue and of the log, up to 0.5.  Now it
+-- has either: those of the log go to where the others are.
+do $$
+declare
+  v_lease  pgque.position;
+begin
+  for v_lease in
+    select distinct on (p.pos_batch) p.*
+    from pgque.position p
+    where p.pos_fresh > 0 and p.pos_shelf > 0 and p.pos_batch is not null
+    order by p.pos_batch
+  loop
+    continue when not exists (select from pgque._held(v_lease.pos_sub) h where h.token = v_lease.pos_batch);
+    perform pgque._note(v_lease.pos_batch, v_lease.pos_sub,
+      array[6917529027641081856 + v_lease.pos_shelf + pgque._shelve(s, v_lease, coalesce((pgque._lease_state(v_lease.pos_batch)).until, v_lease.pos_until))])
+    from pgque.subscriber s
+    where s.sub_id = v_lease.pos_sub;
+  end loop;
 end
 $$;
 -- ---------------------------------------------------------------------------

@@ -627,6 +627,9 @@ declare
   v_leaf      text;
   v_function  text;
 begin
+  if exists (select from pg_attribute a where a.attrelid = 'pgque.position'::regclass and a.attname = 'pos_main' and not a.attisdropped) then
+    alter table pgque.position drop column pos_main, drop column pos_attempt;
+  end if;
   for v_journal in
     select j.name, j.key, n as leaf
     from (values ('position', 'pos_sub, pos_seq'), ('settled', 'set_batch, set_ev_id'), ('tally', null),
@@ -724,8 +727,15 @@ begin
     return;
   end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
+  -- Who goes on with a snapshot from before gets 40001.
+  update pgque.journal j set journal_cur = j.journal_cur;
+  update pgque.subscriber s set sub_offsets = s.sub_offsets;
   update pgque.position p set pos_batch = p.pos_last_batch
   where (p.pos_fresh > 0 or p.pos_shelf > 0) and p.pos_seq = p.pos_last_batch >> 20;
+  -- Earlier batches of those that are not workers are done.
+  update pgque.position p set pos_batch = null
+  from (select n.pos_sub as id, max(n.pos_seq) as seq from pgque.position n group by n.pos_sub) s
+  where s.id = p.pos_sub and p.pos_seq < s.seq and p.pos_fresh is null and p.pos_batch is not null;
   update pgque.position p
   set pos_fresh = case when p.pos_batch is null then 0 else 1 end, pos_shelf = 0, pos_until = 'infinity',
     pos_open = case when p.pos_batch is not null then array[p.pos_batch] end, pos_prune = 64,
@@ -746,11 +756,11 @@ begin
     v_main.pos_prune := 64;
     v_main.leaf := (select j.journal_cur from pgque.journal j);
     for v_batch in
-      select distinct on (p.pos_sub) p.*
+      select p.*
       from pgque.subscriber s
-      join pgque.position p on p.pos_sub = s.sub_id
+      cross join lateral (select n.* from pgque.position n where n.pos_sub = s.sub_id order by n.pos_seq desc limit 1) p
       where s.sub_main = v_main.pos_sub
-      order by p.pos_sub, p.pos_seq desc
+      order by p.pos_sub
     loop
       continue when v_batch.pos_batch is null;
       v_main.pos_open := v_main.pos_open || v_batch.pos_batch;

@@ -48,3 +48,24 @@ begin
   return false;
 end
 $$;
+
+-- A batch of a worker had messages of the retry queue and of the log, up to 0.5.  Now it
+-- has either: those of the log go to where the others are.
+do $$
+declare
+  v_lease  pgque.position;
+begin
+  for v_lease in
+    select distinct on (p.pos_batch) p.*
+    from pgque.position p
+    where p.pos_fresh > 0 and p.pos_shelf > 0 and p.pos_batch is not null
+    order by p.pos_batch
+  loop
+    continue when not exists (select from pgque._held(v_lease.pos_sub) h where h.token = v_lease.pos_batch);
+    perform pgque._note(v_lease.pos_batch, v_lease.pos_sub,
+      array[6917529027641081856 + v_lease.pos_shelf + pgque._shelve(s, v_lease, coalesce((pgque._lease_state(v_lease.pos_batch)).until, v_lease.pos_until))])
+    from pgque.subscriber s
+    where s.sub_id = v_lease.pos_sub;
+  end loop;
+end
+$$;

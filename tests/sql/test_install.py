@@ -17,16 +17,22 @@ from sql.helpers import (
     Connection,
     ack,
     drain,
+    extend,
     forced_tick,
+    ids,
     nack_ids,
+    offer,
     receive,
+    receive_coop,
     refused,
     rows,
     send,
     send_many,
     subscribe,
+    take,
     tick,
     value,
+    work_off,
 )
 from support import catalog, servers
 from support.servers import TestServer
@@ -256,6 +262,90 @@ def test_installing_over_data_keeps_queues_batches_retries_and_dead_letters(
     )
     value(own, "select pgque.retry_now('q', 'c')")
     assert drain(own, "q") == sent[:1]
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_a_batch_finished_before_an_upgrade_is_not_open_after_it(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    send_many(own, "q", 6)
+    tick(own, "q")
+    done = [receive(own, "q", count=2), receive_coop(own, "q", "w", 2, consumer="group")]
+    assert [ack(own, batch[0].batch_id) for batch in done] == [1, 1]
+    held = [receive(own, "q", count=2), receive_coop(own, "q", "w", 2, consumer="group")]
+    install(fresh_dsn)
+    for batch in done:
+        assert ack(own, batch[0].batch_id) == 0
+        assert [ok for _, ok, _ in nack_ids(own, batch[0].batch_id, ids(batch))] == [False, False]
+        refused("PQ012", rows, own, "select * from pgque.get_batch_events(%s)", batch[0].batch_id)
+    assert [ack(own, batch[0].batch_id) for batch in held] == [1, 1]
+    assert [ack(own, batch[0].batch_id) for batch in held] == [0, 0]
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("version", EARLIER)
+def test_a_workers_batch_of_retries_and_new_messages_is_still_one_after_an_upgrade(
+    version: str, settled: bool, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = offer(own, "q", 8)
+    first = take(own, "q", "w1", 3)
+    nack_ids(own, first[0].batch_id, sent[:2])
+    ack(own, first[0].batch_id)
+    batch = take(own, "q", "w1", 4, "10 minutes")
+    left = [*sent[:2], *sent[3:5]]
+    assert ids(batch) == left
+    if settled:
+        assert all(ok for _, ok, _ in nack_ids(own, batch[0].batch_id, [sent[0], sent[3]], "1 hour"))
+        left = [sent[1], sent[4]]
+    install(fresh_dsn)
+    token = batch[0].batch_id
+    held = "select e.ev_id from pgque.get_batch_events(%s) as e"
+    assert [i for (i,) in rows(own, held, token)] == left
+    assert extend(own, token, "1 minute") == len(left)
+    assert ids(work_off(own, "q", "w2")) == sent[5:]
+    assert [ack(own, token), ack(own, token)] == [1, 0]
+    value(own, "select pgque.retry_now('q', 'c')")
+    assert ids(work_off(own, "q", "w2")) == ([sent[0], sent[3]] if settled else [])
+
+
+@pytest.mark.parametrize("version", EARLIER)
+def test_a_snapshot_from_before_an_upgrade_is_told_to_try_again(
+    version: str, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, version)
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    for name in ("c", "pool"):
+        subscribe(own, "q", name)
+    value(own, "select pgque.register_subconsumer('q', 'group', 'w')")
+    offer(own, "q", 3)
+    batches = [
+        receive(own, "q", count=2),
+        receive_coop(own, "q", "w", 2, consumer="group"),
+        take(own, "q", "w", 2, consumer="pool"),
+    ]
+    calls: list[Callable[[Connection], Any]] = [lambda c: receive(c, "q", count=2)]
+    for batch in batches:
+        calls.append(lambda c, b=batch: ack(c, b[0].batch_id))  # type: ignore[misc]
+        calls.append(lambda c, b=batch: nack_ids(c, b[0].batch_id, ids(b)))  # type: ignore[misc]
+    others = [connect(fresh_dsn, autocommit=False) for _ in calls]
+    for other in others:
+        other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        value(other, "select count(*) from pg_class")
+    install(fresh_dsn)
+    for call, other in zip(calls, others, strict=True):
+        refused("40001", call, other)
+        other.rollback()
+    assert [ack(own, batch[0].batch_id) for batch in batches] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("version", EARLIER)
