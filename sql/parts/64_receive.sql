@@ -145,6 +145,7 @@ begin
     where q.queue_name = p_queue collate pg_catalog."default"
       and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
     if not found then
+      perform pgque._need_room(p_max, p_queue);
       select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
     end if;
     sub := v_found.sub;
@@ -189,7 +190,7 @@ begin
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
-    pos.pos_sub is null or j.journal_cur <> leaf as newer
+    pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
   into v_found
   from pgque.queue q, pgque.journal j
   where q.queue_id = sub.sub_queue;
@@ -249,6 +250,16 @@ begin
 end
 $$;
 
+create or replace function pgque._need_room(p_max bigint, p_queue text) returns void
+language plpgsql as $$
+begin
+  if (p_max >= 1) is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
+      'It is the greatest number of messages to hand out.');
+  end if;
+end
+$$;
+
 -- What a caller without the usual rights of its kind gets: an error, or a consumer that
 -- its workers share from now on.
 create or replace function pgque._refuse_or_share(
@@ -256,10 +267,7 @@ create or replace function pgque._refuse_or_share(
 ) returns pgque.subscriber
 language plpgsql as $$
 begin
-  if (p_max >= 1) is not true then
-    perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'It is the greatest number of messages to hand out.');
-  end if;
+  perform pgque._need_room(p_max, p_queue);
   if p_sub.sub_role = 'coop_main' and p_worker is not null then
     perform pgque._worker(p_sub, p_worker);
   elsif p_worker is null then

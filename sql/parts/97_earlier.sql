@@ -62,8 +62,7 @@ begin
     order by p.pos_batch
   loop
     continue when not exists (select from pgque._held(v_lease.pos_sub) h where h.token = v_lease.pos_batch);
-    perform pgque._note(v_lease.pos_batch, v_lease.pos_sub,
-      array[6917529027641081856 + v_lease.pos_shelf + pgque._shelve(s, v_lease, coalesce((pgque._lease_state(v_lease.pos_batch)).until, v_lease.pos_until))])
+    perform pgque._shelve(s, v_lease, coalesce((pgque._lease_state(v_lease.pos_batch)).until, v_lease.pos_until))
     from pgque.subscriber s
     where s.sub_id = v_lease.pos_sub;
   end loop;

@@ -159,3 +159,32 @@ def test_a_seek_that_waited_while_workers_came_leaves_them_their_batch(
     sharing.commit()
     refused("PQ005", seeking.result)
     assert ack(alone, batch[0].batch_id) == 1
+
+
+@pytest.mark.parametrize("worker", [None, "w"])
+def test_who_waited_for_a_delivery_into_the_leaf_that_is_no_longer_written_sees_it(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    worker: str | None,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    sent = offer(own, "q", 4)
+
+    def get(conn: Connection) -> list[Any]:
+        return receive(conn, "q", count=2) if worker is None else take(conn, "q", worker, 2)
+
+    if worker is not None:  # it is a pool already
+        assert ack(own, get(own)[0].batch_id) == 1
+        sent = sent[2:] + offer(own, "q", 2)
+    first = connect(own_dsn, autocommit=False)
+    batch = get(first)
+    own.execute("update pgque.journal set journal_cur = 1 - journal_cur")
+    second = background(get, connect(own_dsn))
+    wait_for_lock(second.pid)
+    first.commit()
+    assert ids(batch) == sent[:2]
+    assert ids(second.result()) == (sent[:2] if worker is None else sent[2:])
