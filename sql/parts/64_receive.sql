@@ -97,7 +97,7 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
   end loop;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed
+  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
     or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
@@ -133,12 +133,10 @@ declare
   v_ahead  pgque.position;
   v_acked  int;
 begin
-  loop
-    -- As _find() does.
+  loop   -- as _find() does
     select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
       q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
-    into v_found
-    from pgque.queue q
+    into v_found from pgque.queue q
     join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
     join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
     cross join pgque.journal j
@@ -156,11 +154,9 @@ begin
       sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
       leaf := pgque._journal_leaf();
     end if;
-    if p_ack is null then
-      null;
-    elsif (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
+    if (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
       v_acked := pgque._close(sub, p_ack);
-    else
+    elsif p_ack is not null then
       perform pgque._ack(pgque._batch_for(p_caller, p_ack));
     end if;
     span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
@@ -191,9 +187,7 @@ begin
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
-  into v_found
-  from pgque.queue q, pgque.journal j
-  where q.queue_id = sub.sub_queue;
+  into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   queue.queue_keyed := queue.queue_keyed or v_found.keyed;   -- as _keyed() and _expiring() have it
   queue.queue_expiring := queue.queue_expiring or v_found.expiring;
@@ -212,15 +206,14 @@ begin
   end if;
   room := p_max;
   until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
-  changed := false;
   if open is not null then
     return;
   end if;
   pos := v_ahead;
-  if v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune then
+  changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
+  if changed then
     pos := pgque._reap(sub, pos, v_now);
     due := true;
-    changed := true;
   end if;
   if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
     pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
