@@ -14,10 +14,39 @@ import pytest
 from faults import test_restore, test_work_restore
 from faults.clusters import folder_for, new_database, programs_of, run, started, with_extension
 from pgque import embedded
-from sql.helpers import Connection, drain, send, subscribe, tick, value
+from sql.helpers import (
+    Connection,
+    Message,
+    ack,
+    drain,
+    extend,
+    ids,
+    nack_ids,
+    offer,
+    outcome,
+    receive,
+    receive_coop,
+    rows,
+    send,
+    subscribe,
+    take,
+    tick,
+    value,
+    work_off,
+)
 from support.servers import TestServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
+
+
+@dataclass
+class Held:
+    """What was sent, an id of a batch that is done, and the open batches: by next_batch(), by receive()."""
+
+    sent: list[int]
+    done: int
+    whole: int
+    batches: dict[str, list[Message]]
 
 
 @dataclass
@@ -29,6 +58,28 @@ class Dumps:
     folder: Path
     alone: test_restore.Left
     pool: test_work_restore.Left
+    held: Held
+
+
+def fill(conn: Connection) -> Held:
+    """Leave an open batch of each kind, of five messages: one is acked, one waits for a retry."""
+    value(conn, "select pgque.create_queue('q')")
+    for name in ("alone", "whole", "pool"):
+        subscribe(conn, "q", name)
+    value(conn, "select pgque.register_subconsumer('q', 'group', 'w')")
+    sent = offer(conn, "q", 10)
+    done = receive(conn, "q", "alone", 2)
+    ack(conn, done[0].batch_id)
+    whole = value(conn, "select pgque.next_batch('q', 'whole')")
+    batches = {
+        "alone": receive(conn, "q", "alone", 5),
+        "group": receive_coop(conn, "q", "w", 5, consumer="group"),
+        "pool": take(conn, "q", "w", 5, "1 hour", "pool"),
+    }
+    for batch in batches.values():
+        outcome(conn, "ack", batch[0].batch_id, ids(batch)[:1])
+        nack_ids(conn, batch[0].batch_id, ids(batch)[1:2], "1 hour")
+    return Held(sent, done[0].batch_id, whole, batches)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +90,7 @@ def dumps(server: TestServer) -> Iterator[Dumps]:
         old = stack.enter_context(started(programs))
         young = stack.enter_context(started(programs))
         folder = stack.enter_context(folder_for(old))
-        for name in ("alone", "pool"):
+        for name in ("alone", "pool", "held"):
             new_database(old.dsn, name, "extension")
         with psycopg.connect(old.dsn_for("alone"), autocommit=True) as conn:
             conn.execute(
@@ -48,9 +99,11 @@ def dumps(server: TestServer) -> Iterator[Dumps]:
             alone = test_restore.fill(conn, old.dsn_for("alone"))
         with psycopg.connect(old.dsn_for("pool"), autocommit=True) as conn:
             pool = test_work_restore.fill(conn)
-        for name in ("alone", "pool"):
+        with psycopg.connect(old.dsn_for("held"), autocommit=True) as conn:
+            held = fill(conn)
+        for name in ("alone", "pool", "held"):
             run(folder, old.bindir / "pg_dump", "-d", old.dsn_for(name), "-f", folder / f"{name}.sql")
-        yield Dumps(old, young, folder, alone, pool)
+        yield Dumps(old, young, folder, alone, pool, held)
 
 
 @pytest.fixture(params=["same cluster", "young cluster"])
@@ -96,6 +149,42 @@ def test_a_pool_of_an_extension_gets_what_it_lacked_after_a_restore(
 ) -> None:
     with restored(dumps, target, "pool") as conn:
         test_work_restore.check(conn, test_work_restore.check_held(conn, dumps.pool))
+
+
+@pytest.mark.parametrize("first", ["maint", "ack", "receive"])
+def test_batches_that_were_open_are_open_after_a_restore_and_finish_once(
+    dumps: Dumps, target: embedded.Server, first: str
+) -> None:
+    held = dumps.held
+    with restored(dumps, target, "held") as conn:
+        if first == "maint":
+            value(conn, "select pgque.ticker()")
+            value(conn, "select pgque.maint()")
+        elif first == "receive":
+            assert ids(receive(conn, "q", "alone")) == ids(held.batches["alone"])[2:]
+            assert ids(receive_coop(conn, "q", "w", consumer="group")) == ids(held.batches["group"])[2:]
+        assert ack(conn, held.done) == 0
+        events = "select e.ev_id from pgque.get_batch_events(%s) as e"
+        assert [i for (i,) in rows(conn, events, held.whole)] == held.sent
+        assert extend(conn, held.batches["pool"][0].batch_id, "1 hour") == 3
+        for batch in held.batches.values():
+            token, left = batch[0].batch_id, ids(batch)[2:]
+            assert nack_ids(conn, token, left[:1], "1 hour") == [(left[0], True, None)]
+            assert [ack(conn, token), ack(conn, token)] == [1, 0]
+        assert [ack(conn, held.whole), ack(conn, held.whole)] == [1, 0]
+        more = [send(conn, "q")]
+        tick(conn, "q")
+        lacking = {name: held.sent[7 if name == "alone" else 5 :] + more for name in held.batches}
+        assert drain(conn, "q", "alone") == lacking["alone"]
+        assert drain(conn, "q", "whole") == more
+        assert ids(work_off(conn, "q", "w", consumer="group")) == lacking["group"]
+        assert ids(work_off(conn, "q", "w", consumer="pool")) == lacking["pool"]
+        for name, batch in held.batches.items():
+            value(conn, "select pgque.retry_now('q', %s)", name)
+            again = (
+                drain(conn, "q", name) if name == "alone" else ids(work_off(conn, "q", "w", consumer=name))
+            )
+            assert again == ids(batch)[1:3]
 
 
 def test_a_restored_extension_makes_and_drops_queues_and_is_dumped_again(
