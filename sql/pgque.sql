@@ -5185,6 +5185,7 @@ begin
     v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
     if v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
+      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- it was opened in vain
     end if;
   end if;
 
@@ -5238,7 +5239,7 @@ begin
       v_pos := pgque._next_from(v_pos);
     end if;
   end loop;
-  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed
+  perform pgque._delivered(v_sub, v_queue, v_pos, v_turn.leaf, v_count, v_token, $4, v_turn.until, v_turn.changed is true
     or (v_pos.pos_tick, v_pos.pos_done_id, v_pos.pos_open) is distinct from ((v_turn.pos).pos_tick, (v_turn.pos).pos_done_id, (v_turn.pos).pos_open));
 end
 $$;
@@ -5274,12 +5275,10 @@ declare
   v_ahead  pgque.position;
   v_acked  int;
 begin
-  loop
-    -- As _find() does.
+  loop   -- as _find() does
     select s as sub, j.journal_cur as leaf, q.queue_archive_on_ack as archives,
       q.queue_reader as reader, case when q.queue_reader = pgque.version() then pg_catalog.pg_sequence_last_value(q.queue_tick_seq) end as last_tick
-    into v_found
-    from pgque.queue q
+    into v_found from pgque.queue q
     join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
     join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
     cross join pgque.journal j
@@ -5297,11 +5296,9 @@ begin
       sub := pgque._refuse_or_share(sub, p_max, p_worker, p_timeout, p_queue, p_consumer);
       leaf := pgque._journal_leaf();
     end if;
-    if p_ack is null then
-      null;
-    elsif (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
+    if (p_ack & 1048575) = (sub.sub_id & 1048575) and not v_found.archives then
       v_acked := pgque._close(sub, p_ack);
-    else
+    elsif p_ack is not null then
       perform pgque._ack(pgque._batch_for(p_caller, p_ack));
     end if;
     span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
@@ -5332,9 +5329,7 @@ begin
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
-  into v_found
-  from pgque.queue q, pgque.journal j
-  where q.queue_id = sub.sub_queue;
+  into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
   queue.queue_keyed := queue.queue_keyed or v_found.keyed;   -- as _keyed() and _expiring() have it
   queue.queue_expiring := queue.queue_expiring or v_found.expiring;
@@ -5353,15 +5348,14 @@ begin
   end if;
   room := p_max;
   until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
-  changed := false;
   if open is not null then
     return;
   end if;
   pos := v_ahead;
-  if v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune then
+  changed := (v_now >= pos.pos_lapse or pg_catalog.cardinality(pos.pos_open) >= pos.pos_prune) is true;
+  if changed then
     pos := pgque._reap(sub, pos, v_now);
     due := true;
-    changed := true;
   end if;
   if queue.queue_throughput_limit > 0 and sub.sub_role = 'pool' then
     pos.pos_paid := pgque._paid_since(pos.pos_paid, v_now);
@@ -7859,7 +7853,8 @@ begin
   -- It may wait there already: its consumer was moved back and failed it again.
   on conflict on constraint retry_queue_pkey do update
   set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
-    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null, ev_receives = 0;
+    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
+    ev_receives = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then 1 else 0 end;
   return v_dead.ev_id;
 end
 $$;
@@ -9884,15 +9879,19 @@ comment on function pgque.uninstall() is
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
-create or replace function pgque._position_of(p_sub pgque.subscriber) returns pgque.position
+create or replace function pgque._position_of(p_sub int) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_position  pgque.position := pgque._position(p_sub.sub_id);
+  v_sub       pgque.subscriber;
+  v_position  pgque.position := pgque._position(p_sub);
   v_time      timestamptz := v_position.pos_time;
 begin
-  v_position := case when p_sub.sub_main is null then pgque._standing(p_sub, v_position) else pgque._batch_of_worker(p_sub) end;
+  select s.* into v_sub from pgque.subscriber s where s.sub_id = p_sub;
+  v_position := case when v_sub.sub_main is null then pgque._standing(v_sub, v_position) else pgque._batch_of_worker(v_sub) end;
   v_position.pos_time := v_time;
-  if p_sub.sub_role = 'pool' then
+  v_position.pos_until := null;   -- not every client can read an infinite time
+  v_position.pos_lapse := null;
+  if v_sub.sub_role = 'pool' then
     v_position.pos_batch := null;
   end if;
   return v_position;
@@ -9914,7 +9913,7 @@ create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
-cross join lateral pgque._position_of(s) p;
+cross join lateral pgque._position_of(s.sub_id) p;
 comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';

@@ -44,6 +44,7 @@ begin
     v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
     if v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
+      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- it was opened in vain
     end if;
   end if;
 

@@ -153,7 +153,8 @@ begin
   -- It may wait there already: its consumer was moved back and failed it again.
   on conflict on constraint retry_queue_pkey do update
   set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
-    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null, ev_receives = 0;
+    ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
+    ev_receives = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then 1 else 0 end;
   return v_dead.ev_id;
 end
 $$;

@@ -3,15 +3,19 @@
 -- ---------------------------------------------------------------------------
 
 -- PgQ's view of who reads what.
-create or replace function pgque._position_of(p_sub pgque.subscriber) returns pgque.position
+create or replace function pgque._position_of(p_sub int) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_position  pgque.position := pgque._position(p_sub.sub_id);
+  v_sub       pgque.subscriber;
+  v_position  pgque.position := pgque._position(p_sub);
   v_time      timestamptz := v_position.pos_time;
 begin
-  v_position := case when p_sub.sub_main is null then pgque._standing(p_sub, v_position) else pgque._batch_of_worker(p_sub) end;
+  select s.* into v_sub from pgque.subscriber s where s.sub_id = p_sub;
+  v_position := case when v_sub.sub_main is null then pgque._standing(v_sub, v_position) else pgque._batch_of_worker(v_sub) end;
   v_position.pos_time := v_time;
-  if p_sub.sub_role = 'pool' then
+  v_position.pos_until := null;   -- not every client can read an infinite time
+  v_position.pos_lapse := null;
+  if v_sub.sub_role = 'pool' then
     v_position.pos_batch := null;
   end if;
   return v_position;
@@ -33,7 +37,7 @@ create or replace view pgque.subscription as
 select s.sub_id, s.sub_queue, s.sub_consumer, p.pos_tick as sub_last_tick, p.pos_time as sub_active,
   p.pos_batch as sub_batch, p.pos_next_tick as sub_next_tick, s.sub_role, s.sub_main, s.sub_worker
 from pgque.subscriber s
-cross join lateral pgque._position_of(s) p;
+cross join lateral pgque._position_of(s.sub_id) p;
 comment on view pgque.subscription is 'Lists the consumers of all queues and their workers, and how far each has read.';
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';

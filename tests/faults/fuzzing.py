@@ -27,7 +27,8 @@ select p.proname, p.prokind::text, p.proargnames::text[], array(
     where t.oid <> 'pgque.caller'::regtype order by a.n),
   p.pronargdefaults - ('pgque.caller'::regtype = any (p.proargtypes))::int
 from pg_proc as p
-where p.pronamespace = 'pgque'::regnamespace and p.proname not in ('uninstall', '_fail')
+where p.pronamespace = 'pgque'::regnamespace and p.proname not in ('uninstall', '_fail', '_loop_end')
+  and (p.prokind <> 'p' or p.proname = 'ticker_loop')  -- its parts are called by it alone
   and p.prorettype <> 'trigger'::regtype
   and (p.proname not like '\\_%'
     or has_function_privilege('pgque_reader', p.oid, 'execute')

