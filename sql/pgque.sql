@@ -5099,11 +5099,10 @@ $$;
 -- Takes a batch from who has it: what it has from the log is passed, what it has from
 -- the retry queue waits again.
 create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql as $$
 begin
   perform pgque._note(p_batch, p_sub.sub_id, array[0]);
-  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
-  where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+  perform pgque._hand_back(p_sub, p_batch);
 end
 $$;
 
@@ -7202,15 +7201,9 @@ begin
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     perform pgque._shelve(p_sub, v_lease, pgque.clock());
   end if;
-  with found as materialized (
-    select e.ctid from pgque.retry_queue e
-    where e.ev_owner = p_sub.sub_id and e.ev_batch = p_batch
-    order by e.ev_id
-    for update skip locked
-  )
+  -- Maintenance that has one of them locked may let go of it again: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
-  from found f
-  where r.ctid = f.ctid;
+  where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
   return v_count;
 end

@@ -282,11 +282,10 @@ $$;
 -- Takes a batch from who has it: what it has from the log is passed, what it has from
 -- the retry queue waits again.
 create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql as $$
 begin
   perform pgque._note(p_batch, p_sub.sub_id, array[0]);
-  update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
-  where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
+  perform pgque._hand_back(p_sub, p_batch);
 end
 $$;
 

@@ -8,7 +8,21 @@ from typing import Any
 import psycopg
 import pytest
 
-from .helpers import ack, ids, nack, offer, receive, receive_coop, refused, subscribe, take, value, work_off
+from .helpers import (
+    ack,
+    ids,
+    move_clock,
+    nack,
+    nack_ids,
+    offer,
+    receive,
+    receive_coop,
+    refused,
+    subscribe,
+    take,
+    value,
+    work_off,
+)
 
 Connection = psycopg.Connection[Any]
 
@@ -83,3 +97,25 @@ def test_subconsumers_and_keyed_order_keep_their_consumer(conn: Connection, queu
     value(conn, "select pgque.subscribe(%s, 'ordered', keyed_order => true)", queue)
     assert "keyed order" in str(refused("PQ006", value, conn, UNSHARE, queue, "ordered"))
     refused("PQ011", value, conn, SHARE, queue, "nobody")
+
+
+def test_what_retention_has_locked_and_lets_go_of_is_handed_back_too(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    value(own, "select pgque.create_queue('q', '{\"retention_period\": \"1 hour\"}')")
+    subscribe(own, "q")
+    sent = offer(own, "q", 2)
+    nack_ids(own, receive(own, "q")[0].batch_id, sent, "0")
+    assert ids(receive(own, "q")) == sent
+    move_clock(own, "2 hours")
+    retaining = connect(own_dsn, autocommit=False)
+    value(retaining, "select pgque.maint_retain('q')")
+    sharing = background(lambda c: value(c, SHARE, "q", "c"), connect(own_dsn))
+    wait_for_lock(sharing.pid)
+    retaining.rollback()
+    assert sharing.result() == 1
+    assert ids(take(own, "q")) == sent
