@@ -4196,8 +4196,7 @@ $$;
 -- Appends a position; the sequence number and the time are set here.  The
 -- primary key stops a transaction whose snapshot does not show the newest row:
 -- it gets 40001, never a second truth.  Such a transaction appends to both leaves
--- (see _leaves_for).  p_leaf is what
--- _carry_over() said, for those who use that leaf in other statements too.
+-- (see _leaves_for).  p_leaf is the leaf that is written, if the caller knows it.
 create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
 language plpgsql as $$
 begin
@@ -4636,15 +4635,9 @@ declare
   v_count   int := 0;
   v_done    int := 0;
 begin
-  if p_sub.sub_role = 'pool' then   -- as in _lock_batch()
-    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
-  else
-    perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
-    if not found then
-      return 0;
-    end if;
-  end if;
-  if p_sub.sub_role <> 'pool' then
+  if not pgque._lock_batch(p_sub, p_batch) then
+    return 0;
+  elsif p_sub.sub_role <> 'pool' then
     -- Nobody can have a part of it.
     if pgque._note_finished(p_sub.sub_id, p_batch) then
       delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
@@ -4762,10 +4755,7 @@ begin
     v_lapse := least(v_lapse, v_held.until);
   end loop;
   if p_sub.sub_role <> 'pool' then
-    -- Those from the retry queue too: they come again.
-    v_open := v_open || array(
-      select o.token from pg_catalog.unnest(p_pos.pos_open) o (token)
-      where o.token <> all (v_open) and pgque._not_closed(array[o.token]) <> '{}');
+    v_open := pgque._not_closed(p_pos.pos_open);   -- with those from the retry queue, which are redelivered
   end if;
   p_pos.pos_open := v_open;
   p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;
@@ -5284,7 +5274,7 @@ begin
     where q.queue_name = p_queue collate pg_catalog."default"
       and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
     if not found then
-      perform pgque._need_room(p_max, p_queue);
+      perform pgque._need_max_return(p_max, p_queue);
       select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
     end if;
     sub := v_found.sub;
@@ -5384,7 +5374,7 @@ begin
 end
 $$;
 
-create or replace function pgque._need_room(p_max bigint, p_queue text) returns void
+create or replace function pgque._need_max_return(p_max bigint, p_queue text) returns void
 language plpgsql as $$
 begin
   if (p_max >= 1) is not true then
@@ -5401,7 +5391,7 @@ create or replace function pgque._refuse_or_share(
 ) returns pgque.subscriber
 language plpgsql as $$
 begin
-  perform pgque._need_room(p_max, p_queue);
+  perform pgque._need_max_return(p_max, p_queue);
   if p_sub.sub_role = 'coop_main' and p_worker is not null then
     perform pgque._worker(p_sub, p_worker);
   elsif p_worker is null then
@@ -5441,7 +5431,7 @@ declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using p_batch, p_queue.queue_name;
+    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease))) using p_batch, p_queue.queue_name;
   else
     return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;
@@ -5648,7 +5638,7 @@ begin
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
+      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
       pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
     using p_sub, v_now, v_found.aside;
   end if;
@@ -6294,15 +6284,7 @@ begin
   get diagnostics v_pos.pos_shelf = row_count;
   perform pgque._note(p_batch, p_main.sub_id, array[0]);
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
-  if v_pos.pos_shelf > 0 then
-    v_pos.pos_batch := v_token;
-    v_pos.pos_last_batch := v_token;
-    v_pos.pos_worker := p_worker;
-    v_pos.pos_until := 'infinity';
-    v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
-    v_pos.pos_open := v_pos.pos_open || v_token;
-  end if;
-  perform pgque._append_position(v_pos);
+  perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
 end
 $$;
 
@@ -6431,8 +6413,8 @@ begin
       -- How many there are is not known yet.
       v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
       v_count := v_pos.pos_done_count;
-      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
-      if pgque._keyed(v_queue) or pgque._expiring(v_queue) then
+      v_queue := pgque._with_options(v_queue.queue_id);
+      if v_queue.queue_keyed or v_queue.queue_expiring then
         perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
       end if;
     end if;
@@ -6886,7 +6868,7 @@ begin
   end if;
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
-      'select (pgque._waiting(row(e.*)::pgque.event, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
+      'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
       ' where (e.ev_id in (select pg_catalog.unnest((select $5)))) is true', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then
@@ -7575,8 +7557,10 @@ begin
       when lock_not_available or undefined_table then
         null;   -- health() names it
     end;
-    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
   end loop;
+  if found then
+    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
+  end if;
   return v_count;
 end
 $$;
@@ -8548,7 +8532,7 @@ begin
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, pgque.clock(), null, null)).* from (%s) e'
+      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, pgque.clock(), null, null)).* from (%s) e'
       ' where (e.ev_id in (select pg_catalog.unnest((select $2)))) is true on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
     using p_sub, v_claim.busy;
     v_rows := pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(

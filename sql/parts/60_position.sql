@@ -90,8 +90,7 @@ $$;
 -- Appends a position; the sequence number and the time are set here.  The
 -- primary key stops a transaction whose snapshot does not show the newest row:
 -- it gets 40001, never a second truth.  Such a transaction appends to both leaves
--- (see _leaves_for).  p_leaf is what
--- _carry_over() said, for those who use that leaf in other statements too.
+-- (see _leaves_for).  p_leaf is the leaf that is written, if the caller knows it.
 create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
 language plpgsql as $$
 begin

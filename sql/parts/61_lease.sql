@@ -298,15 +298,9 @@ declare
   v_count   int := 0;
   v_done    int := 0;
 begin
-  if p_sub.sub_role = 'pool' then   -- as in _lock_batch()
-    perform pg_catalog.pg_advisory_xact_lock_shared(pg_catalog.hashtext('pgque.batches'), p_sub.sub_queue), pg_catalog.pg_advisory_xact_lock(p_batch);
-  else
-    perform from pgque.subscriber s where s.sub_id = p_sub.sub_id for no key update;
-    if not found then
-      return 0;
-    end if;
-  end if;
-  if p_sub.sub_role <> 'pool' then
+  if not pgque._lock_batch(p_sub, p_batch) then
+    return 0;
+  elsif p_sub.sub_role <> 'pool' then
     -- Nobody can have a part of it.
     if pgque._note_finished(p_sub.sub_id, p_batch) then
       delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
@@ -424,10 +418,7 @@ begin
     v_lapse := least(v_lapse, v_held.until);
   end loop;
   if p_sub.sub_role <> 'pool' then
-    -- Those from the retry queue too: they come again.
-    v_open := v_open || array(
-      select o.token from pg_catalog.unnest(p_pos.pos_open) o (token)
-      where o.token <> all (v_open) and pgque._not_closed(array[o.token]) <> '{}');
+    v_open := pgque._not_closed(p_pos.pos_open);   -- with those from the retry queue, which are redelivered
   end if;
   p_pos.pos_open := v_open;
   p_pos.pos_prune := 2 * pg_catalog.cardinality(v_open) + 64;

@@ -144,7 +144,7 @@ begin
     where q.queue_name = p_queue collate pg_catalog."default"
       and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
     if not found then
-      perform pgque._need_room(p_max, p_queue);
+      perform pgque._need_max_return(p_max, p_queue);
       select f.sub, f.leaf, f.archives, null::text as reader, null::bigint as last_tick into v_found from pgque._find(p_queue, p_consumer, p_caller) f;
     end if;
     sub := v_found.sub;
@@ -244,7 +244,7 @@ begin
 end
 $$;
 
-create or replace function pgque._need_room(p_max bigint, p_queue text) returns void
+create or replace function pgque._need_max_return(p_max bigint, p_queue text) returns void
 language plpgsql as $$
 begin
   if (p_max >= 1) is not true then
@@ -261,7 +261,7 @@ create or replace function pgque._refuse_or_share(
 ) returns pgque.subscriber
 language plpgsql as $$
 begin
-  perform pgque._need_room(p_max, p_queue);
+  perform pgque._need_max_return(p_max, p_queue);
   if p_sub.sub_role = 'coop_main' and p_worker is not null then
     perform pgque._worker(p_sub, p_worker);
   elsif p_worker is null then
@@ -301,7 +301,7 @@ declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
   if v_lease.pos_fresh > 0 and not pgque._is_closed(p_batch) then
-    return query execute pgque._delivery_sql(pgque._batch_sql(p_sub, p_batch)) using p_batch, p_queue.queue_name;
+    return query execute pgque._delivery_sql(pgque._renewed_sql(p_sub.sub_queue, pgque._unsettled_sql(p_sub, v_lease))) using p_batch, p_queue.queue_name;
   else
     return query select * from pgque._waiting_of(p_sub.sub_id, p_batch, p_queue.queue_name);
   end if;

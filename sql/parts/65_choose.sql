@@ -81,7 +81,7 @@ begin
   ids := v_found.good;
   if v_found.aside is not null then
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
+      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
       pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
     using p_sub, v_now, v_found.aside;
   end if;

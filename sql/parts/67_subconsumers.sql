@@ -198,15 +198,7 @@ begin
   get diagnostics v_pos.pos_shelf = row_count;
   perform pgque._note(p_batch, p_main.sub_id, array[0]);
   v_pos.pos_open := pg_catalog.array_remove(v_pos.pos_open, p_batch);
-  if v_pos.pos_shelf > 0 then
-    v_pos.pos_batch := v_token;
-    v_pos.pos_last_batch := v_token;
-    v_pos.pos_worker := p_worker;
-    v_pos.pos_until := 'infinity';
-    v_pos.pos_prune := coalesce(v_pos.pos_prune, 64);
-    v_pos.pos_open := v_pos.pos_open || v_token;
-  end if;
-  perform pgque._append_position(v_pos);
+  perform pgque._delivered(p_main, null, v_pos, pgque._journal_leaf(), 0, v_token, p_worker, 'infinity', true);
 end
 $$;
 

@@ -55,8 +55,8 @@ begin
       -- How many there are is not known yet.
       v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
       v_count := v_pos.pos_done_count;
-      select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id;
-      if pgque._keyed(v_queue) or pgque._expiring(v_queue) then
+      v_queue := pgque._with_options(v_queue.queue_id);
+      if v_queue.queue_keyed or v_queue.queue_expiring then
         perform pgque._sift(v_queue, v_sub, v_pos, batch_id, 2147483647, true);
       end if;
     end if;

@@ -174,7 +174,7 @@ begin
   end if;
   if p_new is not null and p_what <> 'ack' then
     v_items := pg_catalog.concat_ws(' union all ', v_items, pg_catalog.format(
-      'select (pgque._waiting(row(e.*)::pgque.event, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
+      'select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, null, null, $2)).* from (%s) e'
       ' where (e.ev_id in (select pg_catalog.unnest((select $5)))) is true', pgque._renewed_sql(p_sub.sub_queue, p_rows)));
   end if;
   if v_items is null then

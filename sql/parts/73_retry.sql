@@ -83,8 +83,10 @@ begin
       when lock_not_available or undefined_table then
         null;   -- health() names it
     end;
-    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
   end loop;
+  if found then
+    perform pg_catalog.setval('pgque.woken', pg_catalog.ceil(extract(epoch from p_now) * 1000000)::bigint);
+  end if;
   return v_count;
 end
 $$;

@@ -334,7 +334,7 @@ begin
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
-      'insert into pgque.retry_queue select (pgque._waiting(row(e.*)::pgque.event, $1, 0, pgque.clock(), null, null)).* from (%s) e'
+      'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, pgque.clock(), null, null)).* from (%s) e'
       ' where (e.ev_id in (select pg_catalog.unnest((select $2)))) is true on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
     using p_sub, v_claim.busy;
     v_rows := pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
