@@ -616,7 +616,7 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and hardly ever updated on that path.
--- sub_offsets: it is read by offsets (open_stream), so what comes again must be in the
+-- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
 -- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
@@ -704,7 +704,7 @@ comment on table pgque.position is 'Journal of positions; the newest row of a su
 -- to leaf together with the positions.  In place of an id: 0, the batch is closed;
 -- below 0, its end was moved; above 2^62, that id was settled in the retry queue;
 -- 2^62 + 2^61 + n, what was left of it, n messages, was moved there; the highest, its
--- worker was told that a message is lost.  set_until of one below 0 is where the lease
+-- answer to its worker was that a message is lost.  set_until of one below 0 is where the lease
 -- ends.
 create table if not exists pgque.settled (
   set_batch  bigint not null,
@@ -1042,7 +1042,7 @@ begin
     return;
   end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
-  -- Who goes on with a snapshot from before gets 40001.
+  -- A transaction with a snapshot from before gets 40001.
   update pgque.journal j set journal_cur = j.journal_cur;
   update pgque.subscriber s set sub_offsets = s.sub_offsets;
   update pgque.position p set pos_batch = p.pos_last_batch
@@ -1600,7 +1600,7 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
   'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
--- What the messages of a queue have had: keys, ttls.  Senders append a row with the
+-- Which options messages of a queue have had: keys, ttls.  Senders append a row with the
 -- first key and the first ttl, and wait for nobody: an update of the queue's row would
 -- stop pause() and subscribe() until they commit.  Two first senders append two rows.
 create table if not exists pgque.queue_option (
@@ -2184,7 +2184,7 @@ begin
 end
 $$;
 
--- What a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
+-- The value that a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
 create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
 language sql immutable as $$
   select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')
@@ -4383,9 +4383,9 @@ begin
 end
 $$;
 
--- Whoever says something about a batch has its lock, and keeps those out that have
--- to do with all batches of the queue.  One that is of no pool of workers is locked with
--- its consumer.  False: the consumer is gone.
+-- Locks a batch for a call that gives outcomes or changes its lease.  Calls that concern
+-- all batches of the queue wait meanwhile.  A batch that is of no pool of workers is
+-- locked with its consumer.  Returns false if the consumer is gone.
 create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql as $$
 begin
@@ -4433,9 +4433,9 @@ begin
 end
 $$;
 
--- What was said about the log part of a batch: whether it is closed or was moved, how many of
--- its messages have an outcome, how often its end was moved (negative) and
--- where to.
+-- The notes on the log part of a batch: whether it is closed or was moved, how many of
+-- its messages have an outcome, how often the end of its lease was moved (negative), and
+-- to when.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -4485,12 +4485,12 @@ language sql as $$
   where not s.closed and l.pos_fresh > 0
 $$;
 
--- Those that have lapsed and that nobody asked for since.
+-- Of these, the batches whose lease expired and that nobody asked for since.
 create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$
 begin
-  -- Until the first of them may have lapsed none is looked at.
+  -- None is read before the first lease may have expired.
   if p_pos.pos_lapse <= pgque.clock() then
     return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
   end if;
@@ -4519,7 +4519,7 @@ begin
 end
 $$;
 
--- The open batch that a consumer on its own has, or a subconsumer: it comes again.
+-- The open batch that a consumer on its own has, or a subconsumer: it is redelivered.
 -- p_leaf is the leaf that is written: where the delivery is there, so is what was said
 -- about it, and the other leaf, which is to be emptied, is not asked.  It is open until it
 -- is finished, even if each of its messages has its outcome.
@@ -4559,9 +4559,9 @@ begin
 end
 $$;
 
--- What a subscriber still needs: its position, or the oldest of its open batches.  One
--- that was given all of a window is behind it: nobody has to ask once more before
--- that shows.
+-- The position from which on a subscriber needs messages: its own, or that of the oldest
+-- of its open batches.  A subscriber that received all of a window is behind it, even
+-- before it asks again.
 create or replace function pgque._oldest_need(p_sub int) returns pgque.position
 language plpgsql as $$
 declare
@@ -4609,7 +4609,7 @@ begin
     select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
   ) r;
   -- Those that were settled where they waited, how many were moved there, and
-  -- whether the holder was told that one is lost.
+  -- whether the answer to the holder was that one is lost.
   select count(*) filter (where s.set_ev_id < 6917529027641081856),
     max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id between 6917529027641081856 and 9223372036854775806),
     coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
@@ -4713,7 +4713,7 @@ begin
   using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
-    -- What it does not see is found by the primary key.
+    -- The primary key finds rows that it does not see.
     perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
       select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
   end if;
@@ -4722,10 +4722,9 @@ begin
 end
 $$;
 
--- Looks at every batch of a consumer that may be open.  Whatever is left of one whose
--- lease ended goes to the retry queue, to be taken at once; until somebody does,
--- the old batch id stays good.  A batch that its worker is just speaking about
--- is alive.
+-- Checks every batch of a consumer that may be open.  Messages without an outcome go to
+-- the retry queue if the lease expired, and may be delivered at once; until one is, the
+-- old batch id stays good.  A batch that its worker is just settling is alive.
 create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
 language plpgsql as $$
 declare
@@ -5246,7 +5245,7 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
 
 -- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
 -- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
--- with its next window; open an open batch that comes again; due whether something may
+-- with its next window; open an open batch, which is redelivered; due whether something may
 -- wait; room how many messages it may get; span how many a window shall have; until
 -- when its lease ends; changed whether pos must be stored in any case.
 --
@@ -5309,7 +5308,7 @@ begin
       end if;
     end if;
     exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
-    -- Workers share it since this call began, or do not any more.
+    -- The consumer became a pool since this call began, or was one.
     p_ack := null;
   end loop;
   v_now := pgque.clock();
@@ -5384,8 +5383,8 @@ begin
 end
 $$;
 
--- What a caller without the usual rights of its kind gets: an error, or a consumer that
--- its workers share from now on.
+-- Handles a call that does not fit the consumer's role or its arguments: it fails, or it
+-- turns a consumer that was never used into a pool.
 create or replace function pgque._refuse_or_share(
   p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
 ) returns pgque.subscriber

@@ -301,7 +301,7 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
 -- Who reads a queue: consumers, and under a consumer its workers.  A row is
 -- locked to serialise its owner's calls and hardly ever updated on that path.
--- sub_offsets: it is read by offsets (open_stream), so what comes again must be in the
+-- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
 -- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
@@ -389,7 +389,7 @@ comment on table pgque.position is 'Journal of positions; the newest row of a su
 -- to leaf together with the positions.  In place of an id: 0, the batch is closed;
 -- below 0, its end was moved; above 2^62, that id was settled in the retry queue;
 -- 2^62 + 2^61 + n, what was left of it, n messages, was moved there; the highest, its
--- worker was told that a message is lost.  set_until of one below 0 is where the lease
+-- answer to its worker was that a message is lost.  set_until of one below 0 is where the lease
 -- ends.
 create table if not exists pgque.settled (
   set_batch  bigint not null,
@@ -727,7 +727,7 @@ begin
     return;
   end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
-  -- Who goes on with a snapshot from before gets 40001.
+  -- A transaction with a snapshot from before gets 40001.
   update pgque.journal j set journal_cur = j.journal_cur;
   update pgque.subscriber s set sub_offsets = s.sub_offsets;
   update pgque.position p set pos_batch = p.pos_last_batch

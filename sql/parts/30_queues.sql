@@ -344,7 +344,7 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
   'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
--- What the messages of a queue have had: keys, ttls.  Senders append a row with the
+-- Which options messages of a queue have had: keys, ttls.  Senders append a row with the
 -- first key and the first ttl, and wait for nobody: an update of the queue's row would
 -- stop pause() and subscribe() until they commit.  Two first senders append two rows.
 create table if not exists pgque.queue_option (

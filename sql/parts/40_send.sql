@@ -135,7 +135,7 @@ begin
 end
 $$;
 
--- What a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
+-- The value that a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
 create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
 language sql immutable as $$
   select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')

@@ -46,9 +46,9 @@ begin
 end
 $$;
 
--- Whoever says something about a batch has its lock, and keeps those out that have
--- to do with all batches of the queue.  One that is of no pool of workers is locked with
--- its consumer.  False: the consumer is gone.
+-- Locks a batch for a call that gives outcomes or changes its lease.  Calls that concern
+-- all batches of the queue wait meanwhile.  A batch that is of no pool of workers is
+-- locked with its consumer.  Returns false if the consumer is gone.
 create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql as $$
 begin
@@ -96,9 +96,9 @@ begin
 end
 $$;
 
--- What was said about the log part of a batch: whether it is closed or was moved, how many of
--- its messages have an outcome, how often its end was moved (negative) and
--- where to.
+-- The notes on the log part of a batch: whether it is closed or was moved, how many of
+-- its messages have an outcome, how often the end of its lease was moved (negative), and
+-- to when.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -148,12 +148,12 @@ language sql as $$
   where not s.closed and l.pos_fresh > 0
 $$;
 
--- Those that have lapsed and that nobody asked for since.
+-- Of these, the batches whose lease expired and that nobody asked for since.
 create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$
 begin
-  -- Until the first of them may have lapsed none is looked at.
+  -- None is read before the first lease may have expired.
   if p_pos.pos_lapse <= pgque.clock() then
     return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
   end if;
@@ -182,7 +182,7 @@ begin
 end
 $$;
 
--- The open batch that a consumer on its own has, or a subconsumer: it comes again.
+-- The open batch that a consumer on its own has, or a subconsumer: it is redelivered.
 -- p_leaf is the leaf that is written: where the delivery is there, so is what was said
 -- about it, and the other leaf, which is to be emptied, is not asked.  It is open until it
 -- is finished, even if each of its messages has its outcome.
@@ -222,9 +222,9 @@ begin
 end
 $$;
 
--- What a subscriber still needs: its position, or the oldest of its open batches.  One
--- that was given all of a window is behind it: nobody has to ask once more before
--- that shows.
+-- The position from which on a subscriber needs messages: its own, or that of the oldest
+-- of its open batches.  A subscriber that received all of a window is behind it, even
+-- before it asks again.
 create or replace function pgque._oldest_need(p_sub int) returns pgque.position
 language plpgsql as $$
 declare
@@ -272,7 +272,7 @@ begin
     select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
   ) r;
   -- Those that were settled where they waited, how many were moved there, and
-  -- whether the holder was told that one is lost.
+  -- whether the answer to the holder was that one is lost.
   select count(*) filter (where s.set_ev_id < 6917529027641081856),
     max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id between 6917529027641081856 and 9223372036854775806),
     coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
@@ -376,7 +376,7 @@ begin
   using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
-    -- What it does not see is found by the primary key.
+    -- The primary key finds rows that it does not see.
     perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
       select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
   end if;
@@ -385,10 +385,9 @@ begin
 end
 $$;
 
--- Looks at every batch of a consumer that may be open.  Whatever is left of one whose
--- lease ended goes to the retry queue, to be taken at once; until somebody does,
--- the old batch id stays good.  A batch that its worker is just speaking about
--- is alive.
+-- Checks every batch of a consumer that may be open.  Messages without an outcome go to
+-- the retry queue if the lease expired, and may be delivered at once; until one is, the
+-- old batch id stays good.  A batch that its worker is just settling is alive.
 create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
 language plpgsql as $$
 declare

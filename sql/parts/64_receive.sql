@@ -116,7 +116,7 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
 
 -- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
 -- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
--- with its next window; open an open batch that comes again; due whether something may
+-- with its next window; open an open batch, which is redelivered; due whether something may
 -- wait; room how many messages it may get; span how many a window shall have; until
 -- when its lease ends; changed whether pos must be stored in any case.
 --
@@ -179,7 +179,7 @@ begin
       end if;
     end if;
     exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
-    -- Workers share it since this call began, or do not any more.
+    -- The consumer became a pool since this call began, or was one.
     p_ack := null;
   end loop;
   v_now := pgque.clock();
@@ -254,8 +254,8 @@ begin
 end
 $$;
 
--- What a caller without the usual rights of its kind gets: an error, or a consumer that
--- its workers share from now on.
+-- Handles a call that does not fit the consumer's role or its arguments: it fails, or it
+-- turns a consumer that was never used into a pool.
 create or replace function pgque._refuse_or_share(
   p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
 ) returns pgque.subscriber
