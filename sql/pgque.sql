@@ -1162,6 +1162,8 @@ begin
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
   end if;
+  -- Who looks for a batch compares pos_sub + 0: so no plan reads all of a consumer's rows in
+  -- the primary key as well, as one without statistics does.
   if to_regclass('pgque.position_0_batch') is null then
     create index position_0_batch on pgque.position_0 (pos_batch) where pos_batch is not null;
   end if;
@@ -4424,7 +4426,7 @@ declare
   v_position  pgque.position;
 begin
   -- Both leaves in one statement: it may move from one to the other.
-  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub limit 1;
+  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub limit 1;
   if not found and pgque._old_snapshot() then
     -- It may see neither leaf's row: then this is 40001.
     perform pgque._journal_leaf();
@@ -4649,7 +4651,7 @@ begin
     insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
     select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
     from pgque.position p
-    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
+    where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
       and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
     limit 1
     on conflict do nothing;
@@ -4681,11 +4683,11 @@ begin
   if pgque._old_snapshot() then
     null;
   elsif v_leaf = 0 then
-    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
       return found;
     end if;
-  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
     insert into pgque.settled_1 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
     return found;
   end if;
@@ -4713,9 +4715,16 @@ begin
   using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
-    -- The primary key finds rows that it does not see.
-    perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
-      select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+    -- The primary key finds outcomes that it does not see.  These messages have none, so
+    -- what was noted to find it out is taken back.
+    begin
+      perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
   end if;
   perform pgque._note(p_lease.pos_batch, p_sub.sub_id, case when p_sub.sub_role = 'pool' then array[0::bigint] end || (6917529027641081856 + v_count));
   return v_count;
@@ -4789,7 +4798,7 @@ $$;
 create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub and p.leaf = p_cur);
+  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
 begin
   if (pgque._lease(p_sub, p_batch)).pos_sub is null then
     return true;
@@ -8386,7 +8395,7 @@ begin
   insert into pgque.position
   select (pgque._in_leaf(p, v_cur)).*
   from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
-  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub = h.ev_owner and p.pos_batch = h.ev_batch
+  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub + 0 = h.ev_owner and p.pos_batch = h.ev_batch
   on conflict do nothing;
   insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
   select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_cur
@@ -8479,8 +8488,9 @@ begin
         v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
-      if v_dropped < 10000 then
-        perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      if v_dropped < 10000 and pgque._shelve(p_sub, v_held.lease, v_held.until) = 0 and p_sub.sub_role <> 'pool' then
+        -- Nothing is left of it: whoever acks it hears that it is gone.
+        perform pgque._note(v_held.token, p_sub.sub_id, array[0]);
       end if;
       v_moved := true;
     end if;

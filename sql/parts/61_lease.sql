@@ -87,7 +87,7 @@ declare
   v_position  pgque.position;
 begin
   -- Both leaves in one statement: it may move from one to the other.
-  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub limit 1;
+  select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub limit 1;
   if not found and pgque._old_snapshot() then
     -- It may see neither leaf's row: then this is 40001.
     perform pgque._journal_leaf();
@@ -312,7 +312,7 @@ begin
     insert into pgque.settled (set_batch, set_ev_id, set_sub, leaf)
     select p_batch, 0, p_sub.sub_id, (select j.journal_cur from pgque.journal j where j.journal_id = 1)
     from pgque.position p
-    where p.pos_batch = p_batch and p.pos_sub = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
+    where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub.sub_id and p.pos_fresh > 0 and p.pos_shelf = 0
       and not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0)
     limit 1
     on conflict do nothing;
@@ -344,11 +344,11 @@ begin
   if pgque._old_snapshot() then
     null;
   elsif v_leaf = 0 then
-    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+    if exists (select from pgque.position_0 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
       insert into pgque.settled_0 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
       return found;
     end if;
-  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub = p_sub) then
+  elsif exists (select from pgque.position_1 p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub) then
     insert into pgque.settled_1 (set_batch, set_ev_id, set_sub) values (p_batch, 0, p_sub) on conflict do nothing;
     return found;
   end if;
@@ -376,9 +376,16 @@ begin
   using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
-    -- The primary key finds rows that it does not see.
-    perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
-      select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+    -- The primary key finds outcomes that it does not see.  These messages have none, so
+    -- what was noted to find it out is taken back.
+    begin
+      perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
+        select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
+      perform pgque._let_go();
+    exception
+      when sqlstate 'PQ099' then
+        null;
+    end;
   end if;
   perform pgque._note(p_lease.pos_batch, p_sub.sub_id, case when p_sub.sub_role = 'pool' then array[0::bigint] end || (6917529027641081856 + v_count));
   return v_count;
@@ -452,7 +459,7 @@ $$;
 create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
-  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub = p_sub and p.leaf = p_cur);
+  v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
 begin
   if (pgque._lease(p_sub, p_batch)).pos_sub is null then
     return true;

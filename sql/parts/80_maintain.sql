@@ -189,7 +189,7 @@ begin
   insert into pgque.position
   select (pgque._in_leaf(p, v_cur)).*
   from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
-  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub = h.ev_owner and p.pos_batch = h.ev_batch
+  join pgque.position p on p.leaf = 1 - v_cur and p.pos_sub + 0 = h.ev_owner and p.pos_batch = h.ev_batch
   on conflict do nothing;
   insert into pgque.settled (set_batch, set_ev_id, set_sub, set_until, leaf)
   select s.set_batch, s.set_ev_id, s.set_sub, s.set_until, v_cur
@@ -282,8 +282,9 @@ begin
         v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
-      if v_dropped < 10000 then
-        perform pgque._shelve(p_sub, v_held.lease, v_held.until);
+      if v_dropped < 10000 and pgque._shelve(p_sub, v_held.lease, v_held.until) = 0 and p_sub.sub_role <> 'pool' then
+        -- Nothing is left of it: whoever acks it hears that it is gone.
+        perform pgque._note(v_held.token, p_sub.sub_id, array[0]);
       end if;
       v_moved := true;
     end if;

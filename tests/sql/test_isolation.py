@@ -258,6 +258,25 @@ def test_outcomes_taken_over_from_an_old_snapshot_outlive_the_journals_turn(
 
 
 @OLD
+def test_who_lost_its_batch_to_an_old_snapshot_hears_no_outcome(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for worker in ("a", "b"):
+        value(own, "select pgque.register_subconsumer('q', 'c', %s)", worker)
+    sent = send_many(own, "q", 3)
+    tick(own, "q")
+    batch = receive_coop(own, "q", "a")
+    move_clock(own, "2 minutes")
+    old = transaction(isolation, own_dsn)
+    assert [m.msg_id for m in receive_coop(old, "q", "b", 100, "1 minute")] == sent
+    old.execute("commit")
+    answers = nack_ids(own, batch[0].batch_id, sent)
+    assert [reason for _, _, reason in answers] == ["batch not open"] * 3
+    assert value(own, "select count(*) from pgque.settled where set_ev_id = any(%s)", sent) == 0
+
+
+@OLD
 def test_an_old_snapshot_meets_a_position_that_was_written_while_the_journal_turned(
     own: Connection,
     own_dsn: str,

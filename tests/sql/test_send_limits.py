@@ -73,6 +73,7 @@ def test_delayed_messages_count_below_the_oldest_tick(pool: Connection) -> None:
 
 COUNT_LOOKS = """
 create sequence public.looks;
+grant usage on sequence public.looks to public;
 alter function pgque._oldest_need(int) rename to _real_need;
 create function pgque._oldest_need(p_sub int) returns pgque.position
 language sql as $$ select p.* from pgque._real_need(p_sub) p, nextval('public.looks') $$
