@@ -459,13 +459,13 @@ class Workers(RuleBasedStateMachine):
                 assert row.message is not None
                 if row.purged:
                     continue
+                if row.key is not None:
+                    self.seals.append(Row(row.id, self.leaf, 0, row.key, None))
                 if self._expired(row.message):
                     self.counts["expired"] += 1
                     continue
                 good.append(row.message)
                 row.handed = True
-                if row.key is not None:
-                    self.seals.append(Row(row.id, self.leaf, 0, row.key, None))
             self.from_tick = self.tick_at
             if looked == len(ahead):
                 self.tick_at, self.window, self.done = self.window, None, None
