@@ -223,10 +223,10 @@ $$;
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
--- Ends a block that only read, and that catches PQ099.  Its locks are released; what
--- it put into variables or returned stays.  A transaction that reads all queues would
--- otherwise have more locks than a server has room for.  (Not PQ000: a handler for a
--- code that ends in 000 catches the whole class.)
+-- Ends a block that only read, or whose writes are to be taken back, and that catches
+-- PQ099.  Its locks are released; what it put into variables or returned stays.  A
+-- transaction that reads all queues would otherwise have more locks than a server has
+-- room for.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
 create or replace function pgque._let_go() returns void
 language plpgsql as $$
 begin
@@ -1162,8 +1162,8 @@ begin
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
   end if;
-  -- Who looks for a batch compares pos_sub + 0: so no plan reads all of a consumer's rows in
-  -- the primary key as well, as one without statistics does.
+  -- A query for a batch compares pos_sub + 0.  Otherwise a plan without statistics also
+  -- reads all rows of the consumer in the primary key.
   if to_regclass('pgque.position_0_batch') is null then
     create index position_0_batch on pgque.position_0 (pos_batch) where pos_batch is not null;
   end if;
@@ -8475,6 +8475,7 @@ language plpgsql as $$
 declare
   v_position  pgque.position := pgque._position(p_sub.sub_id);
   v_dropped   bigint := 0;
+  v_left      bigint;
   v_upto      pgque.tick := p_to;
   v_held      record;
   v_moved     boolean := false;
@@ -8488,9 +8489,10 @@ begin
         v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
-      if v_dropped < 10000 and pgque._shelve(p_sub, v_held.lease, v_held.until) = 0 and p_sub.sub_role <> 'pool' then
-        -- Nothing is left of it: whoever acks it hears that it is gone.
-        perform pgque._note(v_held.token, p_sub.sub_id, array[0]);
+      if v_dropped < 10000 then
+        v_left := pgque._shelve(p_sub, v_held.lease, v_held.until);
+        -- A batch of which nothing is left is finished: an ack of it answers 0.
+        perform pgque._note(v_held.token, p_sub.sub_id, array[0]) where v_left = 0 and p_sub.sub_role <> 'pool';
       end if;
       v_moved := true;
     end if;

@@ -167,10 +167,10 @@ $$;
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
--- Ends a block that only read, and that catches PQ099.  Its locks are released; what
--- it put into variables or returned stays.  A transaction that reads all queues would
--- otherwise have more locks than a server has room for.  (Not PQ000: a handler for a
--- code that ends in 000 catches the whole class.)
+-- Ends a block that only read, or whose writes are to be taken back, and that catches
+-- PQ099.  Its locks are released; what it put into variables or returned stays.  A
+-- transaction that reads all queues would otherwise have more locks than a server has
+-- room for.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
 create or replace function pgque._let_go() returns void
 language plpgsql as $$
 begin

@@ -847,8 +847,8 @@ begin
   if to_regclass('pgque.retry_queue_key') is null then
     create index retry_queue_key on pgque.retry_queue (ev_queue, ev_key) where ev_key is not null;
   end if;
-  -- Who looks for a batch compares pos_sub + 0: so no plan reads all of a consumer's rows in
-  -- the primary key as well, as one without statistics does.
+  -- A query for a batch compares pos_sub + 0.  Otherwise a plan without statistics also
+  -- reads all rows of the consumer in the primary key.
   if to_regclass('pgque.position_0_batch') is null then
     create index position_0_batch on pgque.position_0 (pos_batch) where pos_batch is not null;
   end if;

@@ -269,6 +269,7 @@ language plpgsql as $$
 declare
   v_position  pgque.position := pgque._position(p_sub.sub_id);
   v_dropped   bigint := 0;
+  v_left      bigint;
   v_upto      pgque.tick := p_to;
   v_held      record;
   v_moved     boolean := false;
@@ -282,9 +283,10 @@ begin
         v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
-      if v_dropped < 10000 and pgque._shelve(p_sub, v_held.lease, v_held.until) = 0 and p_sub.sub_role <> 'pool' then
-        -- Nothing is left of it: whoever acks it hears that it is gone.
-        perform pgque._note(v_held.token, p_sub.sub_id, array[0]);
+      if v_dropped < 10000 then
+        v_left := pgque._shelve(p_sub, v_held.lease, v_held.until);
+        -- A batch of which nothing is left is finished: an ack of it answers 0.
+        perform pgque._note(v_held.token, p_sub.sub_id, array[0]) where v_left = 0 and p_sub.sub_role <> 'pool';
       end if;
       v_moved := true;
     end if;

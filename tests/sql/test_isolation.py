@@ -10,6 +10,7 @@ import pytest
 
 from sql.helpers import (
     Connection,
+    Message,
     ack,
     drain,
     forced_tick,
@@ -213,16 +214,22 @@ def test_a_tick_is_refused_in_a_transaction_with_an_old_snapshot(
     assert tick(conn, subscribed) is not None
 
 
-@OLD
-def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
-    own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
-) -> None:
+def _held_by_a(own: Connection) -> tuple[list[int], list[Message]]:
+    """Make a queue with the subconsumers a and b, of which a has a batch of three; what was sent, and the batch."""
     value(own, "select pgque.create_queue('q')")
     for worker in ("a", "b"):
         value(own, "select pgque.register_subconsumer('q', 'c', %s)", worker)
     sent = send_many(own, "q", 3)
     tick(own, "q")
     batch = receive_coop(own, "q", "a")
+    return sent, batch
+
+
+@OLD
+def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
+) -> None:
+    sent, batch = _held_by_a(own)
     move_clock(own, "2 minutes")
     stale = transaction(isolation, own_dsn)
     nack_ids(own, batch[0].batch_id, sent[:1], "1 hour")
@@ -240,12 +247,7 @@ def test_a_take_over_from_an_old_snapshot_hands_out_no_settled_message(
 def test_outcomes_taken_over_from_an_old_snapshot_outlive_the_journals_turn(
     own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
-    value(own, "select pgque.create_queue('q')")
-    for worker in ("a", "b"):
-        value(own, "select pgque.register_subconsumer('q', 'c', %s)", worker)
-    sent = send_many(own, "q", 3)
-    tick(own, "q")
-    batch = receive_coop(own, "q", "a")
+    sent, batch = _held_by_a(own)
     nack_ids(own, batch[0].batch_id, sent[:1], "1 hour")
     move_clock(own, "2 minutes")
     old = transaction(isolation, own_dsn)
@@ -261,12 +263,7 @@ def test_outcomes_taken_over_from_an_old_snapshot_outlive_the_journals_turn(
 def test_who_lost_its_batch_to_an_old_snapshot_hears_no_outcome(
     own: Connection, own_dsn: str, transaction: Callable[..., Connection], isolation: str
 ) -> None:
-    value(own, "select pgque.create_queue('q')")
-    for worker in ("a", "b"):
-        value(own, "select pgque.register_subconsumer('q', 'c', %s)", worker)
-    sent = send_many(own, "q", 3)
-    tick(own, "q")
-    batch = receive_coop(own, "q", "a")
+    sent, batch = _held_by_a(own)
     move_clock(own, "2 minutes")
     old = transaction(isolation, own_dsn)
     assert [m.msg_id for m in receive_coop(old, "q", "b", 100, "1 minute")] == sent
