@@ -66,9 +66,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 _REQUIRABLE = {
+    "browser": "browser",
     "cron": "pg_cron",
     "docker": "docker",
     "spark": "spark",
+    "pgbouncer": "pgbouncer",
+    "prometheus": "prometheus",
     "slow": "slow",
     "programs": "programs",
 }
@@ -78,7 +81,7 @@ _REQUIRABLE = {
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn a skip into a failure where PGQUE_REQUIRE (cron, docker, spark, slow, programs, all) demands the thing."""
+    """Turn a skip into a failure where PGQUE_REQUIRE (a name of _REQUIRABLE, or all) demands the thing."""
     report = yield
     # pytest-xdist sends no text that is not valid Unicode, and some tests log such.
     report.sections = [

@@ -17,10 +17,18 @@ PAIRS = {
     "_listen_async.py": "_listen.py",
     "consumer_async.py": "consumer.py",
     "workers_async.py": "workers.py",
+    "calls_async.py": "calls.py",
 }
 
 # In order; whole words only.
 RULES = [
+    # The connections that only one of the twins takes; before any of their names is changed.
+    (
+        "a connection of psycopg, SQLAlchemy or asyncpg, a psycopg cursor, a SQLAlchemy session, or\n"
+        "    a pool of psycopg_pool or asyncpg\\.\n",
+        "a connection of psycopg, psycopg2, SQLAlchemy or Django, a cursor, a SQLAlchemy session,\n"
+        "    the alias of a database of Django, or a pool of psycopg_pool.\n",
+    ),
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
     (r"Awaitable\[object\]", "object"),
@@ -44,7 +52,7 @@ RULES = [
     (r"\bAsyncWork(er|Queue|Message|Handler)\b", r"Work\1"),
     (r"\bTaskPool\b", "ThreadPool"),
     (r"\bAsyncLock\b", "Lock"),
-    (r"\b(run_worker|call)_async\b", r"\1"),
+    (r"\b(run_worker|call|run|send|send_batch|receive|ack|nack|_value|_outcomes)_async\b", r"\1"),
     (r"\bcheck_async_handler\b", "check_handler"),
     # What only one of the twins has.
     (r'Literal\["tasks"\] = "tasks"', 'Literal["threads", "processes"] = "threads"'),

@@ -19,6 +19,8 @@
 --   rights        what a role may do with one queue
 --   send          append events
 --   sink          INSERT, COPY and Spark send
+--   times         cron expressions and intervals
+--   recurring     the ticker sends at these times
 --   tick          record snapshots
 --   window        which rows lie between two snapshots
 --   position      where consumers stand

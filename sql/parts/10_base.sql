@@ -6,6 +6,7 @@ do $$
 declare
   v_foreign  text;
   v_local    bool;
+  v_role     text;
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
   -- What others may create in public must not run here, also statement by
@@ -61,18 +62,16 @@ begin
         hint = 'Install 0.4.3 first (sql/pgque.sql of that release), then this version.';
     end if;
   end if;
-  if to_regrole('pgque_reader') is null then
-    create role pgque_reader;
-  end if;
-  if to_regrole('pgque_writer') is null then
-    create role pgque_writer;
-  end if;
-  if to_regrole('pgque_admin') is null then
-    create role pgque_admin in role pgque_reader, pgque_writer;
-  end if;
-  if to_regrole('pgque_user') is null then
-    create role pgque_user;
-  end if;
+  foreach v_role in array array['pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user'] loop
+    if to_regrole(v_role) is null then
+      begin
+        execute format('create role %I', v_role) || case v_role when 'pgque_admin' then ' in role pgque_reader, pgque_writer' else '' end;
+      exception
+        when unique_violation then
+          null;   -- another database of the server gets it at this moment
+      end;
+    end if;
+  end loop;
   -- Who calls a function.  Inside one that runs with its owner's rights nothing
   -- says so any more; but the default of an argument is evaluated outside, and
   -- so is the check of a value that somebody passes there himself.  A value that
@@ -88,7 +87,7 @@ comment on domain pgque.caller is
   'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.6.0'::text $$;
+language sql immutable as $$ select '0.7.0'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.

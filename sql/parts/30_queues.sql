@@ -223,9 +223,13 @@ $$;
 
 create or replace function pgque.create_queue(queue_name text, config jsonb default '{}') returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_new  int;
 begin
   perform pgque._check_queue_name($1);
-  return pgque._create_queue($1, $2);
+  v_new := pgque._create_queue($1, $2);
+  perform pgque._did('create_queue', $1, nullif($2, '{}')) where v_new = 1;
+  return v_new;
 end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
@@ -333,6 +337,7 @@ begin
       || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id, alter_queue.config;
     perform pgque._note_expiring(v_queue.queue_id);
+    perform pgque._did('alter_queue', v_queue.queue_name, alter_queue.config);
   end if;
   return cardinality(v_settings.columns);
 exception
@@ -344,15 +349,33 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
   'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
--- Which options messages of a queue have had: keys, ttls.  Senders append a row with the
+-- Which options messages of a queue have had: keys, ttls; whether some entered the log
+-- under an id that was drawn before (moved); whether another system ever ticked it
+-- (external).  Senders append a row with the
 -- first key and the first ttl, and wait for nobody: an update of the queue's row would
 -- stop pause() and subscribe() until they commit.  Two first senders append two rows.
 create table if not exists pgque.queue_option (
   opt_queue  int not null,
   opt_name   text not null
-    constraint queue_option_known check (opt_name in ('key', 'ttl'))
+    constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'))
 );
-comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl. Internal.';
+comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl, or was moved into the log, or another system ticked it. Internal.';
+-- Earlier versions did not note what they moved.
+do $$
+begin
+  if current_setting('pgque.version_before') ~ '^0\.[456]\.' or not exists (
+    select from pg_constraint c
+    where c.conrelid = 'pgque.queue_option'::regclass and c.conname = 'queue_option_known' and pg_get_constraintdef(c.oid) like '%moved%')
+  then
+    alter table pgque.queue_option drop constraint if exists queue_option_known, add constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'));
+    insert into pgque.queue_option
+    select q.queue_id, n.name
+    from pgque.queue q
+    cross join (values ('moved'), ('external')) n (name)
+    where n.name = 'moved' or q.queue_external_ticker;
+  end if;
+end
+$$;
 do $$
 begin
   if to_regclass('pgque.queue_option_queue') is null then
@@ -373,6 +396,20 @@ language plpgsql set enable_seqscan = off as $$
 begin
   return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
 end
+$$;
+
+-- Whether one of these is noted: 'moved', for messages of the log that are younger than
+-- their ids (delayed ones, or retries of consumers that are read by offsets); 'external'.
+create or replace function pgque._noted(p_queue_id int, p_names text[]) returns boolean
+language plpgsql set enable_seqscan = off as $$
+begin
+  return exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name = any (p_names));
+end
+$$;
+
+create or replace function pgque._note_once(p_queue_id int, p_name text) returns void
+language sql volatile as $$
+  insert into pgque.queue_option select p_queue_id, p_name where not pgque._noted(p_queue_id, array[p_name])
 $$;
 
 -- Notes for good that messages of a queue have keys, or expire.
@@ -422,6 +459,31 @@ comment on function pgque.queue_config(text, pgque.caller) is
   'Returns the settings of a queue with the values in force, one a row. dead_letter_queue is NULL for a role that has no right to that queue. Errors: '
   'PQ001 no such queue.';
 
+-- A setting's default is its column's, its meaning the column's comment.
+create or replace function pgque.queue_settings(
+  queue_name text, caller pgque.caller default current_user,
+  out setting text, out value text, out default_value text, out source text, out type text, out description text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue(queue_settings.queue_name, caller, 'see');
+begin
+  return query
+    select c.param_name, c.param_value,
+      coalesce(d.defaults ->> c.param_name, (regexp_match(pg_get_expr(f.adbin, f.adrelid), '^''?(.*?)''?(::[a-z ]+)?$'))[1]),
+      case when v_queue.queue_own ? c.param_name then 'queue' when d.defaults ? c.param_name then 'all queues' else 'built in' end,
+      pgque._setting_type(c.param_name), col_description(a.attrelid, a.attnum)
+    from pgque.queue_config(v_queue.queue_name, caller) c
+    join pg_attribute a on a.attrelid = 'pgque.queue'::regclass and a.attname = 'queue_' || c.param_name
+    left join pg_attrdef f on f.adrelid = a.attrelid and f.adnum = a.attnum
+    left join pgque.config d on true
+    order by 1;
+end
+$$;
+comment on function pgque.queue_settings(text, pgque.caller) is
+  'Returns the settings of a queue, one a row: the value in force, the default, where the value comes from (queue: set for this queue; all queues: '
+  'set_default_config(); built in), the type, and what the setting does, with its unit. Errors: PQ001 no such queue.';
+
 create or replace function pgque.set_default_config(param text, value text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -456,6 +518,7 @@ begin
   execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
   get diagnostics v_count = row_count;
   perform pgque._note_expiring(q.queue_id) from pgque.queue q;
+  perform pgque._did('set_default_config', null, jsonb_build_object(v_param, $2));
   return v_count;
 exception
   when data_exception or check_violation then
@@ -477,6 +540,9 @@ declare
 begin
   perform pgque._check_queue_name($2);
   update pgque.queue q set queue_name = $2, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
+  update pgque.recurring r set rec_queue = $2, rec_xid = case when r.rec_restored then r.rec_xid else pgque._mark() end
+  where r.rec_queue = v_queue.queue_name;
+  perform pgque._did('rename_queue', v_queue.queue_name, jsonb_build_object('new_name', $2));
   return 1;
 exception
   when unique_violation then
@@ -493,6 +559,7 @@ declare
   v_queue  pgque.queue := pgque._queue(pause.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = true, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
+  perform pgque._did('pause', v_queue.queue_name);
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
@@ -504,6 +571,7 @@ declare
   v_queue  pgque.queue := pgque._queue(resume.queue_name, caller, 'admin');
 begin
   update pgque.queue q set queue_paused = false, queue_xid = pgque._queue_xid(q) where q.queue_id = v_queue.queue_id;
+  perform pgque._did('resume', v_queue.queue_name);
 end
 $$;
 comment on function pgque.resume(text, pgque.caller) is 'Opens a paused queue again. Errors: PQ001 no such queue.';
@@ -515,6 +583,9 @@ begin
   if exists (select from pgque.subscriber s where s.sub_queue = p_queue.queue_id) then
     perform pgque._fail('PQ006', pg_catalog.format('queue %I has consumers', p_queue.queue_name),
       'Unsubscribe them first, or call pgque.drop_queue(name, true).');
+  elsif exists (select from pgque.recurring r where r.rec_queue = p_queue.queue_name) then
+    perform pgque._fail('PQ006', pg_catalog.format('recurring messages are sent to queue %I', p_queue.queue_name),
+      'Drop them first (list_recurring, drop_recurring), or call pgque.drop_queue(name, true): they fail then, until a queue of this name is created.');
   elsif exists (
       select from pgque.retry_queue r
       where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
@@ -589,6 +660,7 @@ begin
     perform pgque._need_unused(v_queue);
   end if;
   perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
+  perform pgque._did('drop_queue', v_queue.queue_name, jsonb_build_object('force', drop_queue.force));
   return 1;
 exception
   when foreign_key_violation then

@@ -80,6 +80,7 @@ begin
   if not pg_has_role($2, 'pgque_user', 'usage') then
     execute format('grant pgque_user to %I', $2);
   end if;
+  perform pgque._did('grant_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3));
   return 1;
 end
 $$;
@@ -98,12 +99,46 @@ declare
 begin
   delete from pgque.queue_right r where r.right_queue = v_queue and r.right_role = v_role and ($3 is null or r.right_name = $3);
   get diagnostics v_count = row_count;
+  perform pgque._did('revoke_queue', $1, jsonb_build_object('role_name', $2, 'right_name', $3)) where v_count > 0;
   return v_count;
 end
 $$;
 comment on function pgque.revoke_queue(text, text, text) is
   'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role stays '
   'a member of pgque_user, which is no right to any queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+
+-- As _may() has it, for all queues at once.
+create or replace function pgque.my_rights(
+  caller pgque.caller default current_user, out queue_name text, out see boolean, out produce boolean, out consume boolean, out admin boolean
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return query
+    with every as materialized (
+      select r.see, pgque._may(caller, 'produce', null) as produce, r.see as consume, pgque._may(caller, 'admin', null) as admin
+      from (select pgque._may(caller, 'see', null)) r (see)
+    )
+    select null::text, e.see, e.produce, e.consume, e.admin
+    from every e
+    union all (
+      select q.queue_name, e.see or o.n > 0, e.produce or o.produce, e.consume or o.consume, e.admin or o.admin
+      from every e
+      cross join pgque.queue q
+      cross join lateral (
+        select count(*) as n, count(*) filter (where r.right_name <> 'consume') > 0 as produce,
+          count(*) filter (where r.right_name <> 'produce') > 0 as consume, count(*) filter (where r.right_name = 'admin') > 0 as admin
+        from pgque.queue_right r
+        where r.right_queue = q.queue_id and pg_has_role(caller, r.right_role, 'usage')
+      ) o
+      where e.see or e.produce or e.admin or o.n > 0
+      order by q.queue_name
+    );
+end
+$$;
+comment on function pgque.my_rights(pgque.caller) is
+  'Returns what the caller may do: the first row, without queue_name, with all queues, and then a row for each queue that it has a right to. see: get_queue_info() and the like; '
+  'produce: send; consume: subscribe, receive, acknowledge and reject, read; admin: all of these, and operate the queue, in the first row also those calls that concern no single queue. '
+  'The rights come from pgque_reader (see and consume), pgque_writer (produce) and pgque_admin, or from grant_queue().';
 
 -- The queue of a right that is named as it should be.  One such change at a
 -- time; rights of roles that are gone go too.

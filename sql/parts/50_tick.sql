@@ -176,20 +176,21 @@ end
 $$;
 
 -- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
+-- The row gets the id of a (sub)transaction that had none when the sequence was read, so
+-- all who drew an id up to p_event_seq have a lower one, see _span().
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
 language plpgsql as $$
 begin
+  p_event_seq := coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0);
   if pg_catalog.current_setting('synchronous_commit') = 'off' then
     perform pg_catalog.set_config('synchronous_commit', 'local', true);
   end if;
   -- Before anybody can see the tick: by this, who has read it knows that there is no other.
   perform pg_catalog.setval(p_queue.queue_tick_seq, p_tick_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
-  values (
-    p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot,
-    coalesce(p_event_seq, pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0));
+  values (p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot, p_event_seq);
   -- A listener in an open transaction lets the server's queue fill up, and then a
   -- commit fails: rather no notification than no tick.
   if p_notify then
@@ -213,7 +214,13 @@ begin
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
-  return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
+  -- A block that catches something is a subtransaction, as _store_tick() needs one.
+  begin
+    return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
+  exception
+    when sqlstate 'PQ099' then
+      raise;
+  end;
 end
 $$;
 comment on function pgque.ticker(text, pgque.caller) is
@@ -388,6 +395,7 @@ begin
     perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
       'Ids and event sequences go up to 2^62, and a time is finite.');
   end if;
+  perform pgque._note_once(v_queue.queue_id, 'external');
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;

@@ -183,14 +183,16 @@ $$;
 
 -- The query that reads the rows of a position's window that are above pos_done_id, up
 -- to pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, of
--- the next batch of at most p_max messages.  p_and is one more condition on e.
+-- the next batch of at most p_max messages.  p_and is one more condition on e; with
+-- p_places, only rows there are read.
 --
 -- A window that is far bigger than a batch is read by its map, which p_by_map asks for
 -- in any case.  A consumer that was
 -- moved back can meet an event and its own retry in one window: then the retry
 -- stands for both.
 create or replace function pgque._slice_sql(
-  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false
+  p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
+  p_places text[] default null
 ) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -203,7 +205,8 @@ begin
   v_by_map := p_by_map or p_max is null and exists (
     select from pgque.window_map m
     where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
-  if v_by_map then
+  v_tids := p_places;
+  if v_tids is null and v_by_map then
     -- From here on no table can be rewritten under its row addresses.
     execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
     v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);

@@ -109,12 +109,16 @@ begin
 end
 $$;
 
--- Brings a subscriber's newest row to a leaf, if it is not there.
+-- Brings a subscriber's newest row to a leaf, if it is not there.  The row is also the
+-- record of its batch: so it goes with the lock of a pool's batch, which keeps an ack
+-- that is not committed from being left behind.
 create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
 language sql as $$
   insert into pgque.position
   select (pgque._in_leaf(p_position, p_leaf)).*
-  where (pgque._position_in(p_position.pos_sub, p_leaf)).pos_sub is null
+  from pgque.subscriber s
+  where s.sub_id = p_position.pos_sub and (pgque._position_in(s.sub_id, p_leaf)).pos_sub is null
+    and (p_position.pos_batch is null or pgque._hold_batches(s, array[p_position.pos_batch]) <> '{}')
   on conflict do nothing
 $$;
 

@@ -246,10 +246,10 @@ end
 $$;
 
 -- The rows of a batch that came from the log and have no outcome.
-create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '') returns text
+create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
 language sql as $$
   select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
-    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch))
+    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
 $$;
 
 -- Whether a batch still has all of its messages but those that were settled one

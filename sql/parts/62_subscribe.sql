@@ -176,6 +176,7 @@ begin
       update pgque.subscriber s set sub_keyed = true, sub_role = 'pool' where s.sub_id = v_sub.sub_id;
     end if;
   end if;
+  perform pgque._did('subscribe', $1, jsonb_build_object('consumer_name', $2, 'start_at', $3, 'keyed_order', nullif($4, false))) where v_new = 1;
   return v_new;
 end
 $$;
@@ -219,7 +220,8 @@ declare
   v_id  int;
 begin
   if coalesce(p_consumer, '') = '' or pg_catalog.octet_length(p_consumer) > 1000 then
-    perform pgque._fail('PQ004', 'invalid consumer name', 'A consumer name has 1 to 1000 bytes; any character is allowed.');
+    perform pgque._fail('PQ004', pg_catalog.format('invalid consumer name for queue %I', (select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)),
+      'A consumer name has 1 to 1000 bytes; any character is allowed.');
   end if;
   for v_try in 1..2 loop
     select c.co_id into v_id
@@ -259,6 +261,7 @@ begin
   perform pgque._depth_grows(v_queue.queue_id);
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
+  perform pgque._did('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
   return 0;
 end
 $$;
@@ -311,6 +314,7 @@ begin
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
+  perform pgque._did('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
   return v_count + v_rows;
 end
 $$;

@@ -28,7 +28,7 @@ begin
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
     pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L)', v_now) else '' end, v_look),
+    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
     v_look + 1)
   into v_rows using p_sub;
   if v_rows is null then
@@ -209,6 +209,10 @@ begin
       set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
       from found f
       where r.ctid = f.ctid;
+      -- What waits for its first delivery was not delivered before.
+      perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
+      from (select r.* from pg_catalog.unnest(v_good) r limit v_piece) r
+      where r.ev_receives > 0 or r.ev_retry > 0;
       return pg_catalog.cardinality(v_ids);
     end if;
     exit when v_try >= 15 and pg_catalog.cardinality(v_doomed) = 0;

@@ -211,7 +211,8 @@ $$;
 
 -- Claims messages with keys that wait for their consumer's first delivery, in rows
 -- that the caller has locked.  Gives back those that may leave: they have their
--- newest bodies, and nobody is replacing them.
+-- newest bodies, nobody is replacing them, and they are sealed, since a sender with an
+-- older snapshot does not see that they wait no more.
 create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
 language plpgsql as $$
 declare
@@ -224,6 +225,7 @@ begin
   select pg_catalog.array_agg(r.ev_owner), pg_catalog.array_agg(r.ev_id) into owners, ids
   from pg_catalog.unnest(p_rows) r
   where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
+  perform pgque._seal(p_queue_id, array(select r from pg_catalog.unnest(v_claim.rows) r where r.ev_id = any (ids)));
   perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
 end
 $$;
@@ -252,6 +254,8 @@ begin
     where q.queue_id = v_queue.queue_id;
     v_count := v_count + 1;
   end if;
+  -- Without the key: it may be what is to be erased.
+  perform pgque._did('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;

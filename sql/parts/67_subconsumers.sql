@@ -228,7 +228,10 @@ begin
     perform pgque.register_subconsumer($1, $2, $3, false, caller);
     v_main := (pgque._subscriber($1, $2, caller)).sub_id;
   end if;
-  if $4 is not null then
+  if $4 < '0' then
+    perform pgque._fail('PQ005', format('dead_interval must not be negative, for consumer %I of queue %I', $2, $1),
+      'It is how long a worker may be silent before another one gets its batch, such as ''5 minutes''.');
+  elsif $4 is not null then
     perform pgque._take_over(pgque._subscriber($1, $2, caller), $3, $4);
   end if;
 end
@@ -246,7 +249,7 @@ $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
   'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
   'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 max_return is below 1; PQ006 the consumer reads on its own.';
+  'such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its own.';
 
 -- next_batch_custom() for one of several workers, in the same way.
 create or replace function pgque.next_batch_custom(
@@ -269,4 +272,4 @@ language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, 
 comment on function pgque.next_batch(text, text, text, interval) is
   'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
   'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ006 the consumer reads on its own.';
+  'such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';

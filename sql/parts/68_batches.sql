@@ -239,6 +239,8 @@ comment on function pgque.get_batch_info(bigint, pgque.caller) is
 
 -- A consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
-language sql stable as $$
-  select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer
+language plpgsql stable as $$
+begin
+  return (select c.co_name || coalesce('.' || p_sub.sub_worker, '') from pgque.consumer c where c.co_id = p_sub.sub_consumer);
+end
 $$;

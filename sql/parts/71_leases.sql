@@ -143,6 +143,7 @@ begin
   loop
     v_count := v_count + (pgque._hand_back(v_sub, v_token) > 0)::int;
   end loop;
+  perform pgque._did('reclaim', $1, jsonb_build_object('consumer_name', $2, 'older_than', $3, 'batches', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -187,6 +188,7 @@ begin
   perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
   update pgque.subscriber s set sub_role = p_to, sub_offsets = false where s.sub_id = v_sub.sub_id;
+  perform pgque._did(case p_to when 'pool' then 'share_consumer' else 'unshare_consumer' end, p_queue, pg_catalog.jsonb_build_object('consumer_name', p_consumer));
   return 1;
 end
 $$;

@@ -33,7 +33,7 @@ $$;
 -- returns their ids.  p_with is what precedes them; its parameters are those of
 -- _apply(): $1 the subscriber, $2 the worker, $6 the outcome.
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
-language plpgsql as $$
+language plpgsql set datestyle = 'ISO' as $$
 declare
   v_now  timestamptz := pgque.clock();
 begin
@@ -50,33 +50,45 @@ end
 $$;
 
 create or replace function pgque.archive_list(
-  queue_name text, limit_count int default 100, since timestamptz default null, caller pgque.caller default current_user,
+  queue_name text, limit_count int default 100, since timestamptz default null, until timestamptz default null, only_type text default null,
+  only_key text default null, only_consumer text default null, matching text default null, before_id bigint default null,
+  caller pgque.caller default current_user,
   out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
   out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $f$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
-  return query
-    select a.archive_id, v_queue.queue_name, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
+  return query execute format(
+    $q$
+    select a.archive_id, $1, c.co_name, a.ev_id, a.ev_type, a.ev_data, a.ev_bytes, a.ev_headers, a.ev_key,
       a.ev_time, a.archived_at, a.arc_receives, a.arc_worker, a.arc_outcome
     from pgque.archive a
     left join pgque.consumer c on c.co_id = a.arc_consumer
-    where a.bucket between pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')) and v_queue.queue_id * 100000::bigint + 99999
-      and ($3 is null or a.archived_at >= $3)
+    where %s
     order by a.archive_id desc
-    limit case when $2 < 0 then 0 else $2 end;
+    limit %s
+    $q$,
+    concat_ws(' and ', 'a.bucket >= ' || pgque._bucket(v_queue.queue_id, coalesce($3, '2000-01-01Z')), 'a.bucket <= ' || pgque._bucket(v_queue.queue_id, coalesce($4, 'infinity')),
+      'a.archived_at >= ' || quote_literal($3), 'a.archived_at < ' || quote_literal($4), 'a.archive_id < ' || $9, 'a.ev_type = ' || quote_literal($5),
+      'a.ev_key = ' || quote_literal($6), 'c.co_name = ' || quote_literal($7),
+      pgque._matching_sql($8, 'pg_catalog.left(a.ev_data, 100000), a.ev_headers::text, a.ev_key')),
+    case when $2 < 0 then '0' else coalesce($2::text, 'all') end)
+  using v_queue.queue_name;
 end
-$$;
-comment on function pgque.archive_list(text, int, timestamptz, pgque.caller) is
-  'Returns the newest messages of a queue''s archive, at most limit_count, or those archived since a time.';
+$f$;
+comment on function pgque.archive_list(text, int, timestamptz, timestamptz, text, text, text, text, bigint, pgque.caller) is
+  'Returns the newest messages of a queue''s archive, at most limit_count (NULL: all). since, until: archived at since or later, and before until. only_type, only_key, only_consumer: of that '
+  'type, with that key, of that consumer. matching: this text is in the payload (its first 100,000 characters), the headers or the key, in upper or lower case (of the letters that the database''s locale knows). before_id: archived before the one '
+  'with this archive_id, to read page by page. Errors: PQ001 no such queue.';
 
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_row   pgque.archive;
   v_leaf  text;
+  v_queue text;
 begin
   -- Leaf by leaf, the newest first: a query over all of them locks them all.
   for v_leaf in select l.leaf from pgque._archive_leaves() l order by l.day desc loop
@@ -93,7 +105,9 @@ begin
     perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
       'select * from pgque.archive_list(queue) lists what is there.');
   end if;
-  return pgque._send((select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue), v_row.ev_type, v_row.ev_data,
+  v_queue := (select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue);
+  perform pgque._did('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
+  return pgque._send(v_queue, v_row.ev_type, v_row.ev_data,
     v_row.ev_extra1, v_row.ev_extra2, v_row.ev_extra3, v_row.ev_extra4, v_row.ev_headers, v_row.ev_bytes);
 end
 $$;
@@ -110,6 +124,7 @@ begin
     perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
       'select pgque.archive_purge(queue, now() - interval ''30 days'');');
   end if;
+  perform pgque._did('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
   return pgque._drop_archive(v_queue.queue_id, $2);
 end
 $$;

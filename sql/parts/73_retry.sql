@@ -180,7 +180,7 @@ begin
   join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
   -- An id that nobody gets: by it the loop sees that there is something to tick.
-  perform pg_catalog.nextval(q.queue_event_seq) from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
+  perform pg_catalog.nextval(q.queue_event_seq), pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
   return v_count;
 end
 $$;
@@ -195,6 +195,7 @@ begin
   update pgque.retry_queue r set ev_retry_after = v_now
   where r.ev_owner = v_sub.sub_id and r.ev_retry_after > v_now and r.ev_batch is null;
   get diagnostics v_count = row_count;
+  perform pgque._did('retry_now', $1, jsonb_build_object('consumer_name', $2, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;

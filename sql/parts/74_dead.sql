@@ -46,32 +46,96 @@ begin
 end
 $$;
 
+-- A condition that looks for a text in columns, in upper or lower case; null without one.
+create or replace function pgque._matching_sql(p_text text, p_columns text) returns text
+language sql stable as $$
+  select 'pg_catalog.strpos(pg_catalog.lower(pg_catalog.concat_ws('' '', ' || p_columns || ')), pg_catalog.lower(' || pg_catalog.quote_literal(p_text) || ')) > 0'
+$$;
+
 create or replace function pgque.dlq_inspect(
-  queue_name text, limit_count int default 100, caller pgque.caller default current_user,
+  queue_name text, limit_count int default 100, reason text default null, only_type text default null, only_key text default null,
+  only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
+  before_id bigint default null, caller pgque.caller default current_user,
   out dl_id bigint, out dl_time timestamptz, out dl_reason text,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
-  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out payload_size int, out receive_count int, out dl_held boolean
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $f$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return query execute format(
+    $q$
+    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
+      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name, d.ev_headers, d.ev_key, d.ev_bytes,
+      coalesce(octet_length(d.ev_data), octet_length(d.ev_bytes), 0), d.dl_receives, d.dl_held
+    from pgque.dead_letter d
+    join pgque.consumer c on c.co_id = d.dl_consumer_id
+    where %s
+    order by d.dl_id desc
+    limit %s
+    $q$,
+    concat_ws(' and ', 'd.dl_queue_id = ' || v_queue.queue_id, 'd.dl_id < ' || $10, 'd.ev_type = ' || quote_literal($4),
+      'd.ev_key = ' || quote_literal($5), 'c.co_name = ' || quote_literal($6), 'd.dl_time >= ' || quote_literal($7), 'd.dl_time < ' || quote_literal($8),
+      format('pgque._has_reason(d.dl_reason, %L)', $3),
+      pgque._matching_sql($9, 'pg_catalog.left(d.ev_data, 100000), d.ev_headers::text, d.dl_reason')),
+    case when $2 < 0 then '0' else coalesce($2::text, 'all') end);
+end
+$f$;
+comment on function pgque.dlq_inspect(text, int, text, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
+  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: with that reason, as it is here or as dlq_reasons() returns it. only_type, '
+  'only_key, only_consumer: of that type, with that key, of that consumer. since, until: given up at since or later, and before until. matching: this text is in the payload (its first 100,000 '
+  'characters), the headers or the reason, in upper or lower case (of the letters that the database''s locale knows). before_id: older ones than this dl_id, to read page by page. payload_size: bytes. dl_held: dead with drop_policy hold. '
+  'Errors: PQ001 no such queue.';
+
+-- What reasons have in common that differ by numbers only.
+create or replace function pgque._reason_kind(p_reason text) returns text
+language sql immutable as $$
+  select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '\d+', 'N', 'g'), 200), '')
+$$;
+
+-- Whether a reason is this one, as it is or as _reason_kind() returns it; a null stands for any.
+create or replace function pgque._has_reason(p_reason text, p_wanted text) returns boolean
+language sql immutable as $$
+  select p_wanted is null or coalesce(p_reason = p_wanted, false) or pgque._reason_kind(p_reason) = p_wanted
+$$;
+
+create or replace function pgque.dlq_reasons(
+  queue_name text, caller pgque.caller default current_user,
+  out consumer_name text, out reason text, out dead_letters bigint, out held bigint, out oldest timestamptz, out newest timestamptz, out newest_dl_id bigint
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
   return query
-    select d.dl_id, d.dl_time, d.dl_reason, d.ev_id, d.ev_time, d.ev_txid, d.ev_retry, d.ev_type, d.ev_data,
-      d.ev_extra1, d.ev_extra2, d.ev_extra3, d.ev_extra4, c.co_name
-    from pgque.dead_letter d
+    select c.co_name, pgque._reason_kind(d.dl_reason), sum(d.n)::bigint, sum(d.held)::bigint, min(d.oldest), max(d.newest), max(d.newest_id)
+    from (
+      select d.dl_consumer_id, d.dl_reason, count(*) as n, count(*) filter (where d.dl_held) as held, min(d.dl_time) as oldest, max(d.dl_time) as newest,
+        max(d.dl_id) as newest_id
+      from (
+        select d.dl_consumer_id, d.dl_reason, d.dl_held, d.dl_time, d.dl_id
+        from pgque.dead_letter d
+        where d.dl_queue_id = v_queue.queue_id
+        order by d.dl_id desc
+        limit 200000
+      ) d
+      group by d.dl_consumer_id, d.dl_reason
+    ) d
     join pgque.consumer c on c.co_id = d.dl_consumer_id
-    where d.dl_queue_id = v_queue.queue_id
-    order by d.dl_id desc
-    limit case when $2 < 0 then 0 else $2 end;
+    group by c.co_name, pgque._reason_kind(d.dl_reason)
+    order by 3 desc, 1, 2;
 end
 $$;
-comment on function pgque.dlq_inspect(text, int, pgque.caller) is
-  'Returns the newest dead letters of a queue, at most limit_count, with consumer and reason. Errors: PQ001 no such queue.';
+comment on function pgque.dlq_reasons(text, pgque.caller) is
+  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first: how many there are, how many of them are '
+  'held, the times of the oldest and newest, and the dl_id of the newest. Numbers in a reason are shown as N, it is cut at 200 characters, and empty if none was given. It counts the newest '
+  '200,000 dead letters. Errors: PQ001 no such queue.';
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
--- the same one.
-create or replace function pgque._exhume(p_dl_id bigint, p_caller name) returns pgque.dead_letter
+-- the same one.  p_call: the function by which somebody does it by hand to this one.
+create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
 language plpgsql as $$
 declare
   v_dead  pgque.dead_letter;
@@ -83,25 +147,38 @@ begin
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
       'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
   end if;
+  perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
+  from pgque.queue q
+  where q.queue_id = v_dead.dl_queue_id and p_call is not null;
   return v_dead;
+end
+$$;
+
+create or replace function pgque._replay(p_dead pgque.dead_letter) returns bigint
+language plpgsql as $$
+begin
+  return pgque._send(
+    (select q.queue_name from pgque.queue q where q.queue_id = p_dead.dl_queue_id), p_dead.ev_type, p_dead.ev_data,
+    p_dead.ev_extra1, p_dead.ev_extra2, p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_bytes);
 end
 $$;
 
 create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller);
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller, 'dlq_replay');
 begin
-  return pgque._send(
-    (select q.queue_name from pgque.queue q where q.queue_id = v_dead.dl_queue_id), v_dead.ev_type, v_dead.ev_data,
-    v_dead.ev_extra1, v_dead.ev_extra2, v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_bytes);
+  return pgque._replay(v_dead);
 end
 $$;
 comment on function pgque.dlq_replay(bigint, pgque.caller) is
   'Sends a dead letter as a new message to every consumer of its queue, deletes the dead letter, and returns the new id. Errors: PQ008 no such dead '
   'letter; PQ013 the queue is paused.';
 
-create or replace function pgque.dlq_replay_all(queue_name text, caller pgque.caller default current_user, out replayed int, out failed int, out first_error text)
+create or replace function pgque.dlq_replay_all(
+  queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user,
+  out replayed int, out failed int, out first_error text
+)
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
@@ -109,45 +186,53 @@ declare
 begin
   replayed := 0;
   failed := 0;
-  for v_id in select d.dl_id from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id order by d.dl_id loop
+  for v_id in
+    select d.dl_id
+    from pgque.dead_letter d
+    where d.dl_queue_id = v_queue.queue_id and pgque._has_reason(d.dl_reason, $3)
+    order by d.dl_id
+    limit case when $2 < 0 then 0 else $2 end
+  loop
     begin
-      perform pgque.dlq_replay(v_id);
+      perform pgque._replay(pgque._exhume(v_id, caller));
       replayed := replayed + 1;
     exception
+      when sqlstate 'PQ008' then
+        null;   -- another session took it meanwhile
       when others then
         failed := failed + 1;
         first_error := coalesce(first_error, sqlerrm);
     end;
   end loop;
+  perform pgque._did('dlq_replay_all', v_queue.queue_name, jsonb_build_object('reason', $3, 'replayed', replayed, 'failed', failed)) where replayed > 0;
 end
 $$;
-comment on function pgque.dlq_replay_all(text, pgque.caller) is
-  'Replays all dead letters of a queue. Returns replayed (how many were sent), failed (how many could not be sent, and stay) and first_error. Errors: '
-  'PQ001 no such queue.';
+comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
+  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it. Returns replayed (how many were '
+  'sent), failed (how many could not be sent, and stay) and first_error. Errors: PQ001 no such queue.';
 
-create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+create or replace function pgque._requeue(p_dead pgque.dead_letter) returns bigint
+language plpgsql as $$
 declare
-  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller);
-  v_sub   int;
+  v_sub  int;
 begin
   select s.sub_id into v_sub
   from pgque.subscriber s
-  where s.sub_queue = v_dead.dl_queue_id and s.sub_consumer = v_dead.dl_consumer_id and s.sub_main is null
+  where s.sub_queue = p_dead.dl_queue_id and s.sub_consumer = p_dead.dl_consumer_id and s.sub_main is null
   for key share;
   if not found then
-    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', $1),
+    perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', p_dead.dl_id),
       'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
   end if;
-  perform pgque._depth_grows(v_dead.dl_queue_id);
+  perform pgque._depth_grows(p_dead.dl_queue_id);
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
     ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires, ev_lane)
-  select pgque.clock(), v_dead.dl_queue_id, s.sub_id, v_dead.ev_error,
-    v_dead.ev_id, v_dead.ev_time, v_dead.ev_txid, v_dead.ev_type, v_dead.ev_data, v_dead.ev_extra1, v_dead.ev_extra2,
-    v_dead.ev_extra3, v_dead.ev_extra4, v_dead.ev_headers, v_dead.ev_key, v_dead.ev_bytes,
+  select pgque.clock(), p_dead.dl_queue_id, s.sub_id, p_dead.ev_error,
+    p_dead.ev_id, p_dead.ev_time, p_dead.ev_txid, p_dead.ev_type, p_dead.ev_data, p_dead.ev_extra1, p_dead.ev_extra2,
+    p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
     -- One that had expired is given another life.
-    case when v_dead.ev_expires > pgque.clock() then v_dead.ev_expires end,
-    pgque._lane(s, v_dead.ev_key, v_dead.ev_extra1)
+    case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
+    pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
   from pgque.subscriber s
   where s.sub_id = v_sub
   -- It may wait there already: its consumer was moved back and failed it again.
@@ -155,7 +240,16 @@ begin
   set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
     ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
     ev_receives = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then 1 else 0 end;
-  return v_dead.ev_id;
+  return p_dead.ev_id;
+end
+$$;
+
+create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller, 'dlq_requeue');
+begin
+  return pgque._requeue(v_dead);
 end
 $$;
 comment on function pgque.dlq_requeue(bigint, pgque.caller) is
@@ -163,17 +257,20 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
   'count from zero. A message that is older than retention_period gets one attempt. Errors: PQ008 no such dead letter; PQ011 that consumer was '
   'unsubscribed.';
 
-create or replace function pgque.dlq_requeue_all(queue_name text, limit_count int default null, caller pgque.caller default current_user) returns int
+create or replace function pgque.dlq_requeue_all(
+  queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user
+) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_count  int;
 begin
-  return (
-    select count(pgque.dlq_requeue(x.dl_id))
+  v_count := (
+    select count(pgque._requeue(pgque._exhume(x.dl_id, caller)))
     from (
       select d.dl_id
       from pgque.dead_letter d
-      where d.dl_queue_id = v_queue.queue_id
+      where d.dl_queue_id = v_queue.queue_id and pgque._has_reason(d.dl_reason, $3)
         and exists (
           select from pgque.subscriber s
           where s.sub_queue = d.dl_queue_id and s.sub_consumer = d.dl_consumer_id and s.sub_main is null)
@@ -181,17 +278,22 @@ begin
       limit case when $2 < 0 then 0 else $2 end
       for update of d skip locked
     ) x);
+  perform pgque._did('dlq_requeue_all', v_queue.queue_name, jsonb_build_object('limit_count', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
+  return v_count;
 end
 $$;
-comment on function pgque.dlq_requeue_all(text, int, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. Dead letters of unsubscribed consumers '
-  'stay. Errors: PQ001 no such queue.';
+comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it, and returns their number. '
+  'Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
 
 -- A null would delete none without a word.
-create or replace function pgque.dlq_purge(queue_name text, older_than interval default '30 days', caller pgque.caller default current_user) returns bigint
+create or replace function pgque.dlq_purge(
+  queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
+) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_until  timestamptz := pgque.clock() - $2;
   v_count  bigint;
 begin
   if $2 is null then
@@ -199,14 +301,27 @@ begin
       'Leave older_than out for 30 days; ''0'' deletes all of them.');
   end if;
   delete from pgque.dead_letter d
-  where d.dl_queue_id = v_queue.queue_id and d.dl_time < pgque.clock() - $2 and not d.dl_held;
+  where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
+    and pgque._has_reason(d.dl_reason, $3);
   get diagnostics v_count = row_count;
+  perform pgque._did('dlq_purge', v_queue.queue_name, jsonb_build_object('older_than', $2, 'reason', $3, 'messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
-comment on function pgque.dlq_purge(text, interval, pgque.caller) is
-  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, and returns their number. Held ones '
-  '(drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
+  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, or of these the ones with a reason, as it is or as dlq_reasons() '
+  'returns it, and returns their number. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+
+create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_dead  pgque.dead_letter := pgque._exhume(dlq_delete.dl_id, caller, 'dlq_delete');
+begin
+  return v_dead.ev_id;
+end
+$$;
+comment on function pgque.dlq_delete(bigint, pgque.caller) is
+  'Deletes one dead letter, also a held one, and returns the id of its message. Errors: PQ008 no such dead letter.';
 
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -228,6 +343,7 @@ begin
     v_count := v_count + 1;
   end loop;
   perform pgque._tally(v_queue.queue_id, 0, 'archived', v_count);
+  perform pgque._did('archive_poison', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;

@@ -213,6 +213,9 @@ begin
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
+    -- A stream that goes on is no change by hand.
+    perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
+    where pgque._stream_pid(v_sub) is distinct from pg_backend_pid();
     return $3;
   end if;
   return v_tick;
@@ -222,25 +225,30 @@ comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
   'nothing. An open batch is dropped. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
 
+create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
+language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
+
+-- The session that has a consumer's stream open; null if none has.
+create or replace function pgque._stream_pid(p_sub pgque.subscriber) returns int
+language sql volatile as $$
+  select l.pid
+  from pg_catalog.pg_locks l
+  where l.locktype = 'advisory' and l.granted and l.objsubid = 2
+    and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+    and l.classid::bigint = (pg_catalog.hashtext('pgque.stream')::bigint & 4294967295) and l.objid::bigint = (pgque._stream_key(p_sub)::bigint & 4294967295)
+$$;
+
 create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_sub     pgque.subscriber;
-  v_class   int := hashtext('pgque.stream');
-  v_key     int;
   v_holder  record;
 begin
   perform pgque._subscribe($1, $2, 'normal', $3, caller);
   v_sub := pgque._subscriber($1, $2, caller);
   perform pgque._need_alone(v_sub, $1, $2);
-  v_key := hashtext(v_sub.sub_queue || ' ' || v_sub.sub_consumer);
-  if not pg_try_advisory_lock(v_class, v_key) then
-    select a.pid, a.application_name into v_holder
-    from pg_locks l
-    join pg_stat_activity a on a.pid = l.pid
-    where l.locktype = 'advisory' and l.granted and l.objsubid = 2
-      and l.database = (select d.oid from pg_database d where d.datname = current_database())
-      and l.classid::bigint = (v_class::bigint & 4294967295) and l.objid::bigint = (v_key::bigint & 4294967295);
+  if not pg_try_advisory_lock(hashtext('pgque.stream'), pgque._stream_key(v_sub)) then
+    select a.pid, a.application_name into v_holder from pg_stat_activity a where a.pid = pgque._stream_pid(v_sub);
     perform pgque._fail('PQ006', format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
       'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.');
   end if;

@@ -271,12 +271,15 @@ declare
   v_dropped   bigint := 0;
   v_left      bigint;
   v_upto      pgque.tick := p_to;
+  v_mine      bigint[];
   v_held      record;
   v_moved     boolean := false;
 begin
-  -- What is held may be finished, but not from the log.
-  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200 loop
-    if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' and not pgque._is_closed(v_held.token) then
+  -- What is held may be finished, but not from the log.  Batches are locked together,
+  -- since a server has no room for a lock for each of thousands.
+  v_mine := pgque._hold_batches(p_sub, array(select h.token from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
+  for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where h.token = any (v_mine) loop
+    if not pgque._is_closed(v_held.token) then
       if p_sub.sub_role <> 'pool' then
         -- A batch without an end is not kept for longer than the rest.  Who says something
         -- about a message that was dropped hears that it has its outcome.
@@ -340,6 +343,9 @@ begin
       'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, pgque.clock(), null, null)).* from (%s) e'
       ' where (e.ev_id in (select pg_catalog.unnest((select $2)))) is true on conflict do nothing', pgque._renewed_sql(p_queue.queue_id, v_rows))
     using p_sub, v_claim.busy;
+    -- A sender with an older snapshot does not see that they are dropped.
+    perform pgque._seal(p_queue.queue_id, array(
+      select r from pg_catalog.unnest(v_claim.rows) r where (r.ev_id in (select pg_catalog.unnest((select v_claim.busy || v_claim.gone)))) is not true));
     v_rows := pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select e.* from (%s) e where e.ev_id not in (select b.id from pg_catalog.unnest(%L::bigint[]) b (id))', v_rows, v_claim.busy || v_claim.gone));
   end if;
@@ -482,15 +488,20 @@ begin
       when sqlstate 'PQ099' then
         null;
     end;
+    -- A session that waits for this lock keeps others from their batches.
     begin
+      perform pg_catalog.set_config('lock_timeout', '50ms', true);
       perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id);
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
         null;
+      when lock_not_available then
+        perform pg_catalog.pg_sleep(0.02);
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', 'a worker of the queue is busy with a batch in a transaction that stays open', 'Try again, or end it.');
+      perform pgque._fail('lock_not_available', pg_catalog.format('a worker of queue %I is busy with a batch in a transaction that stays open', (
+        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again, or end it.');
     end if;
   end loop;
 end
@@ -513,7 +524,13 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+  -- A block that catches something is a subtransaction, as _store_tick() needs one.
+  begin
+    perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
+  exception
+    when sqlstate 'PQ099' then
+      raise;
+  end;
   v_last := pgque._last_tick(v_queue);
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = v_queue.queue_id and s.sub_main is null loop
     v_pos := pgque._position(v_sub.sub_id);
@@ -529,6 +546,7 @@ begin
   )
   delete from pgque.retry_queue r using found f
   where r.ctid = f.ctid;
+  perform pgque._did('purge', v_queue.queue_name, jsonb_build_object('messages', v_count));
   return v_count;
 end
 $$;
@@ -537,10 +555,9 @@ comment on function pgque.purge(text, pgque.caller) is
   'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
   'READ COMMITTED.';
 
-create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+create or replace function pgque._expire_messages(p_queue_id int) returns bigint
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_gone   record;
   v_count  bigint := 0;
 begin
@@ -549,7 +566,7 @@ begin
     with found as materialized (
       -- One with a key that nobody was given yet may have a newer body.
       select e.ctid from pgque.retry_queue e
-      where e.ev_queue = v_queue.queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
+      where e.ev_queue = p_queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
       for update skip locked
     ),
@@ -560,23 +577,44 @@ begin
     )
     select g.ev_owner, count(*) as n from gone g group by g.ev_owner
   loop
-    perform pgque._tally(v_queue.queue_id, v_gone.ev_owner, 'expired', v_gone.n);
+    perform pgque._tally(p_queue_id, v_gone.ev_owner, 'expired', v_gone.n);
     v_count := v_count + v_gone.n;
   end loop;
+  return v_count;
+end
+$$;
+
+create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_count  bigint := pgque._expire_messages(v_queue.queue_id);
+begin
+  perform pgque._did('expire_messages', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
 comment on function pgque.expire_messages(text, pgque.caller) is
   'Deletes expired messages from the retry queue now, and returns their number. Expired messages in the log are never delivered and need no call.';
 
+create or replace function pgque._delete_expired(p_queue_id int) returns bigint
+language plpgsql as $$
+declare
+  v_count  bigint;
+begin
+  delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
 create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
-  v_count  bigint;
+  v_count  bigint := pgque._delete_expired(v_queue.queue_id);
 begin
-  delete from pgque.dead_letter d where d.dl_queue_id = v_queue.queue_id and d.ev_expires <= pgque.clock() and not d.dl_held;
-  get diagnostics v_count = row_count;
+  perform pgque._did('delete_expired', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
 $$;
@@ -592,7 +630,7 @@ begin
   select c.* into v_config from pgque.config c;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
-    v_count := coalesce((select sum(pgque.expire_messages(q.queue_name)) from pgque.queue q), 0);
+    v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
   end if;
   -- So that no consumer has to, and others wait for it.
   perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
@@ -600,7 +638,7 @@ begin
   where q.queue_archive_on_ack;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
     perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
-    v_count := v_count + coalesce((select sum(pgque.delete_expired(q.queue_name)) from pgque.queue q), 0);
+    v_count := v_count + coalesce((select sum(pgque._delete_expired(q.queue_id)) from pgque.queue q), 0);
   end if;
   return v_count;
 end
@@ -620,6 +658,7 @@ begin
   else
     raise data_exception using message = 'no such job';
   end if;
+  perform pgque._did('set_schedule', null, jsonb_build_object('job', $1, 'every', $2));
   return $2;
 exception
   when data_exception or check_violation then
@@ -863,7 +902,7 @@ language sql volatile as $$ select p_every is not null and (pgque.clock() < p_la
 -- What maint() is made of, in this order, and whether it is done for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
 language sql immutable as $$
-  values ('pgque.maint_retry_events', false), ('pgque.maint_lapsed', false), ('pgque.maint_expire', false),
+  values ('pgque.maint_retry_events', false), ('pgque.maint_recurring', false), ('pgque.maint_lapsed', false), ('pgque.maint_expire', false), ('pgque.maint_lags', false),
     ('pgque.maint_retain', true), ('pgque.maint_rotate_tables_step1', true),
     ('pgque.maint_tables', false)
 $$;
@@ -902,7 +941,7 @@ begin
     return 0;
   end if;
   -- What fails of it is not to stop the rest.  Last the leaves: what that locks, all others use.
-  foreach v_part in array array['_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;

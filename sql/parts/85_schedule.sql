@@ -7,6 +7,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   perform pgque._init();
   update pgque.config c set tick_period_ms = $1;
+  perform pgque._did('set_tick_period_ms', null, jsonb_build_object('ms', $1));
   return $1;
 exception
   when check_violation or not_null_violation then
@@ -22,6 +23,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 begin
   perform pgque._init();
   update pgque.config c set tick_share = $1;
+  perform pgque._did('set_tick_share', null, jsonb_build_object('percent', $1));
   return $1;
 exception
   when check_violation or not_null_violation then
@@ -46,7 +48,7 @@ $$;
 
 -- What the loop reads in each round: when stop() was called last, the period, the
 -- shortest gap between two ticks of a queue, the loop's share of a core, whether
--- retries are due, and when to check the queues though nothing happened.
+-- retries or recurring messages are due, and when to check the queues though nothing happened.
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
@@ -61,7 +63,7 @@ begin
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;
-  v_retry := pgque._next_retry();
+  v_retry := least(pgque._next_retry(), pgque._recurring_at());
   retries := coalesce(v_retry <= v_now, false);
   look_at := least(look_at, case when retries then v_now + period else v_retry end);
 end
@@ -315,7 +317,7 @@ begin
       v_due := v_state.look_at;
       v_mark := v_began; v_work := '0';
       if v_state.retries and v_began >= v_pump then
-        perform pgque.maint_retry_events();
+        perform pgque.maint_retry_events(), pgque._maint_operation('pgque.maint_recurring', null);
         v_work := pg_catalog.clock_timestamp() - v_mark;
         -- Where it waited for a lock, or had much to do, the others come first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
@@ -433,6 +435,7 @@ begin
   raise notice using
     message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
     hint = 'See whether it runs: select * from pgque.status(). It does within seconds, with pg_cron 1.4 at the next full minute.';
+  perform pgque._did('start', null);
   return v_job;
 end
 $$;
@@ -446,6 +449,7 @@ begin
   perform pgque._init();
   update pgque.config c set stopped_at = clock_timestamp();
   perform pgque._unschedule();
+  perform pgque._did('stop', null);
 end
 $$;
 comment on function pgque.stop() is

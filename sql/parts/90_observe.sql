@@ -52,8 +52,10 @@ comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.
 
 -- Whether a queue's six tables are there; the loop goes on without it if not.
 create or replace function pgque._missing_leaf(p_queue_id int) returns text
-language sql stable as $$
-  select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null
+language plpgsql stable as $$
+begin
+  return (select min(l.leaf) from pgque._leaves(p_queue_id) l where pg_catalog.to_regclass(l.leaf) is null);
+end
 $$;
 
 -- Whether a queue was dropped since somebody saw it; its tables may stay a while.
@@ -81,6 +83,10 @@ $$;
 create or replace function pgque._hurry() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
+-- These look at each queue with the same statements: one plan does for all of them, and
+-- takes less time than to make a plan for each (plan_cache_mode).  It is to use indexes:
+-- one queue may have nearly all retries and dead letters.  Without sequential scans even
+-- small tables seem to be worth workers, which would be started for each queue.
 create or replace function pgque.get_queue_info(
   i_queue_name text default null, caller pgque.caller default current_user,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
@@ -89,7 +95,7 @@ create or replace function pgque.get_queue_info(
   out ticker_lag interval, out ev_per_sec double precision, out ev_new bigint, out last_tick_id bigint,
   out queue_paused boolean, out queue_max_retries int, out queue_uid uuid
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
 declare
   v_queue  pgque.queue;
   v_last   pgque.tick;
@@ -158,13 +164,16 @@ comment on function pgque.get_queue_info(text, pgque.caller) is
 -- The subscribers of a queue, or those of a name, each with its newest position.
 -- Both leaves in one statement: a position may move from one to the other.
 create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position)
-language sql volatile set enable_seqscan = off set jit = off as $$
-  select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end
-  from pgque.subscriber s
-  left join lateral (
-    select p.* from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1
-  ) n on true
-  where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name)
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return query
+    select s, case when n.pos_sub is null then pgque._position(s.sub_id) else row(n.*)::pgque.position end
+    from pgque.subscriber s
+    left join lateral (
+      select p.* from pgque.position p where p.pos_sub = s.sub_id order by p.pos_seq desc limit 1
+    ) n on true
+    where s.sub_queue = p_queue_id and (p_name is null or pgque._subscriber_name(s) = p_name);
+end
 $$;
 
 -- When a message was sent that a snapshot shows and that a subscriber has not
@@ -195,7 +204,7 @@ declare
   v_mid    bigint := v_low + 1;   -- the next tick is it while messages come without a pause
   v_tick   pgque.tick;
 begin
-  if pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
+  if p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
     v_sent := pgque._unfinished(p_sub, p_pos, pg_catalog.pg_current_snapshot());
     return case when v_sent is not null then greatest(v_since, v_sent) end;
   end if;
@@ -217,21 +226,21 @@ end
 $$;
 
 -- What get_consumer_info() says of some subscribers of one queue; with p_blind,
--- only what is known without the queue's tables.
+-- only what is known without the queue's tables.  p_last: its last tick, if the caller
+-- knows it.
 create or replace function pgque._consumers(
-  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean,
+  p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
 language plpgsql as $$
 declare
-  v_last   pgque.tick;
-  v_sub    pgque.subscriber;
-  v_pos    pgque.position;
-  v_due    record;
+  v_sub  pgque.subscriber;
+  v_pos  pgque.position;
+  v_due  record;
 begin
-  if not p_blind then
-    v_last := pgque._last_tick(p_queue);
+  if not p_blind and p_last.tick_id is null then
+    p_last := pgque._last_tick(p_queue);
   end if;
   queue_name := p_queue.queue_name;
   for n in 1..coalesce(pg_catalog.cardinality(p_subs), 0) loop
@@ -248,7 +257,7 @@ begin
     if not p_blind then
       pending_events := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_pos.pos_event_seq;
       if v_sub.sub_main is null then
-        lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, v_last);
+        lag := pgque.clock() - pgque._pending_since(v_sub, v_pos, p_last);
       else
         lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
       end if;
@@ -283,7 +292,7 @@ create or replace function pgque.get_consumer_info(
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
   out current_batch bigint, out next_tick bigint, out pending_events bigint, out role text, out skipped_events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
 declare
   v_queue      pgque.queue;
   v_subs       pgque.subscriber[];
@@ -394,98 +403,282 @@ comment on function pgque.peek(text, int, text, pgque.caller) is
   'count whether a tick covers them or not, retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 not '
   'subscribed.';
 
--- Everything a queue knows about its messages, or about one: a row for each
--- consumer that has to do with it.  At most p_limit of each kind.
+-- The first tick by which an id had been drawn, all columns null if there is none yet:
+-- ticks are too many to read, so it halves the range of their ids.
+create or replace function pgque._tick_of_event(p_queue pgque.queue, p_id bigint) returns pgque.tick
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_tick  pgque.tick;
+begin
+  execute pg_catalog.format(
+    $q$
+    with recursive search as (
+      select $2 - 1 as low, $3 + 1 as high
+      union all
+      select case when m.tick_event_seq < $1 then m.tick_id else s.low end, case when m.tick_event_seq < $1 then s.high else (s.low + s.high) / 2 end
+      from search s
+      left join lateral (select t.tick_id, t.tick_event_seq from (%1$s) t where t.tick_id >= (s.low + s.high) / 2 order by t.tick_id limit 1) m on true
+      where s.high - s.low > 1
+    )
+    select t.* from search s cross join lateral (select t.* from (%1$s) t where t.tick_id = s.high) t where s.high - s.low <= 1
+    $q$, pgque._ticks_sql(p_queue.queue_id))
+  into v_tick using p_id, (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id;
+  return v_tick;
+end
+$$;
+
+-- A condition on e.ev_txid that holds for all rows of the log with ids above p_after, up
+-- to p_upto; a null leaves that end open.
+--
+-- A sender has its transaction's id before it draws a message's id.  Let A be the last
+-- tick before the first id was drawn, and B the first tick after the last one was.  The
+-- sender ran at tick A, or began after it, and its id is lower than that which stored
+-- the row of tick B (see _store_tick).  That is 32 bits of the id: the others are those
+-- of now.  Where messages entered the log under older ids (see _noted), there is no upper end.
+create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_tick   pgque.tick;
+  v_now    bigint := pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint;
+  v_xid    bigint;
+  v_lower  text;
+  v_upper  text;
+begin
+  if pgque._noted(p_queue.queue_id, '{external}') then
+    return 'true';   -- another system numbered events
+  end if;
+  if p_after > 0 then
+    v_tick := pgque._tick_of_event(p_queue, p_after + 1);
+    execute pg_catalog.format('select t.* from (%s) t where $1 is null or t.tick_id < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id))
+    into v_tick using v_tick.tick_id;
+    if v_tick.tick_id is not null then
+      v_lower := pg_catalog.format('(e.ev_txid >= %L::xid8%s)', pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot),
+        (select pg_catalog.format(' or e.ev_txid = any (%L::xid8[])', pg_catalog.array_agg(x.xid))
+        from pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot) x (xid) having count(*) > 0));
+    end if;
+  end if;
+  if p_upto is not null and not pgque._noted(p_queue.queue_id, '{moved}') then
+    v_tick := pgque._tick_of_event(p_queue, p_upto);
+    execute pg_catalog.format('select t.xmin::text::bigint from pgque.tick_%s_%s t where t.tick_id = $1 and t.xmin <> ''2''', p_queue.queue_id, coalesce(v_tick.slot, 0) % 3)
+    into v_xid using v_tick.tick_id;
+    v_upper := 'e.ev_txid < ' || pg_catalog.quote_literal(v_now + ((v_xid - v_now + 2147483648 & 4294967295) - 2147483648)) || '::xid8';
+  end if;
+  return coalesce(nullif(pg_catalog.concat_ws(' and ', v_lower, v_upper), ''), 'true');
+end
+$$;
+
+-- Where the rows of a message lie in the log, as _rows_sql() takes it: a condition on row
+-- addresses for each table, null for none.
+create or replace function pgque._places(p_queue pgque.queue, p_id bigint) returns text[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_span    text := pgque._span(p_queue, p_id - 1, p_id);
+  v_tids    tid[];
+  v_places  text[] := array_fill(null::text, array[3]);
+begin
+  for n in 0..2 loop
+    execute pg_catalog.format(
+      'select pg_catalog.array_agg(e.ctid) from pgque.event_%s_%s e where %s and e.ev_id = $1 and (e.ev_owner is null or e.ev_owner > 0)', p_queue.queue_id, n, v_span)
+    into v_tids using p_id;
+    v_places[n + 1] := case when v_tids is not null then pg_catalog.format('e.ctid = any (%L::tid[])', v_tids) end;
+  end loop;
+  return v_places;
+end
+$$;
+
+-- Everything a queue knows about its messages, or about one (p_id): a row for each
+-- consumer that has to do with it.  Of each kind the first p_limit by id that satisfy
+-- p_where, a condition on a row m of the result, or more: the rows of one message are
+-- not parted.  p_status, p_consumer and p_after, which p_where has too, tell what need not
+-- be read.
 create or replace function pgque._messages(
-  p_queue pgque.queue, p_id bigint, p_limit int,
+  p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
 language plpgsql as $$
 declare
-  v_now   timestamptz := pgque.clock();
-  v_sub   pgque.subscriber;
-  v_held  record;
-  v_and   text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
+  v_now     timestamptz := pgque.clock();
+  v_sub     pgque.subscriber;
+  v_held    record;
+  v_and     text := case when p_id is null then '' else ' and e.ev_id = ' || p_id end;
+  v_places  text[];
 begin
-  for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue.queue_id and s.sub_main is null order by s.sub_id loop
-    -- in open batches
-    for v_held in select h.* from pgque._held(v_sub.sub_id) h loop
-      return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and)), $q$
-        case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
-        case when $4 = 'infinity' then e.ev_time else $4 end, coalesce(e.ev_retry, 0) + $6, $5, case when $4 > $2 then $7 end
-        $q$)
-      using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
-    end loop;
-    -- in the log
-    return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._rows_sql(p_queue.queue_id,
-        pgque._unfinished_condition(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pg_catalog.pg_current_snapshot()) || v_and)), $q$
-      case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
-      e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
-      $q$)
-    using v_sub.sub_consumer, v_now, p_limit;
+  if p_id < 1 then
+    return;
+  end if;
+  p_after := least(greatest(p_after, p_id - 1), 4611686018427387904);   -- no id is above it
+  if p_id is not null then
+    v_places := pgque._places(p_queue, p_id);
+  end if;
+  for v_sub in
+    select s.*
+    from pgque.subscriber s
+    where s.sub_queue = p_queue.queue_id and s.sub_main is null and (p_consumer is null or pgque._subscriber_name(s) = p_consumer)
+    order by s.sub_id
+  loop
+    if coalesce(p_status, 'processing') in ('processing', 'retry', 'expired') then
+      for v_held in
+        select h.* from pgque._held(v_sub.sub_id) h
+        where ((h.lease).pos_last_id <= p_after or (h.lease).pos_done_id >= p_id) is not true
+      loop
+        return query execute pgque._messages_sql(pgque._renewed_sql(p_queue.queue_id, pgque._unsettled_sql(v_sub, v_held.lease, v_and, v_places)), $q$
+          case when e.ev_expires <= $2 and $4 <= $2 then 'expired' when $4 > $2 then 'processing' else 'retry' end,
+          case when $4 = 'infinity' then e.ev_time else $4 end, coalesce(e.ev_retry, 0) + $6, $5, case when $4 > $2 then $7 end
+          $q$, p_where)
+        using v_sub.sub_consumer, v_now, p_limit, v_held.until, (v_held.lease).pos_worker, (v_sub.sub_role = 'pool')::int, v_held.token;
+      end loop;
+    end if;
+    return query select m.* from pgque._messages_ahead(p_queue, v_sub, p_limit, p_where, p_status, p_after, v_places) m;
   end loop;
-  return query
-    (select r.ev_id, c.co_name,
+  if coalesce(p_status, 'delayed') in ('pending', 'processing', 'delayed', 'retry', 'expired') then
+    return query execute pgque._limited_sql(pgque._waiting_messages_sql(), p_where) using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+  end if;
+  if coalesce(p_status, 'dead') in ('dead', 'failed') then
+    -- One consumer after the other, in the order of an index.
+    for v_sub.sub_consumer in
+      select c.co_id
+      from pgque.consumer c
+      where c.co_queue in (0, p_queue.queue_id) and (p_consumer is null or c.co_name = p_consumer)
+        and exists (select from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id and d.dl_consumer_id = c.co_id)
+    loop
+      return query execute pgque._limited_sql(
+        $q$
+        select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
+          d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
+          d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
+        from pgque.dead_letter d
+        cross join (select c.co_name from pgque.consumer c where c.co_id = $6) c
+        where d.dl_queue_id = $1 and d.dl_consumer_id = $6 and d.ev_id > $5 and ($4 is null or d.ev_id = $4)
+        $q$, p_where)
+      using p_queue.queue_id, v_now, p_limit, p_id, p_after, v_sub.sub_consumer;
+    end loop;
+  end if;
+  if coalesce(p_status, 'archived') = 'archived' then
+    return query execute pgque._limited_sql(
+      $q$
+      select a.ev_id, c.co_name, 'archived', a.ev_type, a.ev_data, a.ev_headers, a.ev_key, a.ev_bytes, a.ev_time, null::timestamptz,
+        a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
+      from pgque.archive a
+      left join pgque.consumer c on c.co_id = a.arc_consumer
+      where a.bucket between $1 * 100000::bigint and $1 * 100000::bigint + 99999 and a.ev_id > $5 and ($4 is null or a.ev_id = $4)
+      $q$, p_where)
+    using p_queue.queue_id, v_now, p_limit, p_id, p_after;
+  end if;
+end
+$$;
+
+-- Of these, the ones in the log that a consumer has not received.  It reads the ids a
+-- range at a time, each twice as long as the one before, until there are enough.
+create or replace function pgque._messages_ahead(
+  p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
+  out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
+  out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
+  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
+) returns setof record
+language plpgsql set jit = off as $$
+declare
+  v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
+  v_position  pgque.position;
+  v_ahead     text;
+  v_upto      bigint;
+  v_span      text;
+  v_length    bigint := 2000;
+  v_count     bigint;
+  v_found     bigint := 0;
+begin
+  if p_status not in ('pending', 'retry', 'expired') or p_status = 'expired' and not pgque._expiring(p_queue)
+    or p_status = 'retry' and not v_moved
+  then
+    return;
+  end if;
+  v_position := pgque._next_from(pgque._position(p_sub.sub_id));
+  v_ahead := pgque._unfinished_condition(p_sub, v_position, pg_catalog.pg_current_snapshot());
+  loop
+    if p_places is null then
+      v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
+      if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
+        v_upto := null;
+      end if;
+      v_span := pg_catalog.format(' and %s and e.ev_id > %s%s', pgque._span(p_queue, p_after, v_upto), p_after, ' and e.ev_id <= ' || v_upto);
+    end if;
+    return query execute pgque._messages_sql(
+      pgque._renewed_sql(p_queue.queue_id, pgque._rows_sql(p_queue.queue_id, v_ahead || coalesce(v_span, ''), p_places)), $q$
+        case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
+        e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
+        $q$, p_where)
+    using p_sub.sub_consumer, pgque.clock(), p_limit;
+    get diagnostics v_count = row_count;
+    v_found := v_found + v_count;
+    exit when v_upto is null or v_found >= p_limit;
+    p_after := v_upto;
+    v_length := 2 * v_length;
+  end loop;
+end
+$$;
+
+-- What _messages() returns of the retry queue.
+create or replace function pgque._waiting_messages_sql() returns text
+language sql immutable as $f$
+  select $q$
+    select r.ev_id, c.co_name,
       case
-        when r.ev_expires <= v_now and (r.ev_batch is null or r.ev_retry_after <= v_now) then 'expired'
+        when r.ev_expires <= $2 and (r.ev_batch is null or r.ev_retry_after <= $2) then 'expired'
         when r.ev_owner = 0 then 'delayed'
-        when r.ev_batch is not null and r.ev_retry_after > v_now then 'processing'
+        when r.ev_batch is not null and r.ev_retry_after > $2 then 'processing'
         when r.ev_receives = 0 then 'pending'
         else 'retry'
       end,
       r.ev_type, r.ev_data, r.ev_headers, r.ev_key, r.ev_bytes, r.ev_time, case when r.ev_retry_after < 'infinity' then r.ev_retry_after else r.ev_time end,
       greatest(r.ev_receives, r.ev_retry), coalesce(r.ev_retry, 0),
-      r.ev_error, r.ev_expires, r.ev_worker, case when r.ev_retry_after > v_now then r.ev_batch end, null::bigint
+      r.ev_error, r.ev_expires, r.ev_worker, case when r.ev_retry_after > $2 then r.ev_batch end, null::bigint
     from pgque.retry_queue r
     left join pgque.subscriber s on s.sub_id = r.ev_owner
     left join pgque.consumer c on c.co_id = s.sub_consumer
-    where r.ev_queue = p_queue.queue_id and (p_id is null or r.ev_id = p_id)
-    order by r.ev_id
-    limit p_limit);
-  return query
-    (select d.ev_id, c.co_name, case when d.dl_held then 'failed' else 'dead' end,
-      d.ev_type, d.ev_data, d.ev_headers, d.ev_key, d.ev_bytes, d.ev_time, null::timestamptz, greatest(d.dl_receives, d.ev_retry), coalesce(d.ev_retry, 0),
-      d.ev_error, d.ev_expires, null::text, null::bigint, d.dl_id
-    from pgque.dead_letter d
-    join pgque.consumer c on c.co_id = d.dl_consumer_id
-    where d.dl_queue_id = p_queue.queue_id and (p_id is null or d.ev_id = p_id)
-    order by d.ev_id
-    limit p_limit);
-  return query
-    (select a.ev_id, c.co_name, 'archived', a.ev_type, a.ev_data, a.ev_headers, a.ev_key, a.ev_bytes, a.ev_time, null::timestamptz,
-      a.arc_receives, coalesce(a.ev_retry, 0), a.ev_error, a.ev_expires, a.arc_worker, null::bigint, null::bigint
-    from pgque.archive a
-    left join pgque.consumer c on c.co_id = a.arc_consumer
-    where a.bucket between p_queue.queue_id * 100000::bigint and p_queue.queue_id * 100000::bigint + 99999 and (p_id is null or a.ev_id = p_id)
-    order by a.archive_id desc
-    limit p_limit);
-end
-$$;
+    where r.ev_queue = $1 and r.ev_id > $5 and ($4 is null or r.ev_id = $4)
+    $q$
+$f$;
 
--- Rows of pgque.event as _messages() returns them for consumer $1, at most $3; p_state are
--- status, available_at, receive_count, worker and batch id.
-create or replace function pgque._messages_sql(p_rows text, p_state text) returns text
+-- Rows of pgque.event as _messages() returns them for consumer $1; p_state are status,
+-- available_at, receive_count, worker and batch id.
+create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text) returns text
 language sql immutable as $f$
-  select pg_catalog.format(
+  select pgque._limited_sql(pg_catalog.format(
     $q$
     select e.ev_id, (select c.co_name from pgque.consumer c where c.co_id = $1), x.status, e.ev_type, e.ev_data, e.ev_headers, e.ev_key, e.ev_bytes,
       e.ev_time, x.available_at, x.receives, coalesce(e.ev_retry, 0), e.ev_error, e.ev_expires, x.worker, x.batch, null::bigint
-    from (select * from (%s) e order by e.ev_id limit $3) e
+    from (%s) e
     cross join lateral (select %s) x (status, available_at, receives, worker, batch)
-    $q$, p_rows, p_state)
+    $q$, p_rows, p_state), p_where)
+$f$;
+
+-- The first $3 rows by id that satisfy a condition, and the others of the last message.
+create or replace function pgque._limited_sql(p_rows text, p_where text) returns text
+language sql immutable as $f$
+  select pg_catalog.format(
+    $q$
+    select m.*
+    from (%s) m (msg_id, consumer_name, status, type, payload, headers, key, payload_bytes, created_at, available_at, receive_count, retry_count,
+      last_error, expires_at, worker, batch_id, dl_id)
+    where %s
+    order by m.msg_id
+    fetch first $3 rows with ties
+    $q$, p_rows, p_where)
 $f$;
 
 create or replace function pgque.list_messages(
-  queue_name text, only_status text default null, limit_count int default 100, caller pgque.caller default current_user,
+  queue_name text, only_status text default null, limit_count int default 100, only_type text default null, only_key text default null,
+  only_consumer text default null, since timestamptz default null, until timestamptz default null, matching text default null,
+  after_id bigint default null, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
-  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint
+  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_where  text;
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
     perform pgque._fail('PQ005', format('unknown status %L, for queue %I', $2, v_queue.queue_name),
@@ -494,19 +687,61 @@ begin
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
       'It is the greatest number of messages to list.');
   end if;
+  v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
+    'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
+    pgque._matching_sql($9, 'pg_catalog.left(m.payload, 100000), m.headers::text, m.last_error'));
   return query
     select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
-      m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id
-    from pgque._messages(v_queue, null, case when $2 is null then $3 else 100000 end) m
-    where $2 is null or m.status = $2
-    order by m.msg_id, m.consumer_name
-    limit $3;
+      m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
+    from (
+      select m.*, row_number() over w as n, rank() over (order by m.msg_id) as begins
+      from pgque._messages(v_queue, null, $3, v_where, $2, $6, coalesce($10, 0)) m
+      window w as (order by m.msg_id, m.consumer_name)
+    ) m
+    where m.n <= $3 or m.begins <= $3 and $10 is not null
+    order by m.n;
 end
 $$;
-comment on function pgque.list_messages(text, text, int, pgque.caller) is
+comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
   'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, processing, '
-  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. available_at: when the message can be received, or its lease '
-  'expires. Errors: PQ005 another status.';
+  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: of that type, with that key, of that '
+  'consumer. since, until: created at since or later, and before until. matching: this text is in the payload (its first 100,000 characters), the headers or last_error, '
+  'in upper or lower case (of the letters that the database''s locale knows). after_id: with greater ids only; then a message has all its rows, so there may be a few more than limit_count. To read page by page, begin with 0 and go on with the last msg_id. '
+  'available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 '
+  'another status, or limit_count is negative.';
+
+create or replace function pgque.get_message(
+  queue_name text, inout msg_id bigint, caller pgque.caller default current_user,
+  out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
+  out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
+  out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+begin
+  return query
+    select m.msg_id, m.consumer_name, m.status, m.type, m.payload, m.headers, m.key, m.payload_bytes, m.created_at, m.available_at,
+      m.receive_count, m.retry_count, m.last_error, m.expires_at, m.worker, m.batch_id, m.dl_id
+    from pgque._messages(v_queue, $2, 100) m
+    where $2 is not null
+    order by m.consumer_name;
+  if not found then
+    perform pgque._no_message(v_queue, $2);
+  end if;
+end
+$$;
+comment on function pgque.get_message(text, bigint, pgque.caller) is
+  'Returns one message, a row for each consumer that still has it, without receiving it; columns as in list_messages(). '
+  'Errors: PQ001 no such queue; PQ010 no consumer has it.';
+
+create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
+language plpgsql as $$
+begin
+  perform pgque._fail('PQ010', pg_catalog.format('message not found: %s of queue %I', coalesce(p_id::text, 'null'), p_queue.queue_name),
+    'Every consumer is done with it, or it was never committed.');
+end
+$$;
 
 create or replace function pgque.message_status(
   queue_name text, msg_id bigint, caller pgque.caller default current_user,
@@ -523,8 +758,7 @@ begin
     where $2 is not null
     order by m.consumer_name;
   if not found then
-    perform pgque._fail('PQ010', format('message not found: %s of queue %I', coalesce($2::text, 'null'), v_queue.queue_name),
-      'Every consumer is done with it, or it was never committed.');
+    perform pgque._no_message(v_queue, $2);
   end if;
 end
 $$;
@@ -590,33 +824,131 @@ comment on function pgque.list_poison(text, int, pgque.caller) is
 create or replace function pgque._most_consumers() returns int
 language sql immutable as $$ select 100 $$;
 
--- The subscribers of a queue that are furthest back, with their positions, and how
--- many consumers the queue has.
-create or replace function pgque._furthest_back(p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint)
+-- The subscribers of a queue that are furthest back, with their positions, how many
+-- consumers the queue has, and the slowest of them: what it still needs, its workers'
+-- batches included, begins behind slowest_seq.
+create or replace function pgque._stragglers(
+  p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint, out slowest text, out slowest_seq bigint
+)
 language plpgsql as $$
 begin
-  select pg_catalog.array_agg(p.sub), pg_catalog.array_agg(p.pos), coalesce(pg_catalog.max(p.consumers), 0) into subs, positions, consumers
+  with p as materialized (select p.sub, p.pos from pgque._positions(p_queue_id) p)
+  select f.subs, f.positions, f.consumers, s.consumer_name, s.seq into subs, positions, consumers, slowest, slowest_seq
   from (
-    select p.sub, p.pos, pg_catalog.count(*) filter (where (p.sub).sub_main is null) over () as consumers
-    from pgque._positions(p_queue_id) p
-    -- A worker without a batch needs nothing, wherever it stands.
-    order by (p.sub).sub_main is not null and (p.pos).pos_batch is null, (p.pos).pos_tick
-    limit pgque._most_consumers()
-  ) p;
+    select pg_catalog.array_agg(p.sub) as subs, pg_catalog.array_agg(p.pos) as positions, coalesce(pg_catalog.max(p.consumers), 0) as consumers
+    from (
+      select p.sub, p.pos, pg_catalog.count(*) filter (where (p.sub).sub_main is null) over () as consumers
+      from p
+      -- A worker without a batch needs nothing, wherever it stands.
+      order by (p.sub).sub_main is not null and (p.pos).pos_batch is null, (p.pos).pos_tick
+      limit pgque._most_consumers()
+    ) p
+  ) f
+  left join (
+    select pgque._subscriber_name(p.sub) as consumer_name, n.seq
+    from p
+    cross join lateral (
+      select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
+      union all
+      -- As _next_from() has it, which would be called for each of a crowd of consumers.
+      select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
+        case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
+      from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
+      where pg_catalog.cardinality((p.pos).pos_open) > 0 is not true
+    ) n (tick, seq)
+    where (p.sub).sub_main is null
+    order by n.tick
+    limit 1
+  ) s on true;
 end
+$$;
+
+-- How large the tables of each queue are with their indexes, by the queue's number;
+-- under 0 what the queues share; or only those of some queues.  A queue with a table that somebody has for himself is
+-- left out.
+create or replace function pgque._sizes(p_queues int[] default null) returns jsonb
+language sql as $$
+  with leaf as materialized (
+    select i.inhrelid, pg_catalog.split_part(c.relname, '_', 2)::int as queue_id
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    where i.inhparent in ('pgque.event'::regclass, 'pgque.tick'::regclass)
+  ), heap as materialized (
+    select c.oid, c.reltoastrelid, coalesce(l.queue_id, 0) as queue_id
+    from pg_catalog.pg_class c
+    left join leaf l on l.inhrelid = c.oid
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r' and (p_queues is null or l.queue_id = any (p_queues))
+  ), held as (
+    select h.queue_id
+    from heap h
+    join pg_catalog.pg_locks k on k.relation = h.oid
+    where k.locktype = 'relation' and k.mode = 'AccessExclusiveLock' and k.granted and k.pid is distinct from pg_catalog.pg_backend_pid()
+      and k.database = (select d.oid from pg_catalog.pg_database d where d.datname = pg_catalog.current_database())
+  ), part as (
+    select h.oid, h.queue_id from heap h
+    union all
+    select h.reltoastrelid, h.queue_id from heap h where h.reltoastrelid <> 0
+  )
+  select pg_catalog.jsonb_object_agg(s.queue_id, s.bytes)
+  from (
+    select p.queue_id, pg_catalog.sum(pg_catalog.pg_relation_size(p.oid) + coalesce(x.bytes, 0)) as bytes
+    from part p
+    left join lateral (
+      select pg_catalog.sum(pg_catalog.pg_relation_size(i.indexrelid)) as bytes from pg_catalog.pg_index i where i.indrelid = p.oid
+    ) x on true
+    where p.queue_id not in (select h.queue_id from held h)
+    group by p.queue_id
+  ) s
+$$;
+
+-- The same; null if a lock is not to be had soon.
+create or replace function pgque._sizes_soon(p_queues int[] default null) returns jsonb
+language plpgsql as $$
+declare
+  v_wait   text := pg_catalog.current_setting('lock_timeout');
+  v_sizes  jsonb;
+begin
+  perform pgque._hurry();
+  v_sizes := pgque._sizes(p_queues);
+  perform pg_catalog.set_config('lock_timeout', v_wait, true);
+  return v_sizes;
+exception
+  when lock_not_available then
+    return null;
+end
+$$;
+
+-- The transaction of this database that has written for the longest time, if any; hidden:
+-- whether others write of which the owner may not know since when.
+create or replace function pgque._oldest_writer(out who text, out gid text, out age interval, out hidden boolean) returns setof record
+language sql volatile as $$
+  select w.who, w.gid, pgque.clock() - w.since,
+    pg_catalog.bool_or(w.since is null) over () and not pg_catalog.pg_has_role(current_user, 'pg_read_all_stats', 'usage')
+  from (
+    select 'pid ' || a.pid || coalesce(' (' || nullif(pg_catalog.concat_ws(', ', 'role ' || a.usename, 'application ' || nullif(a.application_name, '')), '') || ')', '') as who,
+      null as gid, a.xact_start as since
+    from pg_catalog.pg_stat_activity a
+    where a.backend_xid is not null and a.datname = pg_catalog.current_database() and a.pid <> pg_catalog.pg_backend_pid()
+    union all
+    select pg_catalog.format('prepared by %I as %L', p.owner, p.gid), p.gid, p.prepared
+    from pg_catalog.pg_prepared_xacts p
+    where p.database = pg_catalog.current_database()
+  ) w
+  order by w.since
+  limit 1
 $$;
 
 -- The figures of one queue.
 create or replace function pgque._queue_metrics(
-  p_queue pgque.queue, out metric text, out queue text, out consumer text, out value double precision
+  p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
 ) returns setof record
-language plpgsql as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_last   pgque.tick := pgque._last_tick(p_queue);
   v_back   record;
   v_shown  int[];
 begin
-  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
+  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
   v_shown := array(select s.sub_id from unnest(v_back.subs) s);
   return query
     select m.metric, p_queue.queue_name, null::text, m.value::double precision
@@ -624,13 +956,18 @@ begin
       ('pgque_queue_events_total', coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0)::numeric),
       ('pgque_queue_last_tick_id', v_last.tick_id),
       ('pgque_queue_ticker_lag_seconds', extract(epoch from pgque.clock() - v_last.tick_time)),
-      ('pgque_queue_bytes', (select sum(pg_total_relation_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l)),
+      ('pgque_queue_bytes', p_bytes),
       ('pgque_queue_rotation_age_seconds', extract(epoch from pgque.clock() - p_queue.queue_switch_time)),
       ('pgque_queue_retries', (select count(*) from pgque.retry_queue r where r.ev_queue = p_queue.queue_id)),
       ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)),
       ('pgque_queue_consumers', v_back.consumers),
-      ('pgque_queue_paused', p_queue.queue_paused::int)
-    ) m (metric, value);
+      ('pgque_queue_paused', p_queue.queue_paused::int),
+      -- As _health_senders() has it, far from the limit.
+      ('pgque_queue_depth', case when v_back.consumers > 0 then coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_back.slowest_seq end),
+      ('pgque_queue_max_depth', nullif(p_queue.queue_max_depth, 0)),
+      ('pgque_queue_retention_seconds', extract(epoch from p_queue.queue_retention_period))
+    ) m (metric, value)
+    where m.value is not null;
   return query
     select 'pgque_messages_' || t.tal_what || '_total', p_queue.queue_name, c.co_name, sum(t.tal_count)::double precision
     from pgque.tally t
@@ -655,7 +992,12 @@ begin
     group by c.co_name;
   return query
     select m.metric, i.queue_name, i.consumer_name, m.value::double precision
-    from pgque._consumers(p_queue, v_back.subs, v_back.positions, false) i
+    from (
+      -- A consumer may have the name of a subconsumer of another one: a.b.
+      select distinct on (c.consumer_name) c.*
+      from pgque._consumers(p_queue, v_back.subs, v_back.positions, false, v_last) c
+      order by c.consumer_name, c.role = 'coop_member'
+    ) i
     cross join lateral (values
       ('pgque_consumer_lag_seconds', extract(epoch from i.lag)),
       ('pgque_consumer_last_seen_seconds', extract(epoch from i.last_seen)),
@@ -668,29 +1010,59 @@ end
 $$;
 
 create or replace function pgque.metrics(out metric text, out queue text, out consumer text, out value double precision) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
 declare
-  v_queue  pgque.queue;
-  v_wait   text := current_setting('lock_timeout');
+  v_sizes  jsonb := pgque._sizes_soon();
 begin
   return query
     select 'pgque_dead_tuples', null::text, null::text, coalesce(sum(t.n_dead_tup), 0)::double precision
     from pg_stat_all_tables t where t.schemaname = 'pgque';
-  begin
-    perform pgque._hurry();
-    return query
-      select 'pgque_schema_bytes', null::text, null::text, coalesce(sum(pg_total_relation_size(c.oid)), 0)::double precision
-      from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relkind = 'r';
-    perform set_config('lock_timeout', v_wait, true);
-  exception
-    when lock_not_available then
-      null;
-  end;
-  for v_queue in select q.* from pgque.queue q order by q.queue_name loop
-    continue when pgque._missing_leaf(v_queue.queue_id) is not null;
+  return query
+    select 'pgque_oldest_transaction_seconds', null::text, null::text, coalesce(extract(epoch from w.age), 0)::double precision
+    from (select) one
+    left join pgque._oldest_writer() w on true
+    where (w.hidden and w.age is null) is not true;
+  return query
+    select 'pgque_recurring_messages', null::text, null::text, count(*)::double precision from pgque.recurring;
+  return query
+    select 'pgque_recurring_failing', null::text, null::text, count(*)::double precision from pgque._recurring_health() h where h.status <> 'ok';
+  return query
+    select 'pgque_schema_bytes', null::text, null::text, sum(s.value::numeric)::double precision from jsonb_each_text(v_sizes) s having v_sizes is not null;
+  return query select m.* from pgque._metrics_of(pgque._some_queues(array(select q.queue_id from pgque.queue q), 1), v_sizes) m;
+end
+$$;
+comment on function pgque.metrics() is
+  'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
+  '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
+  'tables: the figures of their queues are left out. If the server has no room for the locks of all queues (one a queue, see max_locks_per_transaction), some '
+  'queues are left out, at random.';
+
+create or replace function pgque.metrics(
+  queue_name text, caller pgque.caller default current_user, out metric text, out queue text, out consumer text, out value double precision
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_queues  int[] := pgque._some_queues(pgque._visible($1, caller), 1);
+begin
+  return query select m.* from pgque._metrics_of(v_queues, pgque._sizes_soon(v_queues)) m;
+end
+$$;
+comment on function pgque.metrics(text, pgque.caller) is
+  'Returns those figures of metrics() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+
+-- The figures of some queues, in the order of their names; p_sizes as _sizes() returns it.
+create or replace function pgque._metrics_of(
+  p_queues int[], p_sizes jsonb, out metric text, out queue text, out consumer text, out value double precision
+) returns setof record
+language plpgsql as $$
+declare
+  v_queue  pgque.queue;
+begin
+  for v_queue in select q.* from pgque.queue q where q.queue_id = any (p_queues) order by q.queue_name loop
+    continue when not p_sizes ? v_queue.queue_id::text or pgque._missing_leaf(v_queue.queue_id) is not null;
     begin
       perform pgque._hurry();
-      return query select f.* from pgque._queue_metrics(v_queue) f;
+      return query select f.* from pgque._queue_metrics(v_queue, (p_sizes ->> v_queue.queue_id::text)::numeric) f;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' or lock_not_available then
@@ -703,10 +1075,26 @@ begin
   end loop;
 end
 $$;
-comment on function pgque.metrics() is
-  'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
-  '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
-  'tables: the figures of their queues are left out.';
+
+-- The queue of that name, or with null all that the caller may see.
+create or replace function pgque._visible(p_queue text, p_caller name) returns int[]
+language plpgsql as $$
+begin
+  if p_queue is not null then
+    return array[(pgque._queue(p_queue, p_caller, 'see')).queue_id];
+  end if;
+  return array(select q.queue_id from pgque.queue q where pgque._may(p_caller, 'see', q.queue_id));
+end
+$$;
+
+-- Of these queues as many as the server has room for, chosen at random.  A sequence that
+-- is asked for its last value stays locked until the transaction ends; p_locks says how
+-- many of a queue are.
+create or replace function pgque._some_queues(p_queues int[], p_locks int) returns int[]
+language sql as $$
+  select case when pg_catalog.cardinality(p_queues) <= pgque._lock_room() / p_locks then p_queues else array(
+    select q.id from pg_catalog.unnest(p_queues) q (id) order by pg_catalog.random() limit pgque._lock_room() / p_locks) end
+$$;
 
 -- Checks of one queue, for _queue_health().
 create or replace function pgque._health_tables(p_queue pgque.queue, out status text, out detail text, out advice text)
@@ -792,10 +1180,12 @@ end
 $$;
 
 create or replace function pgque._health_consumers(
-  p_queue pgque.queue, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], out status text, out detail text, out advice text
+  p_queue pgque.queue, p_last pgque.tick, p_consumers bigint, p_subs pgque.subscriber[], p_positions pgque.position[], p_cause text,
+  out status text, out detail text, out advice text
 )
 language plpgsql as $$
 declare
+  v_soon    interval := 0.8 * p_queue.queue_retention_period;
   v_late    record;   -- the consumer whose oldest pending message is oldest
   v_unread  bigint;
 begin
@@ -812,33 +1202,87 @@ begin
     return;
   end if;
   select c.consumer_name, c.lag into v_late
-  from pgque._consumers(p_queue, p_subs, p_positions, false) c
+  from pgque._consumers(p_queue, p_subs, p_positions, false, p_last) c
   order by c.lag desc, c.consumer_name
   limit 1;
   status := case
     when v_late.lag > least(nullif(p_queue.queue_health_pending_fail, '0'), p_queue.queue_retention_period) then 'fail'
-    when v_late.lag > nullif(p_queue.queue_health_pending_warn, '0') then 'warn'
+    when v_late.lag > least(nullif(p_queue.queue_health_pending_warn, '0'), v_soon) then 'warn'
     else 'ok'
   end;
   detail := case when p_consumers = 1 then '1 consumer, ' else p_consumers || ' consumers, ' end
     || case when v_late.lag > '0' then format('oldest message pending for consumer %s: %s', v_late.consumer_name, date_trunc('milliseconds', v_late.lag))
       else 'nothing pending' end;
   if status <> 'ok' then
-    advice := format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L). What is older than %s it misses (retention_period).',
-      v_late.consumer_name, p_queue.queue_name, v_late.consumer_name, p_queue.queue_retention_period);
+    advice := concat_ws(' ',
+      case when v_late.lag > v_soon then format('It misses what is older than %s: for more time, select pgque.set_queue_config(%L, ''retention_period'', %L).',
+        p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
+      case when p_cause is not null then format('First see the check %s of this queue: its consumers wait for that.', p_cause)
+        else format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L).', v_late.consumer_name, p_queue.queue_name, v_late.consumer_name)
+      end,
+      case when v_late.lag <= v_soon then format('What is older than %s it misses (retention_period).', p_queue.queue_retention_period) end);
   end if;
 end
 $$;
 
--- All checks of one queue; no row if it was dropped meanwhile.
+create or replace function pgque._health_retries(p_queue pgque.queue, p_pumped int[], out status text, out detail text, out advice text)
+language sql as $$
+  select case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
+    d.n || ' due' || coalesce((
+      select pg_catalog.format(', %s wait for their consumers', count(*))
+      from pgque.subscriber s
+      join pgque.retry_queue r on r.ev_owner = s.sub_id
+      where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= pgque.clock()
+      having count(*) > 0), ''),
+    case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
+  from (
+    select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
+    from pgque.retry_queue r
+    where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner = any (p_pumped)
+  ) d
+$$;
+
+-- Whether workers have had messages for much longer than a lease lasts: it was extended
+-- again and again, or is long.  What is leased is not pending, so no other check shows it.
+create or replace function pgque._health_leases(
+  p_queue pgque.queue, p_subs pgque.subscriber[], out status text, out detail text, out advice text
+)
+language plpgsql as $$
+declare
+  v_now   timestamptz := pgque.clock();
+  v_long  interval := greatest(10 * p_queue.queue_visibility_timeout, nullif(p_queue.queue_health_pending_fail, '0'));
+  v_held  record;   -- the oldest one
+begin
+  select pgque._subscriber_name(s) as consumer, h.worker, v_now - h.since as age into v_held
+  from pg_catalog.unnest(p_subs) s
+  cross join lateral (
+    select (o.lease).pos_worker as worker, (o.lease).pos_time as since from pgque._held(s.sub_id) o where o.until > v_now
+    union all
+    select l.pos_worker, l.pos_time
+    from (select distinct r.ev_batch as id from pgque.retry_queue r where r.ev_owner = s.sub_id and r.ev_batch is not null and r.ev_retry_after > v_now) b
+    cross join lateral pgque._lease(s.sub_id, b.id) l
+  ) h
+  where s.sub_role = 'pool'
+  order by h.since
+  limit 1;
+  status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
+  detail := case when v_held.age is null then 'no worker has messages'
+    else pg_catalog.format('worker %s of consumer %s has had messages for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it, and give its messages to others: select pgque.reclaim(%L, %L, %L)',
+    p_queue.queue_name, v_held.consumer, v_long) end;
+end
+$$;
+
+-- All checks of one queue; no row if it was dropped meanwhile.  p_pumped: see _pumped().
 create or replace function pgque._queue_health(
-  p_queue pgque.queue, out check_name text, out queue text, out status text, out detail text, out advice text
+  p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
 ) returns setof record
 language plpgsql as $$
 declare
   v_last     pgque.tick;
   v_back     record;
-  v_slowest  record;
+  v_ticks    record;
+  v_retries  record;
 begin
   check_name := 'tables';
   queue := p_queue.queue_name;
@@ -852,32 +1296,18 @@ begin
   end if;
 
   -- A lock on any table keeps the queue from ticks or from rotation.
-  execute format('select from (%s) t limit 0', pgque._ticks_sql(p_queue.queue_id));
+  execute format('lock table pgque.tick_%1$s_0, pgque.tick_%1$s_1, pgque.tick_%1$s_2 in access share mode', p_queue.queue_id);
   if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
     perform pgque._no_queue(p_queue.queue_name);   -- who waited for it may have waited for its end
   end if;
   v_last := pgque._last_tick(p_queue);
-  select f.* into v_back from pgque._furthest_back(p_queue.queue_id) f;
-  -- What it still needs, its workers' batches included, as _oldest_need() has it.
-  select pgque._subscriber_name(p.sub) as consumer_name, n.seq as pos_event_seq into v_slowest
-  from pgque._positions(p_queue.queue_id) p
-  cross join lateral (
-    select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where cardinality((p.pos).pos_open) > 0
-    union all
-    -- As _next_from() has it, which would be called for each of a crowd of consumers.
-    select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end, case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
-    from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
-    where cardinality((p.pos).pos_open) > 0 is not true
-  ) n (tick, seq)
-  where (p.sub).sub_main is null
-  order by n.tick
-  limit 1;
-
-  return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_slowest.consumer_name, v_slowest.pos_event_seq) h;
-  return query select 'ticks', queue, h.* from pgque._health_ticks(p_queue, v_last) h;
+  select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
+  return query select 'senders', queue, h.* from pgque._health_senders(p_queue, v_back.consumers, v_back.slowest, v_back.slowest_seq) h;
+  v_ticks := pgque._health_ticks(p_queue, v_last);
+  return query select 'ticks', queue, v_ticks.status, v_ticks.detail, v_ticks.advice;
   return query
     select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
-      format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_slowest.consumer_name, '(none)')),
+      format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_back.slowest, '(none)')),
       case when r.late then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
         || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
     from (
@@ -885,21 +1315,13 @@ begin
         and (select sum(pg_table_size(to_regclass(l.leaf))) from pgque._leaves(p_queue.queue_id) l where l.kind = 'event') > 67108864 as late
       offset 0
     ) r;
-  return query select 'consumers', queue, h.* from pgque._health_consumers(p_queue, v_back.consumers, v_back.subs, v_back.positions) h;
+  v_retries := pgque._health_retries(p_queue, p_pumped);
   return query
-    select 'retries', queue, case when d.overdue > interval '1 minute' then 'fail' when d.overdue > interval '5 seconds' then 'warn' else 'ok' end,
-      d.n || ' due' || coalesce((
-        select format(', %s wait for their consumers', count(*))
-        from pgque.subscriber s
-        join pgque.retry_queue r on r.ev_owner = s.sub_id
-        where s.sub_queue = p_queue.queue_id and s.sub_id not in (select o.id from pgque._pumped() o (id)) and r.ev_retry_after <= pgque.clock()
-        having count(*) > 0), ''),
-      case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
-    from (
-      select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
-      from pgque.retry_queue r
-      where r.ev_queue = p_queue.queue_id and r.ev_retry_after < pgque.clock() and r.ev_owner in (select o.id from pgque._pumped() o (id))
-    ) d;
+    select 'consumers', queue, h.*
+    from pgque._health_consumers(p_queue, v_last, v_back.consumers, v_back.subs, v_back.positions,
+      case when v_ticks.status <> 'ok' then 'ticks' when v_retries.status <> 'ok' then 'retries' end) h;
+  return query select 'retries', queue, v_retries.status, v_retries.detail, v_retries.advice;
+  return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
   return query
     select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),
       case when d.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end
@@ -907,33 +1329,27 @@ begin
 end
 $$;
 
-create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+-- The checks of some queues, in the order of their names.
+create or replace function pgque._health_of(
+  p_queues int[], out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql as $$
 declare
   v_queue    pgque.queue;
-  v_found    record;
-  v_cron     record;
+  v_queues   int[] := pgque._some_queues(p_queues, 2);
+  v_pumped   int[] := array(select o.id from pgque._pumped() o (id));
 begin
-  check_name := 'ticker'; queue := null;
-  select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
-    max(s.status) filter (where s.component = 'scheduler') as scheduler
-  into v_found from pgque.status() s;
-  select c.failure, c.remedy into v_cron from pgque._cron_failure() c;
-  status := case when v_found.scheduler = 'failing' then 'fail' when v_found.runs then 'ok' else 'warn' end;
-  detail := case when v_found.scheduler <> 'failing' then v_found.detail else concat(case when not v_found.runs then 'no loop runs: ' end, v_cron.failure) end;
-  advice := case
-    when v_found.scheduler = 'failing' then v_cron.remedy
-    when v_found.runs then null
-    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
-    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
-    else 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
-  end;
-  return next;
-
-  for v_queue in select q.* from pgque.queue q order by q.queue_name loop
+  if cardinality(v_queues) < cardinality(p_queues) then
+    check_name := 'queues';
+    status := 'warn';
+    detail := format('%s of %s queues are checked, chosen at random: the server has no room for more locks', cardinality(v_queues), cardinality(p_queues));
+    advice := 'Raise max_locks_per_transaction, or ask for one queue at a time: select * from pgque.health(queue).';
+    return next;
+  end if;
+  for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
     begin
       perform pgque._hurry();
-      return query select h.* from pgque._queue_health(v_queue) h;
+      return query select h.* from pgque._queue_health(v_queue, v_pumped) h;
       perform pgque._let_go();
     exception
       when sqlstate 'PQ099' then
@@ -952,6 +1368,62 @@ begin
         end if;   -- else it was dropped meanwhile
     end;
   end loop;
+end
+$$;
+
+create or replace function pgque.health(
+  queue_name text, caller pgque.caller default current_user, out check_name text, out queue text, out status text, out detail text, out advice text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_queues  int[] := pgque._visible($1, caller);
+begin
+  return query select h.* from pgque._health_of(v_queues) h;
+  return query
+    select h.*
+    from pgque._recurring_health() h
+    where h.queue in (select q.queue_name from pgque.queue q where q.queue_id = any (v_queues));
+end
+$$;
+comment on function pgque.health(text, pgque.caller) is
+  'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
+
+create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
+declare
+  v_found  record;
+  v_cron   record;
+begin
+  check_name := 'ticker'; queue := null;
+  select bool_or(s.status = 'running') filter (where s.component = 'ticker') as runs, max(s.detail) filter (where s.component = 'ticker') as detail,
+    max(s.status) filter (where s.component = 'scheduler') as scheduler
+  into v_found from pgque.status() s;
+  select c.failure, c.remedy into v_cron from pgque._cron_failure() c;
+  status := case when v_found.scheduler = 'failing' then 'fail' when v_found.runs then 'ok' else 'warn' end;
+  detail := case when v_found.scheduler <> 'failing' then v_found.detail else concat(case when not v_found.runs then 'no loop runs: ' end, v_cron.failure) end;
+  advice := case
+    when v_found.scheduler = 'failing' then v_cron.remedy
+    when v_found.runs then null
+    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
+    else 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
+  end;
+  -- Where queues wait for it, it comes before what they say.
+  return query
+    with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
+    waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
+    select f.check_name, f.queue, f.status, f.detail, f.advice
+    from (
+      select 'ticker' as check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
+        health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
+        health.advice, 0 as ordinality
+      from waits w
+      union all
+      select f.* from found f
+    ) f
+    order by f.ordinality;
+
+  return query select h.* from pgque._recurring_health() h;
 
   -- In a column, an index or a type a caller is a right that can be passed on.
   check_name := 'stored callers'; queue := null;
@@ -968,17 +1440,7 @@ begin
   return next;
 
   check_name := 'open transactions'; queue := null;
-  select w.who, w.gid, pgque.clock() - w.since as age, bool_or(w.since is null) over () and not pg_has_role(current_user, 'pg_read_all_stats', 'usage') as hidden into v_found
-  from (
-    select 'pid ' || a.pid as who, null as gid, a.xact_start as since
-    from pg_stat_activity a
-    where a.backend_xid is not null and a.datname = current_database() and a.pid <> pg_backend_pid()
-    union all
-    select format('prepared by %I as %L', p.owner, p.gid), p.gid, p.prepared
-    from pg_prepared_xacts p
-    where p.database = current_database()
-  ) w
-  order by w.since limit 1;
+  select w.who, w.gid, w.age, w.hidden into v_found from pgque._oldest_writer() w;
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
   detail := coalesce(nullif(concat_ws('; ',
     'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
@@ -999,4 +1461,5 @@ end
 $$;
 comment on function pgque.health() is
   'Returns one check a row: status (ok, warn or fail), detail (what was found) and advice (what to do). The settings health_* of a queue are its '
-  'thresholds. For a queue whose tables are locked, it names the session that holds the lock.';
+  'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
+  'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';

@@ -28,6 +28,7 @@ from bench import (
     cycle,
     drain,
     elsewhere,
+    handlers,
     idle,
     latency,
     measure,
@@ -37,6 +38,7 @@ from bench import (
     spark,
     systems,
     versions,
+    web,
     workers,
 )
 from bench.measure import FLOOR_SQL, Bench, Row
@@ -46,15 +48,16 @@ DATABASE = "pgque_bench"
 SUBJECTS = {
     **measure.SUBJECTS,
     "spark": spark.spark,
-    "workers": workers.workers,
+    "workers": handlers.workers,
     "workers-long": workers.workers_long,
     "peers": peers.peers,
     "drain": drain.drain,
     "latency": latency.latency,
     "idle": idle.idle,
     "soak": soak.soak,
+    "web": web.web,
 }
-ONLY_IF_NAMED = {"workers-long", "peers", "drain", "latency", "idle", "soak"}
+ONLY_IF_NAMED = {"workers-long", "peers", "drain", "latency", "idle", "soak", "web"}
 BESIDE_PEERS = {"peers", "drain", "latency"}
 # What --against measures: the same names, another way.
 AGAINST = {"small": cycle.small, "held": cycle.held, "latency": versions.latency}

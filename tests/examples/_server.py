@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from psycopg.conninfo import conninfo_to_dict
 
 from pgque import embedded
 from pgque.install import install
@@ -35,3 +39,27 @@ def _ticking(dsn: str) -> Iterator[None]:
     finally:
         stop.set()
         ticker.join()
+
+
+@contextmanager
+def started(command: list[str], **options: object) -> Iterator[subprocess.Popen]:
+    """Start a program, and end it after the block."""
+    with subprocess.Popen(command, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def export(dsn: str) -> None:
+    """Set the PG* environment variables, for programs that find the database by these."""
+    names = {
+        "dbname": "PGDATABASE",
+        "user": "PGUSER",
+        "password": "PGPASSWORD",
+        "host": "PGHOST",
+        "port": "PGPORT",
+    }
+    for name, value in conninfo_to_dict(dsn).items():
+        if name in names:
+            os.environ[names[name]] = str(value)

@@ -20,7 +20,7 @@ def place_order(conn: psycopg.Connection, number: int, card: str) -> None:
     """Write an order and tell the others about it."""
     with conn.transaction():
         conn.execute("insert into example_order values (%s, false)", [number])
-        pgque.PgqueClient(conn).send("example_orders", {"order": number}, type="order.placed")
+        pgque.send(conn, "example_orders", {"order": number}, type="order.placed")
         if card == "declined":
             raise ValueError("the card was declined")
 
@@ -41,16 +41,16 @@ def main(dsn: str) -> None:
         place_order(conn, 2, card="good")
 
     # The consumer does its work and acknowledges in one transaction too, so its effect is exactly once.
-    consumer = pgque.Consumer(dsn, queue="example_orders", name="shipping", transactional=True)
+    consumer = pgque.Consumer(dsn, queue="example_orders", consumer="shipping", transactional=True)
 
-    @consumer.on("order.placed")
+    @consumer.handler("order.placed")
     def ship(message: pgque.Message, conn: psycopg.Connection) -> None:
         number = message.json()["order"]
         conn.execute("update example_order set shipped = true where number = %s", [number])
         print(f"shipped order {number}")
         consumer.stop()
 
-    consumer.start()
+    consumer.run()
 
     with psycopg.connect(dsn) as conn:
         for number, shipped in conn.execute("select number, shipped from example_order"):

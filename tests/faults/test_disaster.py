@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import pgque
-from conftest import Connect
+import pgque.web
+from conftest import Connect, Role
 from faults.clusters import base_backup, folder_for, programs_of, started, until
 from faults.fuzzing import Fuzzer, populate
 from pgque import embedded
@@ -46,7 +48,9 @@ from sql.helpers import (
     work_off,
 )
 from support import servers
+from support.pages import Browser, over_tcp, text
 from support.servers import TestServer
+from support.terminals import terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
 
@@ -534,3 +538,36 @@ def test_a_standby_answers_who_looks_and_refuses_who_changes(pair: Pair) -> None
     fuzzer.judge("calls on a standby")
     states = {state for found in fuzzer.outcomes.values() for state in found}
     assert states >= {"ok", "25006"}
+
+
+def test_page_and_terminal_of_a_standby_show_all_and_offer_no_change(pair: Pair) -> None:
+    conn = pair.connect(pair.primary.dsn)
+    populate(conn)
+    send_many(conn, "plain", 3)
+    conn.execute("create role web_admin login password 'secret' in role pgque_admin")
+    pair.caught_up(conn, pair.connect(pair.standby.dsn))
+    role = Role("web_admin", "password=secret")
+    browser = Browser(pgque.web.app(over_tcp(pair.standby, pair.standby.dsn)))
+    assert browser.log_in(role).status_code == 200
+    msg_id = value(conn, "select min(m.msg_id) from pgque.list_messages('plain') as m")
+    for path, query in {
+        "/": {},
+        "/recurring": {},
+        **{path: {} for path in ("/queue", "/messages", "/dead", "/archive", "/send", "/queue/purge")},
+        "/message": {"id": msg_id},
+    }.items():
+        page = browser.get(path, queue="plain", **query)
+        assert "The database is read only" in text(page)
+    page = browser.post("/queue/pause", 403, queue="plain")
+    assert "read only" in text(page)
+    browser.client.app.close()  # type: ignore[attr-defined]
+
+    # So does the terminal.
+    with terminal(sys.executable, "-m", "pgque.cli", "top", "--dsn", pair.standby.dsn) as shown:
+        shown.wait_for("read only", "plain", "q Quit")
+        assert "p Pause" not in shown.text
+        shown.press("/plain\r")
+        shown.wait_for("1 queue with 'plain'")
+        shown.press("\r")
+        shown.wait_for("Queue plain", "Consumers", "Dead letters by reason", "q Quit")
+        assert not any(word in shown.text for word in ("Pause", "Reclaim", "Requeue"))

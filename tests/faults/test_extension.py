@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -34,6 +35,7 @@ from sql.helpers import (
     value,
     work_off,
 )
+from support import servers
 from support.servers import TestServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
@@ -144,6 +146,13 @@ def test_consumers_of_an_extension_get_what_they_lacked_after_a_restore(
         test_restore.check(conn, dumps.alone)
 
 
+def test_recurring_messages_of_an_extension_are_restored_and_not_caught_up(
+    dumps: Dumps, target: embedded.Server
+) -> None:
+    with restored(dumps, target, "alone") as conn:
+        test_restore.check_recurring(conn)
+
+
 def test_a_pool_of_an_extension_gets_what_it_lacked_after_a_restore(
     dumps: Dumps, target: embedded.Server
 ) -> None:
@@ -211,3 +220,26 @@ def test_a_restored_extension_makes_and_drops_queues_and_is_dumped_again(
         assert drain(conn, "new") == [sent]
         conn.execute("drop extension pgque cascade")
         assert value(conn, "select to_regnamespace('pgque')") is None
+
+
+def test_two_first_installs_at_once_on_a_new_server_make_the_roles_once(
+    server: TestServer, background: Callable[..., Any], wait_until: Callable[..., None]
+) -> None:
+    with started(programs_of(server, "initdb", "pg_ctl")) as fresh, ExitStack() as stack:
+        admin = stack.enter_context(psycopg.connect(fresh.dsn, autocommit=True))
+        found = []
+        for name in ("one", "two"):
+            admin.execute(f"create database {name} template template0".encode())
+            dsn = psycopg.conninfo.make_conninfo(fresh.dsn, dbname=name)
+            found.append(stack.enter_context(psycopg.connect(dsn)))
+        first, second = found
+        first.execute(servers.SQL_FILE.read_bytes())
+        job = background(lambda c: c.execute(servers.SQL_FILE.read_bytes()), second)
+        waits = "select wait_event_type = 'Lock' from pg_stat_activity where pid = %s"
+        wait_until(
+            lambda: value(admin, waits, job.pid), "the second install waits for the roles of the first"
+        )
+        first.commit()
+        job.result()
+        second.commit()
+        assert [value(each, "select pgque.create_queue('q')") for each in found] == [1, 1]

@@ -36,8 +36,13 @@ REMEMBERED = [
     (414, "proxy,kill,timeouts,clock"),  # the same loss
 ]
 
-# It takes luck to see it within seconds.
-RARELY_SEEN = {"a message that waits does not hold its key back"}
+# Those for every landing. `make verify-long` has the others too, some of which take luck to be seen within seconds.
+SOON_SEEN = {
+    "ack drops the rest of the window",
+    "a map that was made twice counts twice",
+    "receive attempts have no limit",
+    "a window leaves out what ran when it began",
+}
 
 
 def _script() -> str:
@@ -162,7 +167,7 @@ def test_a_long_history_with_faults_is_as_promised(own_server: faults.OwnServer)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(m, marks=pytest.mark.long) if m in RARELY_SEEN else m for m in MUTANTS]
+    "mutant", [m if m in SOON_SEEN else pytest.param(m, marks=pytest.mark.long) for m in MUTANTS]
 )
 def test_a_broken_engine_is_caught(server: TestServer, mutant: str) -> None:
     """The judge can say no, at the latest after some runs: what happens in eight seconds is chance."""

@@ -19,6 +19,9 @@ from model.workers import Workers
 from pgque import embedded
 from support.servers import TestServer
 
+# It takes many sequences to see them: left to `make verify-long`.
+LATE_SEEN = {"a lease that is extended ends from now", "a hand-out does not seal the body"}
+
 
 @pytest.fixture
 def prepared(own_dsn: str) -> Iterator[bench.Bench]:
@@ -91,9 +94,16 @@ def test_any_calls_answer_as_the_model_says_for_minutes(
     run(prepared, examples)
 
 
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_replaces_what_the_engine_has_once(mutant: str) -> None:
+    assert replaced(bench.engine(), mutant, MUTANTS[mutant][1]) != bench.engine()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(m, marks=pytest.mark.long) if m in LATE_SEEN else m for m in MUTANTS]
+)
 def test_a_broken_engine_does_not_answer_as_the_model_says(fresh_dsn: str, mutant: str) -> None:
     machine, replacements = MUTANTS[mutant]
     on = bench.prepare(fresh_dsn, script=replaced(bench.engine(), mutant, replacements))

@@ -90,6 +90,15 @@ def test_a_look_at_all_queues_needs_hardly_any_locks(crowd: Connection, look: st
     assert number(crowd, f"select count(*) from pgque.{look}") >= QUEUES
 
 
+def test_samples_of_lags_leave_locks_for_others(crowd: Connection) -> None:
+    everywhere(crowd, "select pgque.send(%s, 'hello')")
+    until_all_are_done(crowd, "select pgque.ticker()")
+    crowd.execute("select setval('pgque.sampled', 1)")
+    with crowd.transaction():
+        crowd.execute("select pgque.maint_lags()")
+        assert number(crowd, "select count(*) from pg_locks l where l.pid = pg_backend_pid()") < QUEUES / 2
+
+
 def test_the_tables_of_many_dropped_queues_go_a_few_at_a_time(crowd: Connection, crowded_dsn: str) -> None:
     gone = [f"gone{i}" for i in range(QUEUES // 4)]
     for name in gone:

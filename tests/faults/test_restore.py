@@ -97,6 +97,8 @@ def fill(conn: Connection, dsn: str) -> Left:
     for other in ("empty", "paused"):
         value(conn, "select pgque.create_queue(%s)", other)
         subscribe(conn, other, "c")
+    recurring = "select pgque.create_recurring('hourly', 'empty', '0 * * * *', 't', 'x', catch_up => 'all')"
+    value(conn, recurring)
     send(conn, "paused", "before the dump")
     value(conn, "select pgque.pause('paused')")
     value(conn, "select pgque.create_queue('once')")
@@ -236,6 +238,18 @@ def check(conn: Connection, dump: Left) -> None:
     assert {r[0] for r in rows(conn, "select status from pgque.health() where queue is not null")} == {"ok"}
 
 
+def check_recurring(conn: Connection) -> None:
+    """What was missed since the dump is not caught up, and the schedule goes on."""
+    move_clock(conn, "1 day")
+    assert value(conn, "select pgque.maint_recurring()") == 0
+    due = "select l.status, l.next_run > pgque.clock() from pgque.list_recurring() l"
+    assert rows(conn, due) == [("active", True)]
+    move_clock(conn, "1 day 1 hour")
+    assert value(conn, "select pgque.maint_recurring()") == 1
+    value(conn, "select pgque.ticker()")
+    assert [message.payload for message in receive(conn, "empty")] == ["x"]
+
+
 FIRST_CALLS: dict[str, Callable[[Connection], object]] = {
     "ticker": lambda c: value(c, "select pgque.ticker()"),
     "ticker of the queue": lambda c: (value(c, "select pgque.force_next_tick('q')"), tick(c, "q")),
@@ -304,6 +318,12 @@ def test_every_consumer_gets_what_it_lacked_whatever_is_called_first(
 ) -> None:
     FIRST_CALLS[first](restored)
     check(restored, dump)
+
+
+def test_runs_of_recurring_messages_since_the_dump_are_not_caught_up(
+    dump: Dump, restored: Connection
+) -> None:
+    check_recurring(restored)
 
 
 def test_a_send_is_the_first_call_after_a_restore(dump: Dump, restored: Connection) -> None:

@@ -197,7 +197,7 @@ def test_everything_at_once_for_some_seconds(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_everything_at_once_for_longer(
     own: Connection,
     own_dsn: str,

@@ -214,7 +214,7 @@ def test_files_that_are_no_cluster_are_left_alone(image: Image) -> None:
 
 
 def test_the_image_has_the_extension_and_an_update_from_every_earlier_version(tmp_path: Path) -> None:
-    """The last RUN of the Dockerfile, with other paths."""
+    """The last RUN of the Dockerfile for the database, with other paths."""
     extension = tmp_path / "share" / "postgresql" / "17" / "extension"
     for folder in (extension, tmp_path / "share" / "pgque", tmp_path / "bin"):
         folder.mkdir(parents=True)
@@ -223,7 +223,8 @@ def test_the_image_has_the_extension_and_an_update_from_every_earlier_version(tm
         shutil.copy(servers.REPOSITORY / file, tmp_path / "share" / "pgque")
     (tmp_path / "bin" / "docker-entrypoint.sh").touch()
     dockerfile = (servers.REPOSITORY / "Dockerfile").read_text()
-    [*_, last] = re.findall(r"^RUN ((?:.*\\\n)*.*)", dockerfile, re.MULTILINE)
+    database, _, _ = dockerfile.partition("AS web\n")
+    [*_, last] = re.findall(r"^RUN ((?:.*\\\n)*.*)", database, re.MULTILINE)
     run = last.replace("/usr/share", str(tmp_path / "share")).replace("/usr/local/bin", str(tmp_path / "bin"))
     subprocess.run(["sh", "-c", run], check=True)
     version = re.findall(r"default_version *= *'(.*)'", (extension / "pgque.control").read_text())

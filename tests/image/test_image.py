@@ -13,37 +13,15 @@ import psycopg
 import pytest
 from testcontainers.community.postgres import PostgresContainer
 
-from support import servers
+from support import images, servers
 
-pytestmark = pytest.mark.docker
-
-IMAGE = "pgque:test"
+# On a machine that has not built the images yet, the first test installs their packages.
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    problem = servers.engine_problem()
-    if problem is not None:
-        pytest.skip(f"no container engine: {problem}")
-    client = shutil.which("docker")
-    if client is None:
-        pytest.skip("no docker client to build the image with")
-    context = subprocess.run(
-        ["tar", "-cf", "-", "Dockerfile", "Makefile", "sql", "tests/image"],
-        cwd=servers.REPOSITORY,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    done = subprocess.run(
-        [client, "build", "-q", "-t", IMAGE, "-"],
-        input=context.stdout,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout.decode()[-3000:]
-    return IMAGE
+    return images.build("database")
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ MUTANTS: dict[str, tuple[type[RuleBasedStateMachine], list[tuple[str, str]]]] = 
         Consumers,
         [
             (
-                "    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch))",
-                "    ' and %s is not null', p_lease.pos_batch))",
+                "    ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places",
+                "    ' and %s is not null', p_lease.pos_batch), p_places",
             )
         ],
     ),

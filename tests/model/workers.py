@@ -353,9 +353,9 @@ class Workers(RuleBasedStateMachine):
         """Do all that maint() does, one call after the other."""
         value(self.conn, "select pgque.set_schedule('expire', '')")
         others = [name for (name, _) in rows(self.conn, "select * from pgque.maint_operations()")]
-        assert others[:3] == ["pgque.maint_retry_events", "pgque.maint_lapsed", "pgque.maint_expire"]
-        rotation = ["pgque.maint_rotate_tables_step1"] if self.now > self.switched else []
-        assert others[3:] == ["pgque.maint_retain", *rotation, "pgque.maint_tables"]
+        rotation = ["rotate_tables_step1"] if self.now > self.switched else []
+        parts = ["retry_events", "recurring", "lapsed", "expire", "lags", "retain", *rotation, "tables"]
+        assert others == [f"pgque.maint_{part}" for part in parts]
         self._pump()
         self._maint_lapsed()
         assert value(self.conn, "select pgque.maint_expire()") == 0, "the reaper is off"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def run(*arguments: str, stdin: str | None = None, code: int = 0, env: dict[str,
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
         env={**os.environ, **(env or {})},
     )
@@ -358,7 +359,7 @@ def test_the_demo_prints_a_file_as_text(fresh_dsn: str, tmp_path: Path) -> None:
     path = tmp_path / "[x] :x: [b].jsonl"
     path.write_text('"a"\nnot json\n')
     text = run("demo", "--dsn", fresh_dsn, "--file", str(path), "--workers", "1")
-    assert "[x] :x: [b].jsonl, line 2: not sent" in text.replace("\n", "")
+    assert "[x]:x:[b].jsonl,line2:notsent" in re.sub(r"\s", "", text)  # wherever the line is broken
 
 
 @pytest.mark.slow

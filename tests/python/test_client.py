@@ -245,6 +245,51 @@ def test_dead_letters_are_replayed_purged_and_requeued_together(
     assert client.dlq_purge(queue, older_than=0) == 2
 
 
+def test_dead_letters_are_counted_by_reason_and_dealt_with_reason_by_reason(
+    client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick
+) -> None:
+    client.alter_queue(queue, {"max_retries": 0})
+    client.send_batch(queue, ["a"] * 8)
+    tick(queue)
+    batch = client.receive(queue, consumer)
+    for number, message in enumerate(batch):
+        client.nack(message.batch_id, message, 0, ("no order 1", "no order 2", "late", "other")[number % 4])
+    client.ack(batch[0].batch_id)
+    reasons = client.dlq_reasons(queue)
+    assert {(r.consumer_name, r.reason, r.dead_letters, r.held) for r in reasons} == {
+        (consumer, "no order N", 4, 0),
+        (consumer, "late", 2, 0),
+        (consumer, "other", 2, 0),
+    }
+    assert reasons[0].oldest <= reasons[0].newest
+    assert client.dlq_requeue_all(queue, 3, reason="no order N") == 3
+    assert client.dlq_requeue_all(queue, reason="no order N") == 1
+    assert client.dlq_replay_all(queue, limit=1, reason="late") == pgque.ReplayResult(1, 0, None)
+    assert client.dlq_purge(queue, 0, reason="other") == 2
+    (left,) = client.dlq_reasons(queue)
+    assert client.dlq_delete(left.newest_dl_id) in [m.msg_id for m in batch]
+    assert client.dlq_reasons(queue) == []
+
+
+def test_the_past_is_read(client: pgque.PgqueClient, queue: str, consumer: str, tick: Tick) -> None:
+    client.pause(queue)
+    client.resume(queue)
+    calls = [action.call for action in client.list_actions(queue)]
+    assert calls == ["resume", "pause", "subscribe", "create_queue"]
+    (newest, *_) = client.list_actions(queue, limit=1)
+    assert [action.call for action in client.list_actions(queue, before=newest.at)] == calls[1:]
+    client.send_batch(queue, ["a", "b"])
+    tick(queue)
+    rates = client.queue_rates(queue, since=60, buckets=6)
+    assert (len(rates), sum(rate.events for rate in rates)) == (6, 2)
+    assert client.consumer_lags(queue, consumer) == []
+    settings = {row.setting: row for row in client.queue_settings(queue)}
+    assert settings["max_retries"].source in ("built in", "all queues")
+    client.set_history("lags", timedelta(days=7))
+    with pytest.raises(pgque.PgqueBadArgument):
+        client.set_history("other", 60)
+
+
 def test_a_late_subscriber_can_start_at_the_earliest_message(
     client: pgque.PgqueClient, queue: str, tick: Tick
 ) -> None:
@@ -333,7 +378,7 @@ def test_a_queue_is_made_configured_paused_and_dropped(client: pgque.PgqueClient
     name = "Ünïcode; 'queue' \"x\""
     assert client.create_queue(name, {"max_retries": 3, "rotation_period": timedelta(hours=1)}) == 1
     assert client.create_queue(name) == 0
-    [info] = client.queue_info(name)
+    [info] = client.get_queue_info(name)
     assert (info.queue_name, info.queue_max_retries, info.queue_rotation_period) == (
         name,
         3,
@@ -341,7 +386,7 @@ def test_a_queue_is_made_configured_paused_and_dropped(client: pgque.PgqueClient
     )
     assert client.queue_config(name)["max_retries"] == "3"
     client.set_queue_config(name, "max_retries", None)
-    [info] = client.queue_info(name)
+    [info] = client.get_queue_info(name)
     assert info.queue_max_retries == 5
     client.pause(name)
     with pytest.raises(pgque.PgqueQueueDisabled):
@@ -359,12 +404,12 @@ def test_figures_and_health_are_read(client: pgque.PgqueClient, queue: str, cons
     assert {row.component for row in client.status()} >= {"pgque", "ticker"}
     assert any(metric.queue == queue for metric in client.metrics())
     assert {check.status for check in client.health()} <= {"ok", "warn", "fail"}
-    assert [info.queue_name for info in client.queue_info(queue)] == [queue]
-    assert queue in {info.queue_name for info in client.queue_info()}
-    [info] = client.consumer_info(queue, consumer)
+    assert [info.queue_name for info in client.get_queue_info(queue)] == [queue]
+    assert queue in {info.queue_name for info in client.get_queue_info()}
+    [info] = client.get_consumer_info(queue, consumer)
     assert (info.queue_name, info.consumer_name, info.current_batch) == (queue, consumer, None)
-    assert consumer in {info.consumer_name for info in client.consumer_info(queue)}
-    assert len(client.consumer_info()) >= 1
+    assert consumer in {info.consumer_name for info in client.get_consumer_info(queue)}
+    assert len(client.get_consumer_info()) >= 1
     assert client.unsubscribe(queue, consumer) == 1
     assert client.unsubscribe(queue, consumer) == 0
 

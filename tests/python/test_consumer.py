@@ -247,7 +247,7 @@ def test_a_failing_handler_gets_its_message_back_and_the_others_are_done(
     tick(subscribed)
     with running(consumer):
         wait_until(lambda: len(seen) == 3)
-        wait_until(lambda: client.consumer_info(subscribed, "c")[0].current_batch is None)
+        wait_until(lambda: client.get_consumer_info(subscribed, "c")[0].current_batch is None)
         client.maint()
         tick(subscribed)
         wait_until(lambda: len(seen) == 4)
@@ -303,7 +303,7 @@ def test_a_type_without_a_handler_follows_the_policy(
     tick(subscribed)
     with running(consumer):
         wait_until(lambda: bool(seen))
-        wait_until(lambda: client.consumer_info(subscribed, "c")[0].current_batch is None)
+        wait_until(lambda: client.get_consumer_info(subscribed, "c")[0].current_batch is None)
     assert len(client.dlq_inspect(subscribed)) == dead
 
 
@@ -624,7 +624,7 @@ def test_a_consumer_whose_sessions_end_while_handlers_run_does_each_batch_once(
         tick(subscribed)
     with running(consumer):
         wait_until(lambda: len(seen) >= 6, timeout=20)
-        wait_until(lambda: client.consumer_info(subscribed, "c")[0].pending_events == 0)
+        wait_until(lambda: client.get_consumer_info(subscribed, "c")[0].pending_events == 0)
     assert seen == sent
 
 

@@ -182,7 +182,7 @@ def test_only_the_message_whose_handler_needs_such_headers_fails(
     [letter] = client.dlq_inspect(subscribed)
     assert letter.ev_data == "deep"
     assert str(letter.dl_reason).startswith("ValueError: these headers cannot be read: ")
-    assert client.consumer_info(subscribed, "c")[0].current_batch is None
+    assert client.get_consumer_info(subscribed, "c")[0].current_batch is None
 
 
 def test_a_payload_is_parsed_alike() -> None:

@@ -62,15 +62,16 @@ class Runner:
     async def _handle_async(self, message: pgque.Message, *conn: object) -> None:
         self.seen.append(message)
 
-    def run(self) -> None:
+    def run(self, **options: bool) -> None:
         run = self._it.run if hasattr(self._it, "run") else self._it.start
         if self._is_async:
-            asyncio.run(run())
+            asyncio.run(run(**options))
         else:
-            run()
+            run(**options)
 
     def end_pause(self) -> None:
-        self._it._due_at = 0.0
+        for paused in getattr(self._it, "_sources", [self._it]):
+            setattr(paused, "due_at" if hasattr(paused, "due_at") else "_due_at", 0.0)
         self._it._stopper.wake()
 
     def payloads(self) -> list[str]:
@@ -255,3 +256,16 @@ def test_without_it_there_is_no_pause(cls: Any) -> None:
 def test_workers_in_processes_get_all_settings_of_the_worker() -> None:
     parameters = set(inspect.signature(pgque.Worker).parameters) - {"dsn", "concurrency", "use"}
     assert set(_processes._Settings.__annotations__) == parameters
+
+
+@pytest.mark.parametrize("kind", ["worker", "async worker"], indirect=True)
+def test_a_worker_that_ends_when_idle_does_not_pause(
+    dsn: str, client: pgque.PgqueClient, feed: str, tick: Tick, kind: str
+) -> None:
+    runner = Runner(dsn, feed, kind, 10)
+    client.send_batch(feed, "t", ["a", "b"])
+    tick(feed)
+    with threads.running(lambda: runner.run(until_idle=True), runner.stop, 20) as thread:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert runner.payloads() == ["a", "b"]

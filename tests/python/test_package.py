@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import pgque
+from pgque import monitoring
 from pgque.install import sql_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,12 +50,34 @@ def test_every_public_name_exists_and_none_is_a_module() -> None:
 
 
 def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher() -> None:
-    unwanted = {"click", "rich", "pgque.cli", "pgque.demo", "pgque.embedded", "multiprocessing"}
+    unwanted = {
+        "click",
+        "rich",
+        "pgque.cli",
+        "pgque.demo",
+        "pgque.embedded",
+        "multiprocessing",
+        "pgque.asgi",
+        "django",
+        "pgque.exporter",
+        "prometheus_client",
+        "opentelemetry",
+        "pgque.top",
+        "textual",
+    }
     code = f"import sys, pgque; print(sorted(set(sys.modules) & {unwanted}))"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_every_extra_that_the_code_names_exists() -> None:
+    named = {
+        extra for path in SOURCE.rglob("*.py") for extra in re.findall(r"pgque\[(\w+)\]", path.read_text())
+    }
+    assert {"otel", "spark", "typed"} <= named
+    assert named <= set(metadata("pgque").get_all("Provides-Extra", []))
 
 
 def _modules() -> dict[str, Path]:
@@ -146,3 +170,5 @@ def test_a_built_wheel_holds_the_sql_itself(way: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read("pgque/pgque.sql") == (ROOT / "sql" / "pgque.sql").read_bytes()
         assert "pgque/py.typed" in archive.namelist()
+        for name in ("figures.sql", *monitoring.FILES):
+            assert archive.read(f"pgque/monitoring/{name}").decode() == monitoring.text(name)

@@ -159,7 +159,15 @@ def test_every_setting_is_in_the_reference(dsn: str) -> None:
         names = [row[0] for row in connection.execute("select param from pgque._setting_types()")]
     section = REFERENCE.split("\n## Settings\n")[1].split("\n## ")[0]
     shown = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert shown == [*names, "tick_period_ms", "expire_every", "delete_expired_every", "tick_share"]
+    assert shown == [
+        *names,
+        "tick_period_ms",
+        "expire_every",
+        "delete_expired_every",
+        "tick_share",
+        "keep_actions",
+        "keep_lags",
+    ]
 
 
 def test_a_comment_begins_with_what_the_caller_gets(dsn: str) -> None:

@@ -76,9 +76,9 @@ def _calls(queue: str, batch_id: int) -> dict[str, Callable[[Any], Any]]:
         "peek": lambda client: client.peek(queue),
         "get_batch_events": lambda client: client.get_batch_events(batch_id),
         "get_batch_info": lambda client: client.get_batch_info(batch_id),
-        "queue_info": lambda client: client.queue_info(queue),
-        "all queues": lambda client: client.queue_info(),
-        "consumer_info": lambda client: client.consumer_info(queue, "c"),
+        "get_queue_info": lambda client: client.get_queue_info(queue),
+        "all queues": lambda client: client.get_queue_info(),
+        "get_consumer_info": lambda client: client.get_consumer_info(queue, "c"),
         "list_workers": lambda client: client.list_workers(queue),
         "list_messages": lambda client: client.list_messages(queue),
         "message_status": lambda client: client.message_status(queue, 1),
@@ -101,7 +101,7 @@ def _steady(answer: Any) -> Any:
     for name in ages:
         value = getattr(answer, name)
         if isinstance(value, timedelta):
-            assert timedelta(0) <= value < timedelta(minutes=5), name
+            assert timedelta(0) <= value < timedelta(days=1), name
             answer = dataclasses.replace(answer, **{name: timedelta(0)})
     return answer
 
@@ -110,7 +110,7 @@ def test_what_is_read_is_the_same(styled_dsn: str, client: pgque.PgqueClient, bu
     calls = _calls(*busy)
     wanted = {name: _steady(call(client)) for name, call in calls.items()}
     assert wanted["receive"][0].expires_at is not None
-    assert wanted["queue_info"][0].queue_rotation_period == PERIOD
+    assert wanted["get_queue_info"][0].queue_rotation_period == PERIOD
     assert {row.available_at for row in wanted["list_messages"]} >= {DUE}
     assert all(wanted[name] for name in wanted if name != "list_poison")
     with psycopg.connect(styled_dsn) as own:
@@ -136,7 +136,7 @@ def test_what_is_given_is_understood(
     with pgque.connect(styled_dsn, autocommit=True) as own:
         own.set_queue_config(queue, "rotation_period", PERIOD)
         own.set_queue_config(queue, "visibility_timeout", PERIOD)
-        assert own.queue_info(queue)[0].queue_rotation_period == PERIOD
+        assert own.get_queue_info(queue)[0].queue_rotation_period == PERIOD
         own.subscribe(queue, "c", datetime.now(timezone.utc))
         own.subscribe(queue, "pgq")
         own.send_batch(queue, "t", ["ttl", "plain"], ttls=[PERIOD, None])

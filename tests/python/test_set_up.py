@@ -254,7 +254,12 @@ def checkout(folder: Path) -> Checkout:
     (path / "python").mkdir()
     (path / "python" / "pyproject.toml").touch()
     shutil.copy(servers.REPOSITORY / "Makefile", path)
-    for name in ("requirements.txt", "requirements-old.txt", "requirements-lint.txt"):
+    for name in (
+        "requirements.txt",
+        "requirements-old.txt",
+        "requirements-django.txt",
+        "requirements-lint.txt",
+    ):
         (path / "tests" / "support" / name).touch()
     script(folder / "python3.98", PYTHON)
     script(

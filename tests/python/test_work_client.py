@@ -367,6 +367,22 @@ def test_messages_are_listed_with_their_status(client: pgque.PgqueClient, pool: 
     assert (one.consumer_name, one.status, one.receive_count, one.worker) == ("c", "processing", 1, "w1")
     with pytest.raises(pgque.PgqueMessageNotFound):
         client.message_status(pool, 10**12)
+    assert client.get_message(pool, first) == [processing]
+    assert pgque.QueueRights(pool, True, True, True, True) in client.my_rights()
+    with pytest.raises(pgque.PgqueMessageNotFound):
+        client.get_message(pool, 10**12)
+    at = processing.created_at
+    assert at is not None
+    for filters, expected in (
+        ({"after_id": second}, [later]),
+        ({"matching": '"A": 1'}, [first]),
+        ({"matching": "LATER", "until": at}, []),
+        ({"type": "default", "since": at}, [later]),
+        ({"type": "t", "consumer": "c"}, [first, second]),
+        ({"consumer": "nobody"}, []),
+        ({"key": "k"}, []),
+    ):
+        assert [m.msg_id for m in client.list_messages(pool, **filters)] == expected, filters
 
 
 def test_a_queue_or_a_key_is_purged(client: pgque.PgqueClient, pool: str, tick: Tick) -> None:

@@ -121,6 +121,28 @@ def test_handlers_run_at_a_time_as_many_as_asked_for(
         wait_until(lambda: len(seen) == 8)
 
 
+def test_quick_messages_are_received_before_a_handler_is_free_but_never_more_than_prefetch(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    release = threading.Event()
+    seen: list[str | None] = []
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1, prefetch=10)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        seen.append(message.payload)
+        if message.payload == "hold":
+            assert release.wait(20)
+
+    _send(client, pool, tick, *["quick"] * 40, "hold")
+    with running(worker):
+        wait_until(lambda: "hold" in seen)
+        _send(client, pool, tick, *["later"] * 30)
+        wait_until(lambda: _held(client, pool) == 10)
+        release.set()
+        wait_until(lambda: len(seen) == 71 and _held(client, pool) == 0)
+
+
 @pytest.mark.parametrize("named_by", ["name", "uid"])
 def test_a_new_message_is_handled_long_before_the_next_look(
     dsn: str,
@@ -215,10 +237,16 @@ def test_a_handler_may_return_or_raise_an_outcome(
     worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1)
     seen: list[str | None] = []
 
+    class Mine(pgque.Retry):
+        def __init__(self) -> None:  # without that of Retry
+            pass
+
     @worker.handler("*")
     def handle(message: pgque.Message) -> object:
         seen.append(message.payload)
         first = message.receive_count == 1
+        if message.payload == "mine":
+            raise Mine
         match message.payload:
             case "retry":
                 return pgque.Retry(after=3600, reason="busy")
@@ -230,16 +258,18 @@ def test_a_handler_may_return_or_raise_an_outcome(
                 return pgque.Release()
         return None
 
-    _send(client, pool, tick, "ok", "retry", "raised", "dead", "release")
+    _send(client, pool, tick, "ok", "retry", "raised", "dead", "release", "mine")
     with running(worker):
-        wait_until(lambda: len(seen) == 7 and _held(client, pool) == 0)
-    assert sorted(map(str, seen)) == ["dead", "ok", "raised", "raised", "release", "release", "retry"]
+        wait_until(lambda: len(seen) == 8 and _held(client, pool) == 0)
+    assert sorted(map(str, seen)) == ["dead", "mine", "ok", *["raised"] * 2, *["release"] * 2, "retry"]
     assert {(d.ev_data, d.dl_reason) for d in client.dlq_inspect(pool)} == {
         ("dead", "no good"),
         ("raised", "enough"),
     }
-    [retry] = client.list_messages(pool, "retry")
-    assert (retry.payload, retry.last_error) == ("retry", "busy")
+    retried = {str(each.payload): str(each.last_error) for each in client.list_messages(pool, "retry")}
+    assert sorted(retried) == ["mine", "retry"]
+    assert retried["retry"] == "busy"
+    assert "has none of the attributes of Retry" in retried["mine"]
     assert _left(client, pool) == []
 
 
@@ -1025,3 +1055,42 @@ def test_an_async_worker_stops_at_sigterm_and_hands_back(
     asyncio.run(asyncio.wait_for(call(), 20))
     assert began == ["a"]
     assert sorted(map(str, _left(client, pool))) == ["a", "b", "c"]
+
+
+def test_a_worker_and_a_consumer_leave_signals_to_a_host_that_has_its_own_handler(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick
+) -> None:
+    client.subscribe(pool, "alone")
+    _send(client, pool, tick, "a")
+    runners: list[Any] = [
+        pgque.Worker(dsn, queue=pool, consumer="c"),
+        pgque.Consumer(dsn, queue=pool, name="alone"),
+        pgque.AsyncWorker(dsn, queue=pool, consumer="c"),
+        pgque.AsyncConsumer(dsn, queue=pool, name="alone"),
+    ]
+    told: list[int] = []
+
+    def host(signum: int, frame: object) -> None:
+        told.append(signum)
+        runners[len(told) - 1].stop()
+
+    def handle(message: pgque.Message) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def handle_async(message: pgque.Message) -> None:
+        handle(message)
+
+    before = signal.signal(signal.SIGTERM, host)
+    try:
+        for runner in runners[:2]:
+            (runner.handler if isinstance(runner, pgque.Worker) else runner.on)("*")(handle)
+            (runner.run if isinstance(runner, pgque.Worker) else runner.start)(catch_signals=False)
+        _send(client, pool, tick, "b")
+        for runner in runners[2:]:
+            (runner.handler if isinstance(runner, pgque.AsyncWorker) else runner.on)("*")(handle_async)
+            run = runner.run if isinstance(runner, pgque.AsyncWorker) else runner.start
+            asyncio.run(asyncio.wait_for(run(catch_signals=False), 20))
+        assert signal.getsignal(signal.SIGTERM) is host
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [signal.SIGTERM] * 4

@@ -36,7 +36,8 @@ source, target, checkpoint = sys.argv[1:4]
 url = os.environ["JOB_URL"]
 rows = (
     spark.readStream.format("pgque")
-    .options(url=url, queue=source, consumer="job", startingAt="earliest", numPartitions="2")
+    .option("queues" if "," in source else "queue", source)
+    .options(url=url, consumer="job", startingAt="earliest", numPartitions="2")
     .load()
 )
 writer = rows.selectExpr("type", "concat('<', payload, '>') as payload").writeStream.format("pgque")
@@ -93,11 +94,11 @@ def dice(seed: int) -> random.Random:
 class Traffic:
     """Producers of every temper, a ticker and a reader of the target, each in a thread, until told to stop."""
 
-    def __init__(self, dsn: str, source: str, target: str, seed: int) -> None:
+    def __init__(self, dsn: str, sources: list[str], target: str, seed: int) -> None:
         self.sent: Counter[str] = Counter()
         self.got: Counter[str | None] = Counter()
         self.ticks_spanned = 0
-        self._dsn, self._source, self._target, self._seed = dsn, source, target, seed
+        self._dsn, self._sources, self._target, self._seed = dsn, sources, target, seed
         self._lock = threading.Lock()
         self._produce, self._run = threading.Event(), threading.Event()
         self._errors: list[BaseException] = []
@@ -135,7 +136,8 @@ class Traffic:
             self._produce.clear()
 
     def _send(self, conn: Connection, batch: list[str]) -> None:
-        value(conn, "select pgque.send_batch(%s, 'default', %s::text[])", self._source, batch)
+        source = self._sources[len(batch) % len(self._sources)]
+        value(conn, "select pgque.send_batch(%s, 'default', %s::text[])", source, batch)
 
     def _quick(self, conn: Connection, chance: random.Random, number: int) -> None:
         sent = 0
@@ -161,7 +163,7 @@ class Traffic:
         while self._produce.is_set():
             whole: list[str] = []
             kept = chance.random() > 0.2
-            before = value(conn, newest, self._source)
+            before = value(conn, newest, self._sources[0])
             with contextlib.suppress(psycopg.Rollback), conn.transaction():
                 for _ in range(chance.randint(2, 12)):
                     batch = [f"{number}-{sent + n}" for n in range(chance.randint(1, 20))]
@@ -174,13 +176,13 @@ class Traffic:
             if kept:
                 with self._lock:
                     self.sent.update(whole)
-                    self.ticks_spanned += (value(conn, newest, self._source) or 0) - (before or 0)
+                    self.ticks_spanned += (value(conn, newest, self._sources[0]) or 0) - (before or 0)
 
     def _ticker(self, conn: Connection, chance: random.Random, number: int) -> None:
         turn = 0
         while self._run.is_set():
             turn += 1
-            for name in (self._source, self._target):
+            for name in (*self._sources, self._target):
                 value(conn, "select pgque.ticker(%s)", name)
             if turn % 10 == 0:
                 value(conn, "select pgque.maint()")
@@ -213,7 +215,7 @@ def survive_kills(
     dsn: str,
     conn: Connection,
     worker: Role,
-    source: str,
+    sources: list[str],
     target: str,
     checkpoint: Path,
     wait_until: Callable[..., None],
@@ -222,13 +224,14 @@ def survive_kills(
     """Kill the driver at random moments under traffic; what was sent has to arrive, once."""
     seed = secrets.randbelow(10**9)
     chance = dice(seed)
-    lively(conn, source, target)
+    lively(conn, *sources, target)
     # Before the first message, since what nobody waits for is gone with the next rotations.
-    subscribe(conn, source, "job")
-    traffic = Traffic(dsn, source, target, seed)
+    for source in sources:
+        subscribe(conn, source, "job")
+    traffic = Traffic(dsn, sources, target, seed)
     try:
         for round_ in range(kills + 1):
-            driver = run_driver(JOB, source, target, str(checkpoint), env={"JOB_URL": worker.dsn})
+            driver = run_driver(JOB, ",".join(sources), target, str(checkpoint), env={"JOB_URL": worker.dsn})
             driver.wait_for("RUNNING")
             before = traffic.got.total()
             wait_until(
@@ -249,7 +252,7 @@ def survive_kills(
         wait_until(complete, f"the end of seed {seed}", 120)
         # Behind this one nothing can be on its way.  The ticker of the traffic finds it.
         traffic.sent.update(["last"])
-        value(conn, "select pgque.send(%s, 'last'::text)", source)
+        value(conn, "select pgque.send(%s, 'last'::text)", sources[0])
         wait_until(complete, f"the last message of seed {seed}", 60)
         assert driver.running, driver.output()[-4000:]
         driver.end()
@@ -268,27 +271,31 @@ def test_killed_drivers_lose_and_double_nothing(
     dsn: str,
     conn: Connection,
     worker: Role,
-    queue: str,
+    new_queue: Callable[[], str],
     target: str,
     tmp_path: Path,
     wait_until: Callable[..., None],
 ) -> None:
-    survive_kills(run_driver, dsn, conn, worker, queue, target, tmp_path / "checkpoint", wait_until, 1)
+    sources = [new_queue(), new_queue()]
+    survive_kills(run_driver, dsn, conn, worker, sources, target, tmp_path / "checkpoint", wait_until, 1)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.timeout(1800)
 def test_drivers_killed_many_times_lose_and_double_nothing(
     run_driver: Callable[..., Any],
     dsn: str,
     conn: Connection,
     worker: Role,
-    queue: str,
+    new_queue: Callable[[], str],
     target: str,
     tmp_path: Path,
     wait_until: Callable[..., None],
+    count: int,
 ) -> None:
-    survive_kills(run_driver, dsn, conn, worker, queue, target, tmp_path / "checkpoint", wait_until, 8)
+    sources = [new_queue() for _ in range(count)]
+    survive_kills(run_driver, dsn, conn, worker, sources, target, tmp_path / "checkpoint", wait_until, 8)
 
 
 # --- At a chosen moment -------------------------------------------------------------------------------
@@ -405,7 +412,7 @@ STAGE = ("pgque.sink_stage_0", "pgque.sink_stage_1")
 EPOCHS = ("pgque.sink_epoch_0", "pgque.sink_epoch_1")
 
 # What a session of that kind is doing when it waits
-KINDS = {"reader": "pgque_window", "staging": "copy pgque.sink_stage", "commit": "sink_commit"}
+KINDS = {"reader": "pgque.read_window(", "staging": "copy pgque.sink_stage", "commit": "sink_commit"}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -9,12 +9,16 @@ from statistics import median
 import psycopg
 import pytest
 
+from model.bench import turn_journal
 from sql.helpers import (
     Connection,
     ack,
     dead_tuples,
     drain,
+    ids,
     nack_ids,
+    offer,
+    outcome,
     receive,
     receive_coop,
     refused,
@@ -22,6 +26,7 @@ from sql.helpers import (
     send,
     send_many,
     subscribe,
+    take,
     tick,
     value,
 )
@@ -91,6 +96,7 @@ def journal_bytes(conn: Connection) -> int:
     )
 
 
+@pytest.mark.slow
 def test_3000_batches_under_a_held_xmin_leave_no_dead_row(
     held: Connection, wait_until: Callable[..., None]
 ) -> None:
@@ -129,6 +135,7 @@ def compact(conn: Connection, calls: int = 5) -> None:
         value(conn, "select pgque.maint()")
 
 
+@pytest.mark.slow
 def test_the_journal_is_compacted_while_xmin_is_held_and_everybody_stands_where_he_stood(
     held: Connection,
 ) -> None:
@@ -168,6 +175,7 @@ def test_the_journal_is_compacted_while_xmin_is_held_and_everybody_stands_where_
     assert sum(dead_tuples(held).values()) < 100
 
 
+@pytest.mark.slow
 def test_consumers_that_are_always_in_a_transaction_do_not_keep_the_journal_from_being_compacted(
     own: Connection, own_dsn: str, connect: Callable[..., Connection]
 ) -> None:
@@ -274,3 +282,33 @@ def test_a_consumer_that_locks_its_position_only_postpones_compaction(
     compact(own)
     assert journal_bytes(own) < before / 2
     assert drain(own, "q") == sent[2:]
+
+
+def turned(conn: Connection) -> int:
+    """Turn the journal and empty its old leaf; return how many blocks the latter read."""
+    assert turn_journal(conn)
+    blocks = 0
+    while value(conn, "select pgque._journal_size(1 - j.journal_cur) from pgque.journal j"):
+        plan = value(conn, "explain (analyze, buffers, format json) select pgque._compact_journal()")[0][
+            "Plan"
+        ]
+        blocks += plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+    return blocks
+
+
+@pytest.mark.slow  # 4,000 batches, one by one
+def test_a_turn_of_the_journal_costs_the_same_however_long_it_is(held: Connection, own_dsn: str) -> None:
+    subscribe(held, "q", "pool")
+    offer(held, "q", 300)
+    assert len(drain(held, "q")) == 300
+    leases = [take(held, "q", f"w{n}", 3, "1 day", "pool") for n in range(100)]
+    for batch in leases:
+        outcome(held, "ack", batch[0].batch_id, ids(batch)[:1])
+    blocks = []
+    for each in (20, 20, 20, 2_000, 2_000):
+        # A plan that was made while the leaf was short is kept while it grows.
+        with psycopg.connect(own_dsn, autocommit=True) as worker:
+            worker.execute(CYCLES.format(each=each).encode())
+        blocks.append(turned(held))
+    assert max(blocks[3:]) < 1.5 * blocks[2], blocks
+    assert [ack(held, batch[0].batch_id) for batch in leases] == [1] * len(leases)

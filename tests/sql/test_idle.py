@@ -59,6 +59,7 @@ def used(quiet: str) -> Connection:
         tick(conn, name)
         (message,) = receive(conn, name)
         nack(conn, message, "1 day")
+    value(conn, "select pgque.create_recurring('yearly', 'a', '0 0 29 2 *', 't', 'x')")
     value(conn, "select pgque.set_tick_period_ms(10)")
     value(
         conn,
@@ -72,6 +73,7 @@ def used(quiet: str) -> Connection:
     return conn
 
 
+@pytest.mark.slow
 def test_the_loop_of_an_idle_database_writes_nothing_and_uses_no_transaction_id(quiet: str) -> None:
     with used(quiet) as conn:
         conn.execute("listen pgque_a")
@@ -93,7 +95,9 @@ def test_idle_calls_of_any_scheduler_and_consumer_write_nothing(quiet: str) -> N
             "select pgque.ticker()",
             "select pgque.ticker('a')",
             "select pgque.maint_retry_events()",
+            "select pgque.maint_recurring()",
             "select pgque.maint()",
+            "select * from pgque.list_recurring()",
             "select * from pgque.receive('a', 'c')",
             "select * from pgque.receive('a', 'lagging')",
             "select pgque.next_batch('a', 'lagging')",

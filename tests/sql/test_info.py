@@ -11,6 +11,7 @@ from sql.helpers import (
     Connection,
     ack,
     configure,
+    dead_tuples,
     drain,
     forced_tick,
     move_clock,
@@ -289,6 +290,7 @@ def test_health_says_how_long_the_oldest_message_has_been_pending(own: Connectio
     assert value(own, LAG, "d") == 0
     ((status, detail, advice),) = rows(own, CHECK, "consumers")
     assert status == "warn"
+    assert "unsubscribe" in advice
     assert detail.startswith("2 consumers, oldest message pending for consumer c: 00:19:")
     assert "consumer c" in advice
     configure(own, "q", health_pending_warn="20 minutes")
@@ -451,6 +453,87 @@ def test_health_names_the_consumer_whose_worker_holds_rotation_up(own: Connectio
         assert len(rows(own, take, 1, "v")) == 1
     rotation = "select h.detail from pgque.health() as h where h.queue = 'q' and h.check_name = 'rotation'"
     assert str(value(own, rotation)).endswith("slowest consumer b")
+
+
+def test_health_says_the_cause_first_and_does_not_tell_to_unsubscribe_who_waits_for_ticks(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    everything = "select check_name, status, detail from pgque.health()"
+    first = rows(own, everything)[0]
+    assert first[:2] == ("ticker", "warn"), "no loop, and nothing waits"
+    send(own, "q")
+    move_clock(own, "2 hours")
+    first = rows(own, everything)[0]
+    assert first[:2] == ("ticker", "fail")
+    assert first[2].endswith("and these queues wait: q")
+    ((status, _, advice),) = rows(own, CHECK, "consumers")
+    assert status == "fail"
+    assert "check ticks" in advice
+    assert "unsubscribe" not in advice
+    forced_tick(own, "q")
+    assert rows(own, everything)[0][1] == "warn"
+
+
+def test_health_warns_before_the_retention_period_ends(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    configure(own, "q", retention_period="100 seconds", health_pending_warn="1 hour")
+    subscribe(own, "q")
+    send(own, "q")
+    forced_tick(own, "q")
+    for age, wanted in (("70 seconds", "ok"), ("85 seconds", "warn"), ("105 seconds", "fail")):
+        move_clock(own, age)
+        ((status, _, advice),) = rows(own, CHECK, "consumers")
+        assert status == wanted, age
+    assert advice.startswith("It misses what is older than 00:01:40: for more time, select pgque.set_queue")
+
+
+def test_health_warns_of_messages_that_a_worker_has_had_for_long(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    send_many(own, "q", 4)
+    forced_tick(own, "q")
+    assert rows(own, CHECK, "leases") == [("ok", "no worker has messages", None)]
+    taken = "select m.batch_id, m.msg_id from pgque.receive('q', 'c', %s, worker => 'w1', visibility_timeout => '6 hours') as m"
+    ((first, msg_id), *_) = rows(own, taken, 2)
+    # A lease in the retry queue, too.
+    rows(own, "select pgque.nack(%s, array[%s::bigint], '1 second')", first, msg_id)
+    move_clock(own, "10 seconds")
+    assert rows(own, taken, 1) != []
+    move_clock(own, "5 hours")
+    ((status, detail, advice),) = rows(own, CHECK, "leases")
+    assert (status, detail[:55]) == ("warn", "worker w1 of consumer c has had messages for 05:00:00"[:55])
+    assert "select pgque.reclaim('q', 'c', '01:00:00')" in advice
+    value(own, "select pgque.release(%s)", first)
+    assert rows(own, CHECK, "leases")[0][0] == "warn"
+    configure(own, "q", visibility_timeout="1 hour")
+    assert rows(own, CHECK, "leases")[0][0] == "ok"
+    configure(own, "q", visibility_timeout="1 minute")
+    value(own, "select pgque.reclaim('q', 'c', '1 hour')")
+    assert rows(own, CHECK, "leases")[0][0] == "ok"
+
+
+def test_a_consumer_with_the_name_of_a_subconsumer_has_figures_of_its_own(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.subscribe_subconsumer('q', 'a', 'b')")
+    subscribe(own, "q", "a.b")
+    figures = rows(own, "select metric, consumer from pgque.metrics('q')")
+    assert ("pgque_consumer_lag_seconds", "a.b") in figures
+    assert len(figures) == len(set(figures))
+
+
+def test_health_names_role_and_application_of_an_old_transaction(
+    own: Connection, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    other = connect(own.info.dsn, autocommit=False, application_name="his job")
+    send(other, "q")
+    move_clock(own, "2 hours")
+    detail = value(own, "select detail from pgque.health() where check_name = 'open transactions'")
+    who = f"pid {other.info.backend_pid} (role {own.info.user}, application his job), 02:00:"
+    # The owner of pgque may be no superuser.
+    assert detail.startswith((f"oldest writing transaction: {who}", "others write, since when is hidden"))
 
 
 def test_health_names_a_prepared_transaction_that_was_forgotten(
@@ -623,9 +706,36 @@ def test_metrics_are_one_row_a_figure(own: Connection) -> None:
     assert found[("pgque_consumer_pending_events", "c")] == 4
     assert found[("pgque_consumer_open_batch", "c")] == 0
     assert found[("pgque_queue_bytes", None)] > 0
+    assert found[("pgque_queue_depth", None)] == 4
+    assert ("pgque_queue_max_depth", None) not in found
+    assert found[("pgque_queue_retention_seconds", None)] == 7 * 86_400
+    assert found[("pgque_recurring_messages", None)] == found[("pgque_recurring_failing", None)] == 0
     assert found[("pgque_schema_bytes", None)] >= found[("pgque_queue_bytes", None)]
     receive(own, "q")
     assert value(own, "select value from pgque.metrics() where metric = 'pgque_consumer_open_batch'") == 1
+
+
+def test_metrics_tell_of_a_limit_a_recurring_message_that_fails_and_a_transaction_that_stays_open(
+    own: Connection, transaction: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q', '{\"max_depth\": 10}')")
+    value(own, "select pgque.create_recurring('r', 'q', '* * * * *', 't', 'x')")
+    value(own, "select pgque.pause('q')")
+    other = transaction("read committed", own.info.dsn)
+    other.execute("create temp table t (n int)")
+    move_clock(own, "10 minutes")
+    figures = dict(rows(own, "select metric, value from pgque.metrics() where consumer is null"))
+    assert figures["pgque_queue_max_depth"] == 10
+    assert figures["pgque_recurring_messages"] == figures["pgque_recurring_failing"] == 1
+    hidden = "select detail ~ 'hidden' from pgque.health() where check_name = 'open transactions'"
+    if value(own, hidden):  # the owner is no superuser
+        assert "pgque_oldest_transaction_seconds" not in figures
+    else:
+        assert 600 <= figures["pgque_oldest_transaction_seconds"] < 4_000
+    other.rollback()
+    assert (
+        value(own, "select value from pgque.metrics() where metric = 'pgque_oldest_transaction_seconds'") == 0
+    )
 
 
 @pytest.mark.slow  # waits for rotations by the loop
@@ -720,3 +830,64 @@ def test_retention_in_parts_does_not_forget_what_was_settled_of_an_open_window(o
     assert (
         sorted(d[0] for d in rows(own, "select d.ev_id from pgque.dlq_inspect('q', 100) as d")) == sent[:10]
     )
+
+
+def test_a_queue_with_nearly_all_dead_letters_makes_the_checks_of_the_others_no_slower(
+    own: Connection,
+) -> None:
+    """A plan that is made for the average queue would read the whole table for each."""
+    for number in range(20):
+        value(own, "select pgque.create_queue(%s)", f"q{number}")
+    subscribe(own, "q0")
+    own.execute(
+        b"insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, ev_id, ev_time, ev_txid)"
+        b" select s.sub_queue, s.sub_consumer, now(), g, now(), pg_current_xact_id()"
+        b" from pgque.subscriber s, generate_series(1, 20000) g"
+    )
+    own.execute(b"analyze pgque.dead_letter")
+    own.execute(b"select pg_stat_reset()")
+    for look in ("health()", "metrics()"):
+        rows(own, f"select * from pgque.{look}")
+    dead_tuples(own)  # the statistics are current then
+    scans = "select seq_scan from pg_stat_user_tables where relname = 'dead_letter'"
+    assert value(own, scans) == 0
+
+
+def test_health_and_metrics_of_one_queue_are_those_rows_of_all(own: Connection) -> None:
+    for queue in ("q", "r"):
+        value(own, "select pgque.create_queue(%s)", queue)
+        subscribe(own, queue)
+        send_many(own, queue, 3)
+        tick(own, queue)
+    first = receive(own, "q", "c")
+    nack(own, first[0])
+    ack(own, first[0].batch_id)
+    assert len(receive(own, "q", "c")) == 1
+    value(own, "select pgque.create_recurring('daily', 'q', '0 0 * * *', 't', 'x'::text)")
+    value(own, "select pgque.set_queue_config('q', 'max_retries', '0')")
+    redelivered = "select m.consumer, m.value from pgque.metrics('q') as m where m.metric = 'pgque_messages_redelivered_total'"
+    assert rows(own, redelivered) == [("c", 1)]
+    checks = "select check_name, queue, status, advice from pgque.health({}) where queue {}"
+    figures = "select metric, queue, consumer from pgque.metrics({}) where queue {}"
+    for query in (checks, figures):
+        assert rows(own, query.format("'q'", "is not null")) == rows(own, query.format("", "= 'q'")) != []
+        both = rows(own, query.format("null", "is not null"))
+        assert both == rows(own, query.format("", "in ('q', 'r')"))
+    assert rows(own, "select queue from pgque.health('q') where queue is distinct from 'q'") == []
+    refused("PQ001", rows, own, "select * from pgque.health('none')")
+    refused("PQ001", rows, own, "select * from pgque.metrics('none')")
+
+
+def test_a_server_without_room_for_the_locks_of_all_queues_is_asked_for_some(own: Connection) -> None:
+    for n in range(6):
+        value(own, "select pgque.create_queue(%s)", f"q{n}")
+    own.execute("create or replace function pgque._lock_room() returns bigint language sql as $$ select 8 $$")
+    checked = rows(own, "select h.status, h.detail from pgque.health() as h where h.check_name = 'queues'")
+    assert [(status, detail.split(",")[0]) for status, detail in checked] == [
+        ("warn", "4 of 6 queues are checked")
+    ]
+    assert value(own, "select count(distinct h.queue) from pgque.health() as h") == 4
+    assert value(own, "select count(distinct m.queue) from pgque.metrics() as m") == 6
+    own.execute("create or replace function pgque._lock_room() returns bigint language sql as $$ select 5 $$")
+    assert value(own, "select count(distinct m.queue) from pgque.metrics() as m") == 5
+    assert value(own, "select count(*) from pgque.health('q5')") == 8

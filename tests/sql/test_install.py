@@ -38,7 +38,12 @@ from support import catalog, servers
 from support.servers import TestServer
 
 SOURCE = servers.SQL_FILE.read_bytes()
-EARLIER = ["0.4.3", "0.4.4", "0.5.0", "0.5.1"]
+EARLIER: list[Any] = [
+    "0.4.3",
+    *(pytest.param(version, marks=pytest.mark.slow) for version in ("0.4.4", "0.5.0", "0.5.1")),
+    "0.6.0",
+]
+BEFORE_ONE_PATH = EARLIER[:-1]  # 0.6.0 has the delivery of today: batches and positions stay as they are
 
 
 def install(dsn: str) -> list[str]:
@@ -157,7 +162,7 @@ def test_an_owner_that_is_no_superuser_commits_sinks_of_others_and_is_told_what_
     )
     admin.execute(f"grant pg_read_all_stats to {owner.name}".encode())
     (seen,) = rows(looker, health)
-    assert seen[0].startswith(f"oldest writing transaction: pid {other.info.backend_pid}, ")
+    assert seen[0].startswith(f"oldest writing transaction: pid {other.info.backend_pid} (role ")
     assert seen[1] is None
     other.rollback()
     assert rows(looker, health) == [("none", None)]
@@ -288,7 +293,7 @@ def test_a_batch_finished_before_an_upgrade_is_not_open_after_it(
 
 
 @pytest.mark.parametrize("settled", [False, True])
-@pytest.mark.parametrize("version", EARLIER)
+@pytest.mark.parametrize("version", BEFORE_ONE_PATH)
 def test_a_workers_batch_of_retries_and_new_messages_is_still_one_after_an_upgrade(
     version: str, settled: bool, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:
@@ -317,7 +322,7 @@ def test_a_workers_batch_of_retries_and_new_messages_is_still_one_after_an_upgra
     assert ids(work_off(own, "q", "w2")) == ([sent[0], sent[3]] if settled else [])
 
 
-@pytest.mark.parametrize("version", EARLIER)
+@pytest.mark.parametrize("version", BEFORE_ONE_PATH)
 def test_a_snapshot_from_before_an_upgrade_is_told_to_try_again(
     version: str, fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:

@@ -14,17 +14,21 @@ from sql.helpers import (
     ack,
     drain,
     forced_tick,
+    ids,
     move_clock,
     nack_ids,
+    offer,
     pump,
     receive,
     receive_coop,
     refused,
+    release,
     rotate,
     rows,
     send,
     send_many,
     subscribe,
+    take,
     tick,
     value,
 )
@@ -365,3 +369,30 @@ def test_a_batch_that_was_finished_while_the_journal_turned_does_not_come_again(
     holder.execute("commit")
     assert asking.result() == []
     assert take(own) == []
+
+
+def test_an_ack_that_was_open_while_its_delivery_went_to_the_other_leaf_counts(
+    own: Connection, own_dsn: str, transaction: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("c", "other"):
+        subscribe(own, "q", consumer)
+    sent = offer(own, "q", 3)
+    batch = take(own, "q", "w1", 2, "1 minute")[0].batch_id
+    acking = transaction(dsn=own_dsn)
+    assert ack(acking, batch) == 1
+    own.execute("update pgque.journal set journal_cur = 1 - journal_cur")
+    # Until this transaction ends, maintenance only brings over what is needed of the old leaf.
+    reading = transaction("repeatable read", own_dsn)
+    assert len(receive(reading, "q", "other")) == 3
+    value(own, "select pgque.maint_tables()")
+    acking.execute("commit")
+    reading.execute("rollback")
+    move_clock(own, "1 hour")
+    assert ids(take(own, "q", "w2")) == sent[2:]
+    for _ in range(3):
+        value(own, "select pgque.maint_tables()")
+    assert value(own, "select pgque._journal_size(1 - journal_cur) from pgque.journal") == 0
+    assert ack(own, batch) == 0
+    assert release(own, batch) == 0
+    assert take(own, "q", "w1") == []

@@ -350,7 +350,10 @@ def test_the_loop_serves_every_one_of_more_queues_than_it_looks_at_together(own:
     for _ in range(2):
         value(own, "select count(pgque.send(q.queue_name, 'x')) from pgque.queue q where q.queue_id % 3 = 0")
         assert value(own, unserved) > 160
-        own.execute("call pgque.ticker_loop('6 seconds')")
+        for _ in range(5):  # a slow machine takes more than one; a queue that is passed over stays so
+            own.execute("call pgque.ticker_loop('6 seconds')")
+            if value(own, unserved) == 0:
+                break
         assert value(own, unserved) == 0
 
 

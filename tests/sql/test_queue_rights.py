@@ -67,6 +67,7 @@ NEEDS = {
         "select pgque.ticker({q})",
         "select pgque.force_tick({q})",
         "select * from pgque.list_messages({q})",
+        "select * from pgque.get_message({q}, 1)",
         "select * from pgque.list_poison({q})",
         "select * from pgque.dlq_inspect({q})",
         "select * from pgque.dlq_replay_all({q})",
@@ -87,6 +88,8 @@ EITHER = [
     "select * from pgque.get_queue_info({q})",
     "select * from pgque.queue_config({q})",
     "select * from pgque.list_workers({q})",
+    "select * from pgque.health({q})",
+    "select * from pgque.metrics({q})",
 ]
 # Of all queues, or of the engine: not to be had with rights to single ones.
 NEVER = [
@@ -188,6 +191,12 @@ def test_a_right_to_a_queue_is_that_right_and_to_that_queue(
     assert tries(user, other, EITHER) == dict.fromkeys(EITHER, DENIED)
     assert tries(user, one, NEVER) == dict.fromkeys(NEVER, DENIED)
     assert rows(user, "select queue_name from pgque.get_queue_info()") == [(one,)]
+    for call in ("health", "metrics"):
+        assert rows(user, f"select distinct queue from pgque.{call}(null)") == [(one,)]
+    assert rows(user, "select * from pgque.my_rights()") == [
+        (None, False, False, False, False),
+        (one, True, right != "consume", right != "produce", right == "admin"),
+    ]
     assert {name for (name,) in rows(user, "select queue_name from pgque.get_consumer_info()")} <= {one}
     assert rows(user, "select * from pgque.list_workers()") == []
     assert state(conn, other) == before
@@ -440,6 +449,8 @@ def test_an_id_of_another_queue_is_as_good_as_one_that_never_was(
 
 QUEUES = {"queue_name", "queue", "p_queue", "i_queue_name"}
 IDS = {"batch_id", "p_batch", "dl_id", "archive_id"}
+# They find the queue by a name of their own: see test_recurring.py.
+RECURRING = {f"{call}_recurring" for call in ("drop", "pause", "resume", "run", "list")}
 
 
 def test_every_function_that_a_single_right_lets_call_asks_who_calls(conn: Connection) -> None:
@@ -453,7 +464,7 @@ def test_every_function_that_a_single_right_lets_call_asks_who_calls(conn: Conne
     assert silent == []
     for function, arguments in rows(conn, ASKING):
         names = {name for name, _ in arguments}
-        assert names & QUEUES or names & IDS, function
+        assert names & QUEUES or names & IDS or function in RECURRING or function == "my_rights", function
         assert arguments[-1] == ["caller", "pgque.caller"], function
 
 
@@ -516,7 +527,13 @@ def test_a_caller_that_is_null_has_no_right_whatever_function_is_called(
                     through.append((function, ident, got))
     assert through == [], "\n".join(map(str, through))
     assert tried > 120
-    for call in ("get_queue_info(null", "get_consumer_info(null, null", "list_workers(null, null"):
+    for call in (
+        "get_queue_info(null",
+        "get_consumer_info(null, null",
+        "list_workers(null, null",
+        "health(null",
+        "metrics(null",
+    ):
         assert answer_to_null(user, form, call) in ([], NOT_NULL), call
     assert (state(conn, other), state(conn, one)) == (before, own)
 

@@ -276,6 +276,7 @@ def big_window(
     assert times[-1] - half < 2.5 * half + 1
 
 
+@pytest.mark.slow
 def test_a_window_of_200000_events_is_delivered_in_slices_in_linear_time(
     conn: Connection, connect: Callable[..., Connection], subscribed: str
 ) -> None:
@@ -448,6 +449,7 @@ def test_retries_of_another_consumer_in_a_big_window_hide_nothing(conn: Connecti
     assert len(drain(conn, subscribed, "d", 100)) == 9000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 24, 25, 26, 50, 100])
 def test_retries_of_another_consumer_between_the_messages_of_a_window_hide_nothing(
     conn: Connection, subscribed: str, transaction: Callable[..., Connection], size: int

@@ -159,6 +159,7 @@ def test_retention_in_parts_goes_through_an_open_batch(own: Connection) -> None:
     assert ids(receive(own, "q")) == young
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("seed", range(3))

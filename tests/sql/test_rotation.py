@@ -167,6 +167,7 @@ def test_rotation_by_two_sessions_at_once_rotates_once(
     assert drain(conn, subscribed) == sent
 
 
+@pytest.mark.slow
 def test_maint_by_two_sessions_under_load_loses_nothing(
     conn: Connection, connect: Callable[..., Connection], background: Callable[..., Any], subscribed: str
 ) -> None:
@@ -195,6 +196,7 @@ def test_maint_by_two_sessions_under_load_loses_nothing(
     assert got == sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consumers", [0, 2])
 def test_maint_alone_keeps_the_disk_bounded(conn: Connection, queue: str, consumers: int) -> None:
     names = [f"c{n}" for n in range(consumers)]
@@ -213,6 +215,7 @@ def test_maint_alone_keeps_the_disk_bounded(conn: Connection, queue: str, consum
     assert max(sizes[20:]) < 1.2 * max(sizes[:12])
 
 
+@pytest.mark.slow
 def test_idle_ticks_alone_do_not_fill_the_disk(conn: Connection, subscribed: str) -> None:
     configure(conn, subscribed, rotation_period="1 microsecond")
     sizes = []

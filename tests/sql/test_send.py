@@ -447,6 +447,7 @@ def test_json_and_a_fourth_literal_by_position_is_a_partition_key_as_with_text(
     assert found == [("key1", None), (None, None), (None, {"h": 1}), (None, {"h": 2})]
 
 
+@pytest.mark.slow
 def test_keys_that_hold_for_years_keep_no_others(own: Connection) -> None:
     for queue in ("q", "gone"):
         value(own, "select pgque.create_queue(%s)", queue)

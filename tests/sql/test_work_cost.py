@@ -99,6 +99,7 @@ def test_acks_by_id_and_extensions_leave_no_dead_row(
     assert statistics(held, wait_until, 400) == {}
 
 
+@pytest.mark.slow
 def test_keys_leave_no_dead_row(held: Connection, own_dsn: str, wait_until: Callable[..., None]) -> None:
     with psycopg.connect(own_dsn, autocommit=True) as worker:
         for number in range(200):
@@ -109,6 +110,7 @@ def test_keys_leave_no_dead_row(held: Connection, own_dsn: str, wait_until: Call
     assert sum(statistics(held, wait_until, 200).values()) < 20
 
 
+@pytest.mark.slow
 def test_thousand_worker_names_cost_no_more_than_one(held: Connection) -> None:
     for number in range(500):
         offer(held, "q", 1)

@@ -11,8 +11,10 @@ import pytest
 from sql.helpers import (
     Connection,
     ack,
+    column,
     configure,
     dead_letters,
+    forced_tick,
     ids,
     move_clock,
     nack,
@@ -20,9 +22,11 @@ from sql.helpers import (
     offer,
     outcome,
     post,
+    receive,
     refused,
     rows,
     send,
+    send_many,
     settle,
     status,
     subscribe,
@@ -307,3 +311,74 @@ def test_a_backoff_of_many_retries_overflows_nothing(pool: Connection) -> None:
 )
 def test_a_backoff_that_makes_no_sense_is_refused(conn: Connection, queue: str, backoff: str) -> None:
     refused("PQ005", value, conn, "select pgque.set_queue_config(%s, 'retry_backoff', %s)", queue, backoff)
+
+
+@pytest.fixture
+def three_kinds(own: Connection) -> Connection:
+    """Nine dead letters of two consumers: two reasons that differ by more than numbers, and no reason."""
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("c", "d"):
+        subscribe(own, "q", consumer)
+    send_many(own, "q", 6)
+    forced_tick(own, "q")
+    for consumer, count in (("c", 6), ("d", 3)):
+        for number, message in enumerate(receive(own, "q", consumer, count)):
+            reason = ("no order 17", "no order 18", "timeout after 3 s", None)[number % 4]
+            rows(
+                own,
+                "select * from pgque.dead(%s, array[%s::bigint], %s)",
+                message.batch_id,
+                message.msg_id,
+                reason,
+            )
+    return own
+
+
+def test_dead_letters_are_counted_by_reason_whatever_numbers_it_has(three_kinds: Connection) -> None:
+    found = rows(three_kinds, "select consumer_name, reason, dead_letters, held from pgque.dlq_reasons('q')")
+    assert found == [
+        ("c", "no order N", 4, 0),
+        ("d", "no order N", 2, 0),
+        ("c", "dead", 1, 0),
+        ("c", "timeout after N s", 1, 0),
+        ("d", "timeout after N s", 1, 0),
+    ]
+    newest = column(
+        three_kinds, "select newest_dl_id from pgque.dlq_reasons('q') where reason = 'no order N'"
+    )
+    assert sorted(newest) == column(
+        three_kinds,
+        "select max(dl_id) from pgque.dead_letter where dl_reason ~ 'order' group by dl_consumer_id order by 1",
+    )
+    refused("PQ001", value, three_kinds, "select pgque.dlq_reasons('none')")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "select pgque.dlq_requeue_all('q', null, %s)",
+        "select replayed from pgque.dlq_replay_all('q', null, %s)",
+        "select pgque.dlq_purge('q', '0', %s)",
+    ],
+)
+def test_all_dead_letters_of_one_reason_are_requeued_replayed_or_purged_and_no_other(
+    three_kinds: Connection, call: str
+) -> None:
+    assert value(three_kinds, call, "no such reason") == 0
+    assert value(three_kinds, call, "no order N") == 6
+    left = "select dl_reason from pgque.dlq_inspect('q') order by 1"
+    assert column(three_kinds, left) == ["dead", "timeout after 3 s", "timeout after 3 s"]
+    assert value(three_kinds, call, "dead") == 1
+    assert column(three_kinds, left) == ["timeout after 3 s"] * 2
+
+
+def test_a_replay_of_all_can_be_done_in_parts(three_kinds: Connection) -> None:
+    part = "select replayed from pgque.dlq_replay_all('q', 4)"
+    assert [value(three_kinds, part) for _ in range(4)] == [4, 4, 1, 0]
+
+
+def test_one_dead_letter_is_deleted_by_its_number_a_held_one_too(three_kinds: Connection) -> None:
+    three_kinds.execute("update pgque.dead_letter set dl_held = true where dl_id = 1")
+    assert value(three_kinds, "select pgque.dlq_delete(1)") == 1
+    assert len(rows(three_kinds, "select * from pgque.dlq_inspect('q')")) == 8
+    refused("PQ008", value, three_kinds, "select pgque.dlq_delete(1)")

@@ -374,6 +374,7 @@ def fill(conn: Connection, count: int = 3000) -> None:
     tick(conn, "q")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["drop", "dead_letter"])
 @pytest.mark.parametrize("pooled", [True, False])
 def test_what_a_consumer_that_never_comes_back_lacks_is_dropped_or_buried_and_its_disk_freed(

@@ -339,6 +339,43 @@ def test_retention_of_what_was_put_aside_keeps_the_newest_body(
     assert rows(pool, "select ev_id, ev_data from pgque.dlq_inspect('q')") == [(first, "new")]
 
 
+def test_a_sender_with_a_snapshot_older_than_retention_of_what_was_put_aside_is_refused(
+    pool: Connection, own_dsn: str, transaction: Transaction
+) -> None:
+    configure(pool, "q", retention_period="10 minutes")
+    sender = transaction(dsn=own_dsn)
+    first = replaced(pool, sender)
+    old = transaction("repeatable read", own_dsn)
+    assert receive(pool, "q") == []
+    sender.rollback()
+    move_clock(pool, "1 hour")
+    value(pool, "select pgque.maint_retain('q')")
+    assert list(dead_letters(pool, "q")) == [first]
+    refused("40001", lambda: post(old, "q", "new", key="k"))
+    old.rollback()
+    post(pool, "q", "new", key="k")
+    assert everything(pool) == ["new"]
+
+
+@pytest.mark.parametrize("policy", ["dead_letter", "drop"])
+def test_a_sender_with_a_snapshot_older_than_retention_is_refused(
+    pool: Connection, own_dsn: str, transaction: Transaction, policy: str
+) -> None:
+    configure(pool, "q", drop_policy=policy, retention_period="10 minutes")
+    post(pool, "q", "old", key="k")
+    tick(pool, "q")
+    move_clock(pool, "1 hour")
+    send(pool, "q", "young")
+    tick(pool, "q")
+    sender = transaction("repeatable read", own_dsn)
+    while value(pool, "select pgque.maint_retain('q')"):
+        pass
+    refused("40001", lambda: post(sender, "q", "new", key="k"))
+    sender.rollback()
+    post(pool, "q", "new", key="k")
+    assert sorted(map(str, everything(pool))) == ["new", "young"]
+
+
 def test_a_window_with_more_keys_than_a_transaction_locks_is_read_and_loses_nothing(
     pool: Connection, own_dsn: str, transaction: Transaction
 ) -> None:

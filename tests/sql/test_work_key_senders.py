@@ -46,6 +46,7 @@ def test_elements_of_a_batch_have_keys_of_their_own(conn: Connection, subscribed
     assert found == sorted([(a, "a2"), (got[0], "b2"), (got[1], "x"), (got[4], "y")])
 
 
+@pytest.mark.slow
 def test_two_batches_with_the_same_keys_in_opposite_order_do_not_deadlock(
     conn: Connection, subscribed: str, background: Callable[..., Any]
 ) -> None:

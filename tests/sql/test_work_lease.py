@@ -411,6 +411,7 @@ def test_workers_are_listed_with_what_they_hold_and_until_when(pool: Connection)
     assert one[3:6] == (1, 2, 60)
 
 
+@pytest.mark.slow
 def test_two_hundred_workers_that_came_and_went_leave_no_row(pool: Connection) -> None:
     def shift(first: int) -> None:
         offer(pool, "q", 500)

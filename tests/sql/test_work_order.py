@@ -223,6 +223,7 @@ def test_a_replacement_that_commits_after_its_message_was_held_back_is_what_is_d
     assert promised != second or len(got) == 1
 
 
+@pytest.mark.slow
 def test_order_holds_across_windows_sizes_nacks_and_lapses(lanes: Connection) -> None:
     dice = random.Random(4)  # noqa: S311
     configure(lanes, "q", max_retries=1000, max_receive_attempts=1000)
@@ -269,6 +270,7 @@ def test_order_holds_across_windows_sizes_nacks_and_lapses(lanes: Connection) ->
     assert done == lines
 
 
+@pytest.mark.slow
 def test_workers_in_parallel_keep_each_key_in_order(
     lanes: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]
 ) -> None:

@@ -24,6 +24,7 @@ from sql.helpers import (
     outcome,
     post,
     receive,
+    refused,
     release,
     rotate,
     row_counts,
@@ -94,6 +95,27 @@ def test_a_purge_waits_for_who_is_just_saying_something_about_a_batch(
     assert set(outcome(pool, "ack", token, sent).values()).isdisjoint({None})
     assert sorted(dead_letters(pool, "q")) == (sent[:3] if counts and how == "dead" else [])
     works(pool)
+
+
+def test_a_purge_that_waits_for_one_worker_keeps_no_other_from_its_batch(
+    pool: Connection, own_dsn: str, connect: Callable[..., Connection], pair: Pair
+) -> None:
+    offer(pool, "q", 2)
+    busy = take(pool, "q", "w1", 1, "1 day")[0].batch_id
+    other = take(pool, "q", "w2", 1, "1 day")[0].batch_id
+    assert ack(pair.one, busy) == 1
+    job = pair.other(purge)
+    pool.execute("set statement_timeout = '5s'")
+    assert extend(pool, other, "1 hour") == 1
+    assert ack(pool, other) == 1
+    assert not job.done
+    pair.one.commit()
+    assert job.result() == 0
+    impatient = connect(own_dsn)
+    impatient.execute("set lock_timeout = '200ms'")
+    offer(pool, "q", 1)
+    assert ack(pair.one, take(pool, "q", "w1", 1, "1 day")[0].batch_id) == 1
+    assert "queue q" in str(refused("55P03", purge, impatient))
 
 
 @ENDS
@@ -224,6 +246,7 @@ def event_bytes(conn: Connection) -> int:
     return sum(value(conn, "select pg_relation_size(%s)", leaf(conn, "q", n)) for n in range(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["workers", "a consumer", "both", "nobody"])
 @pytest.mark.parametrize("before", ["plain", "keyed", "nacked", "lapsed", "dead", "lost sends"])
 def test_the_tables_of_a_drained_queue_are_emptied_in_the_end_though_nobody_sends(

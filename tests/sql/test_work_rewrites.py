@@ -138,6 +138,7 @@ def test_addresses_that_two_sessions_noted_at_once_name_each_message_once(
     assert set(taken(pool)) >= set(ids(first))
 
 
+@pytest.mark.slow
 def test_workers_that_settle_and_take_while_no_addresses_are_known_get_each_message_once(
     pool: Connection, own_dsn: str, connect: Connect, background: Background
 ) -> None:

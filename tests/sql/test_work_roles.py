@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from sql.helpers import Connection, ids, offer, rows, settle, take, tries, value, work_off
+from sql.helpers import Connection, ids, offer, refused, rows, settle, take, tries, value, work_off
 
 READ = [
     "select * from pgque.receive({q}, 'c', 1, worker => 'w1')",
@@ -31,6 +31,7 @@ WRITE = [
 ]
 OPERATE = [
     "select * from pgque.list_messages({q})",
+    "select * from pgque.get_message({q}, 1)",
     "select pgque.purge_key({q}, 'k')",
     "select pgque.archive_poison({q})",
     "select pgque.dlq_requeue_all({q}, 10)",
@@ -77,6 +78,22 @@ def test_an_operator_does_everything(started: str, admin: Any, conn: Connection)
     assert tries_as(admin, started, calls) == dict.fromkeys(calls)
     value(conn, "select pgque.set_schedule('expire', '1 minute')")
     value(conn, "select pgque.drop_queue(%s, true)", started + "x")
+
+
+def test_a_role_is_told_its_rights(
+    conn: Connection, started: str, reader: Any, writer: Any, admin: Any, nobody: Any
+) -> None:
+    for role, rights in (
+        (reader, (True, False, True, False)),
+        (writer, (False, True, False, False)),
+        (admin, (True, True, True, True)),
+    ):
+        with psycopg.connect(role.dsn, autocommit=True) as connection:
+            told = {r[0]: r[1:] for r in rows(connection, "select * from pgque.my_rights()")}
+        assert told[None] == told[started] == rights
+    with psycopg.connect(nobody.dsn, autocommit=True) as connection:
+        refused(DENIED, rows, connection, "select * from pgque.my_rights()")
+    assert rows(conn, "select * from pgque.my_rights() limit 1") == [(None, True, True, True, True)]
 
 
 def test_a_role_without_grant_gets_nothing(started: str, nobody: Any) -> None:

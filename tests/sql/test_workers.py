@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from sql.helpers import (
     Connection,
     ack,
@@ -457,6 +459,19 @@ def test_calls_of_next_batch_custom_with_literals_of_no_type_find_their_function
     for arguments in ("null, null, null", "'0', '1', '0'", "'0', 1, '0'"):
         call = f"select * from pgque.next_batch_custom('{queue}', 'alone', {arguments})"
         assert rows(conn, call) == [(None,) * 7]
+
+
+@pytest.mark.parametrize(
+    "call", ["receive_coop(%s, 'c', 'b', 10, '-1 second')", "next_batch(%s, 'c', 'b', '-1 second')"]
+)
+def test_a_negative_dead_interval_takes_no_batch_over(conn: Connection, queue: str, call: str) -> None:
+    value(conn, REGISTER, queue, "a")
+    send(conn, queue)
+    tick(conn, queue)
+    batch = value(conn, NEXT, queue, "a")
+    error = refused("PQ005", rows, conn, f"select pgque.{call}", queue)
+    assert queue in str(error)
+    assert value(conn, NEXT, queue, "a") == batch
 
 
 def test_the_batch_of_a_silent_subconsumer_goes_to_who_asks_for_the_next_one(own: Connection) -> None:

@@ -31,6 +31,14 @@ generated() { # KIND FILE MODULE...: what make KIND would write
   diff -u "$2" "$tmp/new" > "$tmp/diff" && return
   head -n 60 "$tmp/diff"; echo "run: make $1"; return 1
 }
+page_types() { # PAGE: its Python blocks are one program, which type checkers accept
+  "$bin/python" - "$1" > "$tmp/page.py" <<'END' || return
+import pathlib, sys
+from support.documents import read
+print(*(block.code for block in read(pathlib.Path(sys.argv[1]).read_text()) if block.language == "python"), sep="\n")
+END
+  "$bin/mypy" --config-file "$here/mypy.ini" --no-error-summary "$tmp/page.py"
+}
 parses()  { "$bin/python" -c 'import pathlib, pglast; print(len(pglast.parse_sql(pathlib.Path("sql/pgque.sql").read_text())))'; }
 sync()    { "$bin/python" python/tools/make_sync.py --check; }
 options() { "$bin/python" python/tools/spark_options.py --check; }
@@ -63,6 +71,7 @@ step "ruff check" "$bin/ruff" check --quiet python tests
 step "ruff format" "$bin/ruff" format --check --quiet --exclude '*.md' --exclude client.py --exclude consumer.py python tests
 step "mypy --strict, package" "$bin/mypy" --config-file python/pyproject.toml --no-error-summary python/src
 step "mypy --strict, tests" "$bin/mypy" --config-file "$here/mypy.ini" --no-error-summary tests
+step "mypy --strict, python/docs/payloads.md" page_types python/docs/payloads.md
 plpgsql > "$tmp/plpgsql" 2>&1; code=$?
 if [ $code = 77 ] && [[ ",${PGQUE_REQUIRE:-}," != *,plpgsql_check,* ]]; then
   printf '  skip  plpgsql_check: %s\n' "$(cat "$tmp/plpgsql")"

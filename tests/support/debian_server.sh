@@ -27,19 +27,10 @@ patch_programs() {
 # Unpacked when only some of the programs were patched.
 [ -x "$bindir/.ready" ] && { patch_programs; exit 0; }
 
-command -v apt-get >/dev/null || { echo "debian_server.sh needs apt-get (Debian or Ubuntu)" >&2; exit 1; }
 work=$(mktemp -d "$PGQUE_CACHE/.new-XXXXXX")
 trap 'rm -rf "$work"' EXIT
-mirror=$(debian_mirror || true)
-[ -n "$mirror" ] || { echo "debian_server.sh: this machine's apt knows no Debian mirror" >&2; exit 1; }
-mkdir -p "$work"/{lists/partial,archives/partial,root}
-: > "$work/status"
-keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-echo "deb [signed-by=$keyring] $mirror $suite main" > "$work/sources.list"
-apt=(apt-get -qq -o Dir::Etc::sourcelist="$work/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::lists="$work/lists"
-  -o Dir::State::status="$work/status" -o Dir::Cache="$work" -o Acquire::Languages=none -o APT::Sandbox::User="$(id -un)"
-  -o APT::Install-Recommends=false -o Dpkg::Use-Pty=0 -o Debug::NoLocking=true)
-"${apt[@]}" update
+private_apt "$work" "$suite"
+mkdir "$work/root"
 "${apt[@]}" install --download-only -y "postgresql-$major" "postgresql-$major-cron" "postgresql-$major-plpgsql-check" >/dev/null
 for package in "$work"/archives/*.deb; do
   case $(basename "$package") in

@@ -1,5 +1,6 @@
 #!/bin/bash
-# docker.sh up [FILE]|down: make a container engine and the base image available, for machines that have neither.
+# docker.sh up [FILE]|down: make a container engine, Docker Compose and the base image available, for machines that
+#      have none of them.
 # up   prints `export ...` lines to eval, and makes the base image itself where no registry is reached. FILE is
 #      made when it starts an engine: then it is for the same run to end it.
 # down ends the engine that an up started.
@@ -58,11 +59,26 @@ base_image() {
   client import "$archive" "$base" >/dev/null
 }
 
+compose() { # Docker Compose 2, which docker.io of Debian 12 and Ubuntu has no package of; its program runs alone
+  local program=$PGQUE_CACHE/docker-compose work
+  docker compose version >/dev/null 2>&1 && return
+  if [ ! -x "$program" ]; then
+    work=$(mktemp -d "$PGQUE_CACHE/.new-XXXXXX")
+    if private_apt "$work" trixie && (cd "$work" && "${apt[@]}" download docker-compose && dpkg-deb -x docker-compose_*.deb .) >/dev/null
+    then mv "$work/usr/libexec/docker/cli-plugins/docker-compose" "$program"
+    else say "Docker Compose cannot be had"
+    fi
+    rm -rf "$work"
+  fi
+  [ ! -x "$program" ] || echo "export PGQUE_COMPOSE=$program"
+}
+
 started=${2:-}
 case ${1:-} in
   up)
     if docker info >/dev/null 2>&1; then :; else start_engine; fi
     base_image
+    compose
     # Ryuk's image cannot be pulled where the base could not; the tests remove their containers themselves.
     echo "export TESTCONTAINERS_RYUK_DISABLED=true"
     ;;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,16 @@ def running(folder: Path) -> dict[int, str]:
             if os.fsencode(folder) in command + (process / "environ").read_bytes():
                 found[int(process.name)] = command.replace(b"\0", b" ").decode(errors="replace")
     return found
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that a test started, and kill it if it still runs afterwards."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def end(folder: Path) -> None:

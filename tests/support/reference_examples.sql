@@ -36,6 +36,7 @@ select archive_id from pgque.archive_list('orders') \gset
 select pgque.next_batch('orders', 'audit') as window \gset
 select pgque.tick_for('orders', 'earliest') as from_tick, pgque.tick_for('orders', 'latest') as to_tick \gset
 select attempt, stage from pgque.sink_begin('nightly', 1) \gset
+select pgque.create_recurring('hourly', 'orders', '0 * * * *', 'report', '{"all": false}');
 
 -- group: Sending
 -- For producers: the role `pgque_writer`, or the right `produce` to a queue.
@@ -62,6 +63,29 @@ create trigger customers_changed after insert or update or delete on customers
 -- sqltriga
 create trigger customers_changed after insert or update or delete on customers
   for each row execute function pgque.sqltriga('orders');
+
+-- group: Recurring messages
+-- The ticker sends them at their times. For producers; the role that creates one may change it, too.
+
+-- create_recurring
+select pgque.create_recurring('nightly', 'orders', '0 3 * * mon-fri', 'report', '{"all": true}', timezone => 'Europe/Berlin');
+select pgque.create_recurring('poll', 'orders', '90 seconds', 'poll', null::text, key => 'poll');
+
+-- list_recurring
+select name, status, cron, next_run, last_run, last_error from pgque.list_recurring();
+
+-- run_recurring
+select pgque.run_recurring('hourly');
+
+-- pause_recurring
+select pgque.pause_recurring('hourly');
+
+-- resume_recurring
+select pgque.pause_recurring('hourly');
+select pgque.resume_recurring('hourly');
+
+-- drop_recurring
+select pgque.drop_recurring('hourly');
 
 -- group: Receiving
 -- For consumers: the role `pgque_reader`, or the right `consume` to a queue.
@@ -134,6 +158,12 @@ select pgque.dlq_replay(:dl_id);
 -- dlq_replay_all
 select replayed, failed, first_error from pgque.dlq_replay_all('orders');
 
+-- dlq_reasons
+select consumer_name, reason, dead_letters, newest from pgque.dlq_reasons('orders');
+
+-- dlq_delete
+select pgque.dlq_delete(:dl_id);
+
 -- dlq_purge
 select pgque.dlq_purge('orders', '7 days');
 
@@ -167,6 +197,9 @@ select pgque.set_queue_config('orders', 'tick_gap', '5 ms');
 -- queue_config
 select param_name, param_value from pgque.queue_config('orders');
 
+-- queue_settings
+select setting, value, default_value, source from pgque.queue_settings('orders') where source <> 'built in';
+
 -- set_default_config
 select pgque.set_default_config('max_retries', '3');
 
@@ -187,6 +220,9 @@ select pgque.purge_key('orders', 'order-1');
 
 -- drop_queue
 select pgque.drop_queue('orders', force => true);
+
+-- my_rights
+select queue_name, see, produce, consume, admin from pgque.my_rights();
 
 -- grant_queue
 select pgque.grant_queue('orders', 'shop', 'produce');
@@ -237,6 +273,9 @@ select pgque.set_tick_share(25);
 -- maint
 select pgque.maint();
 
+-- maint_recurring
+select pgque.maint_recurring();
+
 -- maint_retain
 select pgque.maint_retain('orders');
 
@@ -248,6 +287,12 @@ select pgque.maint_expire();
 
 -- maint_tables
 select pgque.maint_tables();
+
+-- maint_lags
+select pgque.maint_lags();
+
+-- set_history
+select pgque.set_history('actions', '90 days');
 
 -- set_schedule
 select pgque.set_schedule('delete_expired', '1 hour');
@@ -266,15 +311,26 @@ select pgque.uninstall();
 
 -- health
 select check_name, queue, status, detail, advice from pgque.health() where status <> 'ok';
+select check_name, status, detail, advice from pgque.health('orders');
 
 -- metrics
 select metric, queue, consumer, value from pgque.metrics();
+select metric, consumer, value from pgque.metrics('orders');
 
 -- get_queue_info
 select queue_name, ticker_lag, ev_per_sec, ev_new from pgque.get_queue_info();
 
 -- get_consumer_info
 select queue_name, consumer_name, lag, pending_events from pgque.get_consumer_info('orders');
+
+-- queue_rates
+select start_at, events from pgque.queue_rates('orders', '1 hour', 12);
+
+-- consumer_lags
+select at, consumer, lag_seconds, pending_events from pgque.consumer_lags('orders', 'billing', '1 day');
+
+-- list_actions
+select at, role_name, application, call, queue, args from pgque.list_actions('orders');
 
 -- subscription
 select q.queue_name, c.co_name, s.sub_role, s.sub_last_tick from pgque.subscription s
@@ -285,6 +341,10 @@ select msg_id, type, payload from pgque.peek('orders', 10, 'spark');
 
 -- list_messages
 select msg_id, consumer_name, status, available_at from pgque.list_messages('orders', 'retry');
+select msg_id, payload from pgque.list_messages('orders', only_type => 'order.created', matching => '"id": 1', after_id => 0);
+
+-- get_message
+select consumer_name, status, payload, receive_count, dl_id from pgque.get_message('orders', :msg_id);
 
 -- message_status
 select consumer_name, status, receive_count, worker from pgque.message_status('orders', :msg_id);

@@ -2,9 +2,14 @@
 
 with pgque.connect(dsn) as client:
     client.send("orders", {"id": 1})
+
+pgque.send(session, "orders", {"id": 1})  # in the transaction of a connection or session of yours
 """
 
+from typing import TYPE_CHECKING
+
 from ._otel import enable_opentelemetry
+from ._prometheus import enable_prometheus
 from ._stopper import HandlerInterrupted
 from ._version import __version__
 from .client import PgqueClient, connect
@@ -23,6 +28,7 @@ from .errors import (
     PgqueMessageNotInBatch,
     PgqueNoScheduler,
     PgqueNotDeadLetter,
+    PgquePayloadError,
     PgquePermissionDenied,
     PgqueQueueDisabled,
     PgqueQueueExists,
@@ -35,13 +41,16 @@ from .errors import (
 )
 from .outcomes import Dead, HandlerOutcome, Release, Retry
 from .types import (
+    Action,
     ArchivedMessage,
     BatchEvent,
     BatchInfo,
     ConsumerInfo,
     DeadLetter,
+    DeadReason,
     Event,
     HealthCheck,
+    LagSample,
     Message,
     MessageStatus,
     Metric,
@@ -49,6 +58,10 @@ from .types import (
     PoisonMessage,
     QueuedMessage,
     QueueInfo,
+    QueueRights,
+    QueueSetting,
+    Rate,
+    RecurringMessage,
     ReplayResult,
     SendResult,
     StatusRow,
@@ -57,7 +70,25 @@ from .types import (
 from .workers import Worker, WorkMessage, WorkQueue
 from .workers_async import AsyncWorker, AsyncWorkMessage, AsyncWorkQueue
 
+if TYPE_CHECKING:
+    from .calls import ack, nack, receive, send, send_batch
+    from .calls_async import ack_async, nack_async, receive_async, send_async, send_batch_async
+else:
+    # Imported with their first use: a program that has a client or a worker does not pay for them.
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from . import calls, calls_async
+
+        globals()[name] = function = getattr(calls_async if name.endswith("_async") else calls, name)
+        return function
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
 __all__ = [
+    "Action",
     "ArchivedMessage",
     "AsyncConsumer",
     "AsyncPgqueClient",
@@ -70,10 +101,12 @@ __all__ = [
     "ConsumerInfo",
     "Dead",
     "DeadLetter",
+    "DeadReason",
     "Event",
     "HandlerInterrupted",
     "HandlerOutcome",
     "HealthCheck",
+    "LagSample",
     "Message",
     "MessageStatus",
     "Metric",
@@ -90,6 +123,7 @@ __all__ = [
     "PgqueMessageNotInBatch",
     "PgqueNoScheduler",
     "PgqueNotDeadLetter",
+    "PgquePayloadError",
     "PgquePermissionDenied",
     "PgqueQueueDisabled",
     "PgqueQueueExists",
@@ -101,7 +135,11 @@ __all__ = [
     "PgqueVersionError",
     "PoisonMessage",
     "QueueInfo",
+    "QueueRights",
+    "QueueSetting",
     "QueuedMessage",
+    "Rate",
+    "RecurringMessage",
     "Release",
     "ReplayResult",
     "Retry",
@@ -112,7 +150,18 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "__version__",
+    "ack",
+    "ack_async",
     "connect",
     "connect_async",
     "enable_opentelemetry",
+    "enable_prometheus",
+    "nack",
+    "nack_async",
+    "receive",
+    "receive_async",
+    "send",
+    "send_async",
+    "send_batch",
+    "send_batch_async",
 ]

@@ -61,11 +61,19 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
             return MessageOutcome("dead", None, reason)
         case Release():
             return MessageOutcome("release")
+        case HandlerOutcome():
+            # Of a class of the program's own, whose __init__ does not call the one of Retry or Dead.
+            error = TypeError(f"{type(returned).__qualname__} has none of the attributes of Retry or Dead")
+            return failure_outcome(error, retry_after)
     return success
 
 
-def failure_outcome(error: BaseException, retry_after: timedelta | None) -> MessageOutcome:
-    """Return the outcome of a message whose handler failed."""
+def failure_outcome(
+    error: BaseException, retry_after: timedelta | None, is_dead: bool = False
+) -> MessageOutcome:
+    """Return the outcome of a message whose handler failed; it `is_dead` where a retry is of no use."""
+    if is_dead:
+        return MessageOutcome("dead", None, described(error))
     return MessageOutcome("nack", retry_after, described(error))
 
 
@@ -74,6 +82,7 @@ class Batch(Generic[M]):
 
     def __init__(self, messages: Sequence[M], received_at: float) -> None:
         self.batch_id = messages[0].batch_id
+        self.queue = messages[0].queue
         self.received_at = received_at  # before it was asked for, by the monotonic clock
         self.extended_at = received_at
         self.reported_at = received_at
@@ -104,19 +113,20 @@ class Batch(Generic[M]):
         message without an outcome is redelivered anyway."""
         return self.unfinished > 0 or any(outcome.action != "release" for outcome in self._outcomes.values())
 
-    def has_expired(self, visibility_timeout: Seconds) -> bool:
-        """Return whether others may receive its messages: the server knows of no extension since."""
-        return time.monotonic() - self.extended_at > _encode.total_seconds(visibility_timeout)
+    def has_expired(self, visibility_timeout: float) -> bool:
+        """Return whether others may receive its messages: the server knows of no extension in so many
+        seconds."""
+        return time.monotonic() - self.extended_at > visibility_timeout
 
     def record(self, msg_ids: Iterable[int], outcome: MessageOutcome) -> None:
         """Record the outcome of messages, to be reported."""
-        self._outcomes.update((msg_id, outcome) for msg_id in msg_ids if msg_id in self._unreported)
+        for msg_id in msg_ids:
+            if msg_id in self._unreported:
+                self._outcomes[msg_id] = outcome
 
     def statements(self) -> list[Statement]:
         """Return the statements that report the outcomes; each returns those that the server refused."""
-        groups: dict[MessageOutcome, list[int]] = defaultdict(list)
-        for msg_id, outcome in self._outcomes.items():
-            groups[outcome].append(msg_id)
+        groups = self._grouped()
         statements = []
         can_be_whole = self.unfinished == 0 and not self._has_released
         self._has_released |= any(outcome.action == "release" for outcome in groups)
@@ -128,6 +138,17 @@ class Batch(Generic[M]):
             else:
                 statements.append(report(self.batch_id, outcome, groups[outcome]))
         return statements
+
+    def _grouped(self) -> Mapping[MessageOutcome, list[int]]:
+        """Return the ids of the messages with each outcome."""
+        outcomes = iter(self._outcomes.values())
+        first = next(outcomes, None)
+        if first is not None and all(outcome is first for outcome in outcomes):
+            return {first: list(self._outcomes)}
+        groups: dict[MessageOutcome, list[int]] = defaultdict(list)
+        for msg_id, outcome in self._outcomes.items():
+            groups[outcome].append(msg_id)
+        return groups
 
     def mark_reported(self) -> None:
         """Forget the outcomes, after the transaction of `statements` was committed."""
@@ -157,11 +178,11 @@ def report(batch_id: int, outcome: MessageOutcome, msg_ids: Sequence[int] | None
         return (
             f"select null::bigint, '{_LEASE_LOST}'"
             " from pgque.release(%(batch)s::bigint, %(msg_ids)s::bigint[]) as r (done) where r.done = 0",
-            {"batch": batch_id, "msg_ids": msg_ids},
+            {"batch": batch_id, "msg_ids": _array(msg_ids)},
         )
     sql, params = _encode.arguments(
         {
-            "msg_ids": ("bigint[]", msg_ids),
+            "msg_ids": ("bigint[]", _array(msg_ids)),
             "retry_after": ("interval", outcome.retry_after),
             "reason": ("text", outcome.reason),
         }
@@ -181,12 +202,17 @@ def _report_batch(batch_id: int, outcome: MessageOutcome, msg_ids: Sequence[int]
             "select o.msg_id, o.reason from (select pgque.ack(%(batch)s::bigint) offset 0) as r (done),"
             " lateral pgque.ack(%(batch)s::bigint, case r.done when 0 then %(msg_ids)s::bigint[] end) as o"
             " where r.done = 0 and not o.ok",
-            {"batch": batch_id, "msg_ids": msg_ids},
+            {"batch": batch_id, "msg_ids": _array(msg_ids)},
         )
     if outcome.action == "archive":
         sql = "select o.msg_id, o.reason from pgque.archive(%(batch)s::bigint) as o where not o.ok"
         return sql, {"batch": batch_id}
     return report(batch_id, outcome, None)
+
+
+def _array(ids: Sequence[int] | None) -> str | None:
+    """Return ids as the text of an array, which is made much faster than a list is converted."""
+    return None if ids is None else f"{{{','.join(map(str, ids))}}}"
 
 
 def receive(queue: str, consumer: str, worker: str, count: int, visibility_timeout: Seconds) -> Statement:

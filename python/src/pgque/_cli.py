@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import click
 from rich.cells import cell_len
@@ -123,6 +124,29 @@ def parsed_ids(
     return lambda ctx, param, value: number(value) if isinstance(value, str) else [number(v) for v in value]
 
 
+class Address(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parsed_address(ctx: click.Context, param: click.Parameter, value: str | None) -> Address | None:
+    """Return the address that HOST:PORT or [HOST]:PORT names. Raises click.BadParameter."""
+    if value is None:
+        return None
+    host, colon, port = value.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise click.BadParameter(f"{value!r} is no HOST:PORT, such as 127.0.0.1:9187 or [::1]:9187")
+    if ":" in host and not bracketed:
+        raise click.BadParameter(f"{value!r} needs brackets around its address: [{host}]:{port}")
+    return Address(host[1:-1] if bracketed else host, int(port))
+
+
 def confirm(question: str, yes: bool) -> None:
     """Ask unless there is a --yes. Raises click.Abort when the answer is no."""
     if yes:
@@ -169,7 +193,7 @@ def echo(text: object, *, err: bool = False) -> None:
 def warn_unread(client: PgqueClient, queue: str, messages: str) -> None:
     """Say on standard error that a queue has no consumer; where the role may not know, say nothing."""
     try:
-        if client.consumer_info(queue):
+        if client.get_consumer_info(queue):
             return
     except PgqueError:
         return
@@ -323,3 +347,13 @@ def print_rows(title: str, rows: Iterable[object], as_json: bool, shown: Sequenc
     if _wide() or not shown:
         first += [name for row in found[:1] for name in row if name not in shown]
     print_table(title, [{name: row[name] for name in first} for row in found])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or an address is this machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -6,9 +6,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from .errors import PgqueBadArgument
 
 if TYPE_CHECKING:
     from ._processes import ProcessWorker
@@ -37,9 +41,10 @@ class ThreadPool(Generic[T]):
             with suppress(BaseException):  # recorded by `work`; the thread goes on
                 self._work(item)
 
-    def put(self, item: T) -> None:
-        """Have an item worked on as soon as a thread is free."""
-        self._items.put(item)
+    def put(self, items: Sequence[T]) -> None:
+        """Have items worked on, each as soon as a thread is free."""
+        for item in items:
+            self._items.put(item)
 
     def queued(self) -> int:
         """Count the items that no thread has started."""
@@ -61,45 +66,73 @@ class ThreadPool(Generic[T]):
 
 
 class TaskPool(Generic[T]):
-    """Run `work` on items in tasks, so many at a time."""
+    """Run `work` on items, each in a task of its own, so many at a time.
+
+    A task starts with the context in which the pool was made, and what it sets there ends with it.
+    """
 
     def __init__(self, size: int, work: Callable[[T], Awaitable[object]]) -> None:
         self._work = work
-        self._items: asyncio.Queue[T] = asyncio.Queue()
+        self._free = list(range(size))  # numbers of places for a task
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
+        self._items: deque[T] = deque()
+        self._unassigned = 0  # items that no task will take, of those that were made
+        self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
         self.is_closing = False
-        self._tasks = [asyncio.create_task(self._run()) for _ in range(size)]
 
-    async def _run(self) -> None:
-        while True:
-            item = await self._items.get()
-            try:
-                await self._work(item)
-            except BaseException:  # recorded by `work`; the task goes on
-                if self.is_closing:
-                    raise
+    def put(self, items: Sequence[T]) -> None:
+        """Have items worked on, each as soon as a task is free."""
+        self._items.extend(items)
+        started = min(len(self._free), len(items))
+        self._unassigned += len(items) - started
+        for _ in range(started):
+            self._start(self._free.pop())
 
-    def put(self, item: T) -> None:
-        """Have an item worked on as soon as a task is free."""
-        self._items.put_nowait(item)
+    def _start(self, place: int) -> None:
+        # A new task copies the current context, which otherwise is that of the task that ends.
+        self._tasks[place] = self._context.run(self._loop.create_task, self._run(place))
+
+    async def _run(self, place: int) -> None:
+        # The item is not taken before the task runs: one that is cancelled first leaves it in the queue.
+        try:
+            if self._items:
+                await self._work(self._items.popleft())
+        except BaseException:  # noqa: S110, recorded by `work`
+            pass
+        if self._unassigned and not self.is_closing:
+            self._unassigned -= 1
+            self._start(place)
+        else:
+            self._free.append(place)
 
     def queued(self) -> int:
         """Count the items that no task has started."""
-        return self._items.qsize()
+        return len(self._items)
 
     def cancel_queued(self) -> list[T]:
         """Return the items that no task has started; they are not worked on any more."""
-        items = []
-        with suppress(asyncio.QueueEmpty):
-            while True:
-                items.append(self._items.get_nowait())
+        items = list(self._items)
+        self._items.clear()
+        self._unassigned = 0
         return items
 
     async def close(self) -> None:
         """Cancel the tasks."""
         self.is_closing = True
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_until_idle(worker: object, until_idle: bool) -> None:
+    """Raise PgqueBadArgument for a worker of processes, none of which can tell that the others have nothing
+    left."""
+    if until_idle and getattr(worker, "use", None) == "processes":
+        raise PgqueBadArgument(
+            "until_idle is not possible with use='processes'", hint="Use threads, or call stop()."
+        )
 
 
 def run_worker(

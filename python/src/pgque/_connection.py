@@ -11,8 +11,11 @@ from collections.abc import Callable
 
 import psycopg
 
+from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
+from ._json import Encoder
+from ._payloads import Decoder
 from ._stopper import Stopper
 from .client import PgqueClient
 from .errors import PgqueError, from_psycopg, is_permanent, one_line
@@ -22,10 +25,14 @@ _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
 
-def open_client(dsn: str, application_name: str) -> PgqueClient:
+def open_client(
+    dsn: str, application_name: str, *, encoder: Encoder | None = None, decoder: Decoder | None = None
+) -> PgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
     transaction."""
-    return PgqueClient.connect(with_keepalives(dsn, application_name), autocommit=True)
+    return PgqueClient.connect(
+        with_keepalives(dsn, application_name), autocommit=True, encoder=encoder, decoder=decoder
+    )
 
 
 class Progress:
@@ -39,6 +46,7 @@ def keep_connected(
     session: Callable[[Progress], object],
     *,
     queue: str,
+    consumer: str,
     log: logging.Logger,
     is_done: Callable[[], bool] | None = None,
 ) -> None:
@@ -70,6 +78,7 @@ def keep_connected(
             else:
                 pause = next(growing)
                 log.warning("failed, next try in %.1f s: %s", pause, one_line(error))
+            _telemetry.note_reconnect(queue, consumer)
             if not stopper.is_set():
                 stopper.sleep(pause)
             else:

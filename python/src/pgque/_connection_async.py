@@ -10,8 +10,11 @@ from collections.abc import Awaitable, Callable
 
 import psycopg
 
+from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
+from ._json import Encoder
+from ._payloads import Decoder
 from ._stopper import AsyncStopper
 from .client_async import AsyncPgqueClient
 from .errors import PgqueError, from_psycopg, is_permanent, one_line
@@ -21,10 +24,14 @@ _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
 
-async def open_client(dsn: str, application_name: str) -> AsyncPgqueClient:
+async def open_client(
+    dsn: str, application_name: str, *, encoder: Encoder | None = None, decoder: Decoder | None = None
+) -> AsyncPgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
     transaction."""
-    return await AsyncPgqueClient.connect(with_keepalives(dsn, application_name), autocommit=True)
+    return await AsyncPgqueClient.connect(
+        with_keepalives(dsn, application_name), autocommit=True, encoder=encoder, decoder=decoder
+    )
 
 
 class Progress:
@@ -38,6 +45,7 @@ async def keep_connected(
     session: Callable[[Progress], Awaitable[object]],
     *,
     queue: str,
+    consumer: str,
     log: logging.Logger,
     is_done: Callable[[], bool] | None = None,
 ) -> None:
@@ -69,6 +77,7 @@ async def keep_connected(
             else:
                 pause = next(growing)
                 log.warning("failed, next try in %.1f s: %s", pause, one_line(error))
+            _telemetry.note_reconnect(queue, consumer)
             if not stopper.is_set():
                 await stopper.sleep(pause)
             else:

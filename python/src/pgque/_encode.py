@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from typing import TypeAlias, TypeGuard, TypeVar, overload
+from typing import Any, TypeAlias, TypeGuard, TypeVar, overload
 
 from psycopg import AsyncConnection, Connection
 
+from ._json import Encoder, as_json, is_known
 from .errors import PgqueVersionError
 from .types import Event, Message, Payload, Seconds, Setting
 
@@ -23,29 +23,35 @@ def is_bytes(payload: object) -> TypeGuard[bytes | bytearray | memoryview]:
     return isinstance(payload, (bytes, bytearray, memoryview))
 
 
-def as_json(value: object) -> str:
-    """Return the JSON text of a value. Raises ValueError for NaN and infinity, which JSON lacks."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+def payload_and_cast(payload: Payload, encoder: Encoder | None = None) -> tuple[str | bytes | None, str]:
+    """Return a payload as it goes over the wire, with the SQL type to cast it to.
 
-
-def payload_and_cast(payload: Payload) -> tuple[str | bytes | None, str]:
-    """Return a payload as it goes over the wire, with the SQL type to cast it to."""
+    Raises TypeError for what cannot be encoded, and ValueError for NaN.
+    """
+    if encoder is not None and not (is_bytes(payload) or is_known(payload)):
+        payload = encoder(payload)
     if is_bytes(payload):
         return bytes(payload), "bytea"
-    if payload is None or isinstance(payload, str):
-        return payload, "text"
-    return as_json(payload), "jsonb"
+    if payload is None:
+        return None, "text"
+    if isinstance(payload, str):
+        return str.__str__(payload), "text"  # also of an enum, where str() may return another text
+    if isinstance(payload, Message):
+        raise TypeError("a Message is no payload: send message.payload, or message.payload_bytes")
+    return as_json(payload, encoder), "jsonb"
 
 
-def text_and_cast(payload: Payload) -> tuple[str | None, str]:
+def text_and_cast(payload: Payload, encoder: Encoder | None = None) -> tuple[str | None, str]:
     """Return a payload that can not be bytes. Raises TypeError if it is."""
-    value, cast = payload_and_cast(payload)
+    value, cast = payload_and_cast(payload, encoder)
     if isinstance(value, bytes):
         raise TypeError("bytes are not sent with an idempotency key")
     return value, cast
 
 
-def payloads_and_cast(payloads: Iterable[Payload]) -> tuple[list[str | bytes | None], str]:
+def payloads_and_cast(
+    payloads: Iterable[Payload], encoder: Encoder | None = None
+) -> tuple[list[str | bytes | None], str]:
     """Return a batch of payloads with the SQL array type.
 
     A batch of JSON values only goes as jsonb and is validated and stored canonical by the server; one that
@@ -54,7 +60,7 @@ def payloads_and_cast(payloads: Iterable[Payload]) -> tuple[list[str | bytes | N
     encoded: list[str | bytes | None] = []
     casts = set()
     for payload in payloads:
-        value, cast = payload_and_cast(payload)
+        value, cast = payload_and_cast(payload, encoder)
         encoded.append(value)
         if value is not None:
             casts.add(cast)
@@ -72,12 +78,17 @@ def arguments(given: Mapping[str, tuple[str, object]]) -> tuple[str, dict[str, o
     return "".join(f", {name} => %({name})s::{given[name][0]}" for name in found), found
 
 
-def send_arguments(event: Event) -> tuple[str, dict[str, object]]:
+def headers_json(event: Event, encoder: Encoder | None) -> str | None:
+    """Return the headers of an event as JSON."""
+    return None if event.headers is None else as_json(event.headers, encoder, "headers")
+
+
+def send_arguments(event: Event, encoder: Encoder | None = None) -> tuple[str, dict[str, object]]:
     """Return the payload and the options of `pgque.send` as SQL and parameters."""
-    value, cast = payload_and_cast(event.payload)
+    value, cast = payload_and_cast(event.payload, encoder)
     sql, params = arguments(
         {
-            "headers": ("jsonb", None if event.headers is None else as_json(event.headers)),
+            "headers": ("jsonb", headers_json(event, encoder)),
             "key": ("text", event.key),
             "delay": ("interval", interval(event.delay)),
             "deliver_at": ("timestamptz", moment(event.deliver_at)),
@@ -95,37 +106,55 @@ def event_of(type: str, payload: Payload | Event, options: Mapping[str, object])
     return replace(event, **given) if given else event  # type: ignore[arg-type]
 
 
+def type_and_payloads(
+    given: Sequence[Any], type: str | None, payloads: Iterable[Payload | Event] | None
+) -> tuple[str | None, Iterable[Payload | Event]]:
+    """Return the type and the payloads of `send_batch`, from its positional arguments behind the queue and
+    its keywords. Raises TypeError for anything but (payloads), or the earlier (type, payloads)."""
+    match [*given] if payloads is None else [*given, payloads]:
+        case [only]:
+            return type, only
+        case [str() as first, second] if type is None:
+            return first, second
+    raise TypeError("send_batch takes a queue and payloads: send_batch(queue, payloads, type=...)")
+
+
 def batch_events(
-    type: str, payloads: Iterable[Payload | Event], options: Mapping[str, Sequence[object] | None]
+    type: str | None, payloads: Iterable[Payload | Event], options: Mapping[str, Sequence[object] | None]
 ) -> list[Event]:
-    """Return a batch as events: each payload with its elements of the lists.
+    """Return a batch as events: each payload with its elements of the lists. Without a type it is that of
+    the first event, or "default".
 
     Raises ValueError for a list that is not as long as the payloads, or an event of another type, and
-    TypeError for a single payload.
+    TypeError for a single payload, and for a single option in place of a list.
     """
-    if isinstance(payloads, (str, bytes, bytearray, Mapping)):
+    # A model of pydantic can be iterated over, too.
+    if isinstance(payloads, (str, bytes, bytearray, Mapping)) or hasattr(payloads, "__pydantic_serializer__"):
         raise TypeError("payloads must be a sequence of payloads, not a single one")
-    batch = [event_of(type, item, {}) for item in payloads]
+    batch = [event_of("default" if type is None else type, item, {}) for item in payloads]
+    type = batch[0].type if type is None and batch else type
     if any(event.type != type for event in batch):
         raise ValueError(f"a batch is of one type: all its events must be of type {type!r}")
     given: dict[str, Sequence[object]] = {}
     for name, values in options.items():
         if values is not None:
+            if isinstance(values, (str, bytes, Mapping)):
+                raise TypeError(f"{name} must be a sequence with a value for each payload, not {values!r}")
             given[name] = values
             if len(values) != len(batch):
                 raise ValueError(f"{len(values)} values of {name} for {len(batch)} payloads")
     if not given:
         return batch
     return [
-        event_of(type, event, {name: values[n] for name, values in given.items()})
+        event_of(event.type, event, {name: values[n] for name, values in given.items()})
         for n, event in enumerate(batch)
     ]
 
 
-def batch_arguments(batch: Sequence[Event]) -> tuple[str, dict[str, object]]:
+def batch_arguments(batch: Sequence[Event], encoder: Encoder | None = None) -> tuple[str, dict[str, object]]:
     """Return the payloads and the options of `pgque.send_batch` as SQL and parameters."""
-    values, cast = payloads_and_cast(event.payload for event in batch)
-    headers = [None if event.headers is None else as_json(event.headers) for event in batch]
+    values, cast = payloads_and_cast((event.payload for event in batch), encoder)
+    headers = [headers_json(event, encoder) for event in batch]
     sql, params = arguments(
         {
             "headers": ("jsonb[]", _unless_empty(headers)),
@@ -166,7 +195,11 @@ def moment(value: datetime | None) -> datetime | None: ...
 def moment(value: datetime | None) -> datetime | None:
     """Return a time with its zone. One without is local time, as everywhere in Python; the server would take
     it for one of the session's zone."""
-    if value is None or value.tzinfo is not None:
+    if value is None:
+        return None
+    if not isinstance(value, datetime):
+        raise TypeError(f"a time must be a datetime, not {value!r}")
+    if value.tzinfo is not None:
         return value
     try:
         return value.astimezone()
@@ -180,7 +213,7 @@ def setting_text(value: Setting) -> str | None:
         return value
     if isinstance(value, timedelta):
         return f"{value.total_seconds()} seconds"
-    return as_json(value)
+    return as_json(value, name="setting")
 
 
 def config_json(config: Mapping[str, Setting]) -> str:
@@ -189,7 +222,8 @@ def config_json(config: Mapping[str, Setting]) -> str:
         {
             name: setting_text(value) if isinstance(value, timedelta) else value
             for name, value in config.items()
-        }
+        },
+        name="setting",
     )
 
 
@@ -204,7 +238,9 @@ def message_id(message: MessageOrId) -> int:
 
 
 def message_ids(messages: Sequence[MessageOrId]) -> list[int]:
-    """Return the ids of messages, in their order."""
+    """Return the ids of messages, in their order. Raises TypeError for a text, whose digits would be ids."""
+    if isinstance(messages, (str, bytes, bytearray)):
+        raise TypeError(f"messages must be a sequence of messages or ids, not {messages!r}")
     return [message_id(message) for message in messages]
 
 
@@ -217,18 +253,24 @@ def ids_or_none(messages: Sequence[MessageOrId] | None) -> list[int] | None:
 _MAX_REASON = 4000
 
 
+def clean_reason(reason: str | None, codec: str = "utf-8") -> str | None:
+    """Return a reason that a database can store: no NUL, no half characters, none that its encoding lacks,
+    and not without end."""
+    if reason is None:
+        return None
+    return reason[:_MAX_REASON].replace("\x00", "").encode(codec, "replace").decode(codec)
+
+
 def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[object]) -> str | None:
-    """Return a reason that the database of a connection can store: no NUL, no half characters, none that its
-    encoding lacks, and not without end."""
+    """Return a reason that the database of a connection can store."""
     if reason is None or conn.closed:  # the call that follows raises what it is
         return reason
-    text = reason[:_MAX_REASON].replace("\x00", "")
     server = conn.info.parameter_status("server_encoding")
     if server not in ("UTF8", "SQL_ASCII", conn.info.parameter_status("client_encoding")):
         codec = "ascii"  # the server converts, and Python does not know its names of encodings
     else:
         codec = "utf-8" if conn.info.encoding == "ascii" else conn.info.encoding
-    return text.encode(codec, "replace").decode(codec)
+    return clean_reason(reason, codec)
 
 
 # No call may fail before the answer is known: it would abort the caller's transaction. So look the function

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import copy_context
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from . import _payloads
 from .errors import PgqueBadArgument
 from .types import Message
 
@@ -45,16 +47,19 @@ class Handlers(Generic[F]):
         self._log = log
         self._logged: set[str | None] = set()
         self._by_type: dict[str, F] = {}
+        self._calls: dict[str, F] = {}  # the same, with what each handler asks for by annotation
 
     @property
     def by_type(self) -> Mapping[str, F]:
         """Return the handlers by message type."""
         return self._by_type
 
-    def register(self, type: object) -> Callable[[H], H]:
-        """Return a decorator that registers the handler of a message type.
+    def register(self, type: object, then: Callable[[], object] | None = None) -> Callable[[H], H]:
+        """Return a decorator that registers the handler of a message type, and then calls `then`.
 
-        Raises TypeError where the decorator was given the handler itself in place of the type.
+        The decorator must be called by the code that names the handler, since it reads the local names of its
+        caller: a handler may ask for a model by annotation. Raises TypeError where the decorator was given
+        the handler itself in place of the type, and for an annotation that no message and no payload becomes.
         """
         if not isinstance(type, str):
             raise TypeError(
@@ -64,10 +69,19 @@ class Handlers(Generic[F]):
 
         def decorate(handler: H) -> H:
             self._check(handler, self._owner)
+            namespace = sys._getframe(1).f_locals  # a model may be local to the function that registers it
+            self._calls[type] = _payloads.with_model(handler, namespace, _name(handler))  # type: ignore[assignment]
             self._by_type[type] = handler  # type: ignore[assignment]
+            if then is not None:
+                then()
             return handler
 
         return decorate
+
+    def add_all(self, others: Handlers[Any]) -> None:
+        """Register the handlers of another worker, with what they ask for by annotation."""
+        self._by_type.update(others._by_type)
+        self._calls.update(others._calls)
 
     def check_any(self, policy: str) -> None:
         """Raise PgqueBadArgument without a single handler: each message would fail until it is a dead
@@ -79,8 +93,11 @@ class Handlers(Generic[F]):
             )
 
     def find(self, message: Message) -> F | None:
-        """Return the handler of a message, or else the one of all types, or None."""
-        return self._by_type.get(message.type or "", self._by_type.get("*"))
+        """Return the handler of a message, or else the one of all types, or None.
+
+        It takes a message, whatever its annotation asks for.
+        """
+        return self._calls.get(message.type or "", self._calls.get("*"))
 
     def reject_reason(self, message: Message, policy: str) -> str | None:
         """Return the reason to reject a message that has no handler, or None to acknowledge it.
@@ -123,11 +140,16 @@ def check_async_handler(handler: Callable[..., object], owner: str) -> None:
 
 
 def call(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet.
+    """Call a handler and return its outcome; see `invoke`.
 
     Context variables that the handler sets are gone afterwards.
     """
-    outcome = copy_context().run(handler, *args)
+    return copy_context().run(invoke, handler, *args)
+
+
+def invoke(handler: Callable[..., object], *args: object) -> object:
+    """Call a handler and return its outcome. Raises TypeError for an awaitable: nothing was done yet."""
+    outcome = handler(*args)
     if inspect.isawaitable(outcome):
         if inspect.iscoroutine(outcome):
             outcome.close()
@@ -135,26 +157,31 @@ def call(handler: Callable[..., object], *args: object) -> object:
     return outcome
 
 
-async def call_async(handler: Callable[..., object], *args: object) -> object:
-    """Call a handler and return its outcome. Raises TypeError for a plain function.
+def call_async(handler: Callable[..., object], *args: object) -> Awaitable[object]:
+    """Call a handler and return what its outcome is to be awaited of. Raises TypeError for a plain function.
 
-    The handler runs in a task of its own, so context variables that it sets are gone afterwards.
+    Context variables that the handler sets are gone when the current task ends.
     """
-    outcome = copy_context().run(handler, *args)
+    outcome = handler(*args)
     if not inspect.isawaitable(outcome):
         raise TypeError(
             f"{_name(handler)} has to be a coroutine function (async def): it returned"
             f" {type(outcome).__name__}, which cannot be awaited"
         )
-    result, exit_error = await asyncio.create_task(_result(outcome))
+    return outcome
+
+
+async def call_in_task(handler: Callable[..., object], *args: object) -> object:
+    """Call a handler in a task of its own and return its outcome; see `call_async`."""
+    result, exit_error = await asyncio.create_task(_result(handler, *args))
     if exit_error is not None:
         raise exit_error
     return result
 
 
-async def _result(outcome: Awaitable[object]) -> tuple[object, BaseException | None]:
+async def _result(handler: Callable[..., object], *args: object) -> tuple[object, BaseException | None]:
     try:
-        return await outcome, None
+        return await call_async(handler, *args), None
     except (KeyboardInterrupt, SystemExit) as error:
         # One that leaves a task ends the whole loop.
         return None, error

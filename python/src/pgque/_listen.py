@@ -15,6 +15,8 @@ from ._queue_settings import QueueSettings
 from .client import PgqueClient
 from .types import QueueInfo
 
+_CHANNEL = "pgque_"
+
 # Seconds without messages after which, and how often, a check is made whether messages wait for a tick.
 TICK_CHECK = 10.0
 
@@ -28,8 +30,13 @@ def listen(client: PgqueClient, queue: str) -> QueueSettings:
     name = client._value(
         str, "select i.queue_name from pgque.get_queue_info(%(queue)s::text) as i", {"queue": queue}
     )
-    client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{name}")))
+    client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"{_CHANNEL}{name}")))
     return QueueSettings.from_config(name, client.queue_config(name))
+
+
+def queue_of(channel: str) -> str:
+    """Return the queue whose messages are notified on a channel."""
+    return channel.removeprefix(_CHANNEL)
 
 
 class TickWatch:
@@ -55,7 +62,7 @@ class TickWatch:
         if self.due_in() > 0:
             return
         self._checked_at = time.monotonic()
-        missing = [info for info in client.queue_info(self._queue) if _misses_tick(info)]
+        missing = [info for info in client.get_queue_info(self._queue) if _misses_tick(info)]
         if missing and not self._logged:
             self._log.warning("%s", _missing_tick(missing[0]))
         self._logged = bool(missing)

@@ -14,6 +14,8 @@ from ._queue_settings import QueueSettings
 from .client_async import AsyncPgqueClient
 from .types import QueueInfo
 
+_CHANNEL = "pgque_"
+
 # Seconds without messages after which, and how often, a check is made whether messages wait for a tick.
 TICK_CHECK = 10.0
 
@@ -27,8 +29,13 @@ async def listen(client: AsyncPgqueClient, queue: str) -> QueueSettings:
     name = await client._value(
         str, "select i.queue_name from pgque.get_queue_info(%(queue)s::text) as i", {"queue": queue}
     )
-    await client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"pgque_{name}")))
+    await client.conn.execute(sql.SQL("listen {}").format(sql.Identifier(f"{_CHANNEL}{name}")))
     return QueueSettings.from_config(name, await client.queue_config(name))
+
+
+def queue_of(channel: str) -> str:
+    """Return the queue whose messages are notified on a channel."""
+    return channel.removeprefix(_CHANNEL)
 
 
 class TickWatch:
@@ -54,7 +61,7 @@ class TickWatch:
         if self.due_in() > 0:
             return
         self._checked_at = time.monotonic()
-        missing = [info for info in await client.queue_info(self._queue) if _misses_tick(info)]
+        missing = [info for info in await client.get_queue_info(self._queue) if _misses_tick(info)]
         if missing and not self._logged:
             self._log.warning("%s", _missing_tick(missing[0]))
         self._logged = bool(missing)

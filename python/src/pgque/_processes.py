@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Literal, Protocol, TypedDict
 
-from . import _otel
+from . import _otel, _prometheus
 from ._handlers import Handlers
+from ._json import Encoder
+from ._liveness import Liveness, is_fresh
+from ._middleware import Middleware, Moment
+from ._payloads import BadPayload, Decoder
+from ._recurring import Recurring
+from ._sources import Priority
 from ._stopper import Stopper
 from .errors import PgqueError
 from .types import Message, Seconds
@@ -23,18 +31,21 @@ log = logging.getLogger("pgque.worker")
 # Least seconds between two starts in one place, so that a process which fails at once is not a busy loop.
 _RESTART_INTERVAL = 1.0
 
+# In seconds: how often the signs of life of the processes are checked, and how old they may be.
+_LIVENESS_CHECK, _LIVENESS_LIMIT = 1.0, 10.0
+
 # Seconds that a process has beyond its `shutdown_timeout`, before it is killed.
 _KILL_MARGIN = 5.0
 
 
-class ProcessWorker(Protocol):
-    """A worker that can run in several processes, with the settings that each of them gets."""
+class ConfiguredWorker(Protocol):
+    """A worker with the settings that a copy of it gets."""
 
     dsn: str
-    queue: str
+    queues: dict[str, float]
+    priority: Priority
     consumer: str
     concurrency: int
-    use: Literal["threads", "processes"]
     prefetch: int
     min_interval: float
     visibility_timeout: Seconds
@@ -43,7 +54,20 @@ class ProcessWorker(Protocol):
     unknown_handler_policy: Literal["nack", "ack"]
     worker: str
     shutdown_timeout: float
+    encoder: Encoder | None
+    decoder: Decoder | None
+    bad_payload: BadPayload
+
+
+class ProcessWorker(ConfiguredWorker, Protocol):
+    """A worker that can run in several processes."""
+
+    use: Literal["threads", "processes"]
+    liveness_file: str | os.PathLike[str] | None
+    _liveness: Liveness
     _handlers: Handlers[Callable[[Message], object]]
+    _middleware: Middleware
+    _recurring: list[Recurring]
     _stopper: Stopper
 
     def run(self) -> None:
@@ -54,7 +78,9 @@ class ProcessWorker(Protocol):
 
 
 class _Settings(TypedDict):
-    queue: str
+    queue: None
+    queues: Mapping[str, float]
+    priority: Priority
     consumer: str
     prefetch: int
     min_interval: float
@@ -64,6 +90,32 @@ class _Settings(TypedDict):
     unknown_handler_policy: str
     worker: str
     shutdown_timeout: float
+    encoder: Encoder | None
+    decoder: Decoder | None
+    bad_payload: BadPayload
+    liveness_file: Path | None
+
+
+def settings_of(worker: ConfiguredWorker) -> _Settings:
+    """Return the settings of a worker, but for those that say where its handlers run."""
+    return _Settings(
+        queue=None,
+        queues=worker.queues,
+        priority=worker.priority,
+        consumer=worker.consumer,
+        prefetch=worker.prefetch,
+        min_interval=worker.min_interval,
+        visibility_timeout=worker.visibility_timeout,
+        retry_after=worker.retry_after,
+        archive=worker.archive,
+        unknown_handler_policy=worker.unknown_handler_policy,
+        worker=worker.worker,
+        shutdown_timeout=worker.shutdown_timeout,
+        encoder=worker.encoder,
+        decoder=worker.decoder,
+        bad_payload=worker.bad_payload,
+        liveness_file=None,
+    )
 
 
 class _Place:
@@ -78,24 +130,18 @@ class _Place:
         self._started_at = float("-inf")
         self.process: BaseProcess | None = None
         self._errors: Connection | None = None
+        self.liveness_file: Path | None = None
+        if worker.liveness_file is not None:
+            self.liveness_file = Path(f"{os.fspath(worker.liveness_file)}.{number}")
 
     def start_if_due(self) -> None:
         """Start a process, unless one runs or was started a moment ago."""
         if self.process is not None or time.monotonic() - self._started_at < _RESTART_INTERVAL:
             return
         worker = self._worker
-        settings = _Settings(
-            queue=worker.queue,
-            consumer=worker.consumer,
-            prefetch=worker.prefetch,
-            min_interval=worker.min_interval,
-            visibility_timeout=worker.visibility_timeout,
-            retry_after=worker.retry_after,
-            archive=worker.archive,
-            unknown_handler_policy=worker.unknown_handler_policy,
-            worker=f"{worker.worker}-{self._number}",
-            shutdown_timeout=worker.shutdown_timeout,
-        )
+        settings = settings_of(worker)
+        settings["worker"] = f"{worker.worker}-{self._number}"
+        settings["liveness_file"] = self.liveness_file
         context = multiprocessing.get_context("spawn")
         self._errors, sending = context.Pipe(duplex=False)
         self.process = context.Process(
@@ -105,7 +151,10 @@ class _Place:
                 worker.dsn,
                 settings,
                 worker._handlers.by_type,
+                worker._middleware.hooks,
+                worker._recurring,
                 _otel.is_enabled(),
+                _prometheus.is_enabled(),
                 sending,
             ),
             name=f"pgque worker {self._number}",
@@ -113,6 +162,12 @@ class _Place:
         self.process.start()
         self._started_at = time.monotonic()
         sending.close()
+
+    def is_alive(self) -> bool:
+        """Return whether the process has given a sign of life of late."""
+        if self.liveness_file is None:
+            return self.process is not None and self.process.is_alive()
+        return is_fresh(self.liveness_file, _LIVENESS_LIMIT)
 
     def clear_if_ended(self) -> PgqueError | None:
         """Clear the place of a process that has ended, and return the error that ended it."""
@@ -138,9 +193,11 @@ def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker)
     Raises TypeError for handlers that a process cannot import, and the PgqueError that ended a process.
     """
     try:
-        pickle.dumps(worker._handlers.by_type)
+        pickle.dumps((worker._handlers.by_type, worker._middleware.hooks, worker.encoder, worker.decoder))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"handlers in processes must be functions of a module: {error}") from error
+        raise TypeError(
+            f"handlers, hooks, encoder and decoder in processes must be functions of a module: {error}"
+        ) from error
     stopper = worker._stopper
     places = [_Place(worker_class, worker, number) for number in range(1, worker.concurrency + 1)]
     failed: PgqueError | None = None
@@ -150,12 +207,17 @@ def supervise(worker_class: Callable[..., ProcessWorker], worker: ProcessWorker)
                 failed = failed or place.clear_if_ended()
                 if failed is None:
                     place.start_if_due()
+            if all(place.is_alive() for place in places):
+                worker._liveness.give()
             sentinels = [place.process.sentinel for place in places if place.process is not None]
-            wait([*sentinels, *stopper.waitables()], 0.2 if len(sentinels) < len(places) else None)
+            patience = _LIVENESS_CHECK if worker._liveness.is_watched else None
+            wait([*sentinels, *stopper.waitables()], 0.2 if len(sentinels) < len(places) else patience)
     finally:
         _end([place.process for place in places if place.process is not None], worker.shutdown_timeout)
         for place in places:
             failed = failed or place.clear_if_ended()
+            if place.liveness_file is not None:
+                place.liveness_file.unlink(missing_ok=True)
     if failed is not None:
         raise failed
 
@@ -177,15 +239,22 @@ def _run(
     dsn: str,
     settings: Mapping[str, object],
     handlers: Mapping[str, Callable[[Message], object]],
+    hooks: Mapping[Moment, list[Callable[..., object]]],
+    recurring: list[Recurring],
     with_opentelemetry: bool,
+    with_prometheus: bool,
     errors: Connection,
 ) -> None:
     """Run a worker in this process, and send the error that ends it through the pipe."""
     if with_opentelemetry:
         _otel.enable_opentelemetry()
+    if with_prometheus:
+        _prometheus.enable_prometheus()
     worker = worker_class(dsn, concurrency=1, **settings)
     for type_, handler in handlers.items():
         worker._handlers.register(type_)(handler)
+    worker._middleware.add_all(hooks)
+    worker._recurring.extend(recurring)
     threading.Thread(target=_stop_without_parent, args=(worker,), daemon=True).start()
     try:
         worker.run()

@@ -30,15 +30,24 @@ class QueueSettings:
         )
 
     def failure_text(
-        self, message: Message, consumer: str, error: BaseException, after: Seconds | None, leased: bool
+        self,
+        message: Message,
+        consumer: str,
+        error: BaseException,
+        after: Seconds | None,
+        leased: bool,
+        is_dead: bool = False,
     ) -> str:
-        """Return what to log of a handler that failed; `leased` is a message of a worker's batch."""
+        """Return what to log of a handler that failed; `leased` is a message of a worker's batch, and one
+        that `is_dead` is not retried."""
         retries = message.retry_count or 0
         attempt, limit = retries + 1, self.max_retries + 1
         if leased:
             attempt = message.receive_count or 1
             limit = min(self.max_receive_attempts, attempt + self.max_retries - retries)
-        if attempt >= limit:
+        if is_dead:
+            following = f"no retry for a bad payload, drop_policy {self.drop_policy}"
+        elif attempt >= limit:
             following = f"no retry is left, drop_policy {self.drop_policy}"
         elif after is None:
             following = "retry as the queue's retry_backoff says"

@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from types import FrameType
 
 import psycopg
 from psycopg import AsyncConnection, Connection
 
-from ._handlers import call, call_async
+from ._handlers import call, call_in_task
 
 # Seconds after a stop in which a consumer may finish its batch; then the batch is redelivered.
 GRACE = 0.5
@@ -38,10 +38,14 @@ class HandlerInterrupted(KeyboardInterrupt):
     """
 
 
-def _drain_notifications(conn: Connection[object] | AsyncConnection[object]) -> None:
+def _drain_notifications(conn: Connection[object] | AsyncConnection[object]) -> list[str]:
+    """Return the channels of the notifications that have come."""
+    encoding = conn.info.encoding
+    channels = []
     conn.pgconn.consume_input()
-    while conn.pgconn.notifies() is not None:
-        pass
+    while (notify := conn.pgconn.notifies()) is not None:
+        channels.append(notify.relname.decode("utf-8" if encoding == "ascii" else encoding, "replace"))
+    return channels
 
 
 class _StopDeadline:
@@ -150,11 +154,12 @@ class Stopper(_StopDeadline):
         """Sleep, stopped or not."""
         time.sleep(seconds)
 
-    def wait(self, conn: Connection[object], seconds: float, draining: bool = False) -> None:
+    def wait(self, conn: Connection[object], seconds: float, draining: bool = False) -> list[str]:
         """Wait for a notification on an idle connection, or for `wake`, at most so long; after a stop only
-        when `draining`. Raises OperationalError when the connection is lost."""
+        when `draining`. Return the channels of notifications. Raises OperationalError when the connection is
+        lost."""
         if self._stop.is_set() and not draining:
-            return
+            return []
         # Not select(), which a process with a thousand open files cannot use.
         with selectors.DefaultSelector() as selector:
             selector.register(conn.fileno(), selectors.EVENT_READ)
@@ -163,8 +168,7 @@ class Stopper(_StopDeadline):
             readable = {key.fileobj for key, _ in selector.select(max(0.0, seconds))}
         if self._reader in readable:
             self._reader.recv(4096)
-        if conn.fileno() in readable:
-            _drain_notifications(conn)
+        return _drain_notifications(conn) if conn.fileno() in readable else []
 
     def call(self, work: Callable[[], object]) -> None:
         """Run `work`; what outlives a stop by signal is interrupted."""
@@ -221,10 +225,10 @@ class Stopper(_StopDeadline):
                 signal.pthread_kill(thread, signum)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Stop on SIGTERM and SIGINT inside the block; only the main thread can, elsewhere nothing is
-        changed."""
-        with self._wakeable(), self._catching_signals():
+    def running(self, catch_signals: bool) -> Iterator[None]:
+        """Stop on SIGTERM and SIGINT inside the block, unless `catch_signals` is False; only the main thread
+        can, elsewhere nothing is changed."""
+        with self._wakeable(), self._catching_signals() if catch_signals else nullcontext():
             yield
 
     @contextmanager
@@ -295,9 +299,10 @@ class AsyncStopper(_StopDeadline):
         """Sleep, stopped or not."""
         await asyncio.sleep(seconds)
 
-    async def wait(self, conn: AsyncConnection[object], seconds: float, draining: bool = False) -> None:
+    async def wait(self, conn: AsyncConnection[object], seconds: float, draining: bool = False) -> list[str]:
         """Wait for a notification on an idle connection, or for `wake`, at most so long; after a stop only
-        when `draining`. Raises OperationalError when the connection is lost."""
+        when `draining`. Return the channels of notifications. Raises OperationalError when the connection is
+        lost."""
         loop = asyncio.get_running_loop()
         fileno = conn.fileno()
         readable = False
@@ -314,8 +319,7 @@ class AsyncStopper(_StopDeadline):
             loop.remove_reader(fileno)
         if draining or not self._stop.is_set():
             self._wake.clear()
-        if readable:
-            _drain_notifications(conn)
+        return _drain_notifications(conn) if readable else []
 
     async def call(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
         """Run `work`; what outlives a stop by signal is interrupted."""
@@ -365,7 +369,7 @@ class AsyncStopper(_StopDeadline):
         """Call a handler within `call`, and return its outcome. Raises RuntimeError where it ends as
         cancelled and nobody cancelled this task: something else that it waited for was."""
         try:
-            return await call_async(handler, *args)
+            return await call_in_task(handler, *args)
         except asyncio.CancelledError as error:
             if self._is_cancelled():
                 raise
@@ -397,11 +401,11 @@ class AsyncStopper(_StopDeadline):
             self._task.cancel()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Stop on SIGTERM and SIGINT inside the block; only the main thread can, elsewhere nothing is
-        changed."""
+    async def running(self, catch_signals: bool) -> AsyncIterator[None]:
+        """Stop on SIGTERM and SIGINT inside the block, unless `catch_signals` is False; only the main thread
+        can, elsewhere nothing is changed."""
         self._loop = asyncio.get_running_loop()
-        if threading.current_thread() is not threading.main_thread():
+        if not catch_signals or threading.current_thread() is not threading.main_thread():
             yield
             return
         with _signals.forwarded_to(self):

@@ -15,7 +15,16 @@ from typing import Any
 
 import click
 
-from . import cli_health, cli_messaging, cli_operate
+from . import (
+    cli_health,
+    cli_messaging,
+    cli_monitoring,
+    cli_operate,
+    cli_recurring,
+    cli_top,
+    cli_web,
+    cli_work,
+)
 from ._cli import (
     EXIT_CODES,
     EXIT_NOTHING,
@@ -33,6 +42,7 @@ from ._version import __version__
 from .client import connect
 from .errors import PgqueError
 from .install import install as install_sql
+from .install import sql_text
 from .install import uninstall as uninstall_sql
 from .ticker import run_ticker, unit
 
@@ -84,9 +94,24 @@ def main() -> None:
 
 @main.command(epilog=EXIT_CODES)
 @dsn_option
-def install(dsn: str) -> None:
-    """Install pgque into a database, or upgrade it, in one transaction."""
-    echo(f"pgque {install_sql(dsn)}")
+@click.option("--dump-sql", is_flag=True, help="Print the SQL instead, for somebody else to run it by psql.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write the SQL of --dump-sql to a file.",
+)  # fmt: skip
+def install(dsn: str, dump_sql: bool, output: Path | None) -> None:
+    """Install pgque into a database, or upgrade it, in one transaction.
+
+    The SQL of --dump-sql is run by: psql -qv ON_ERROR_STOP=1 -1f FILE
+    """
+    if output is not None and not dump_sql:
+        raise click.UsageError("--output is for --dump-sql")
+    if output is not None:
+        output.write_text(sql_text(), encoding="utf-8", newline="\n")
+    elif dump_sql:
+        echo(sql_text().removesuffix("\n"))
+    else:
+        echo(f"pgque {install_sql(dsn)}")
 
 
 @main.command()
@@ -154,7 +179,7 @@ _CONSUMER_COLUMNS = ("queue_name", "consumer_name", "pending_events", "lag", "la
 def queues(dsn: str, as_json: bool) -> None:
     """List the queues and where their consumers stand."""
     with connect(dsn) as client:
-        found, consumers = client.queue_info(), client.consumer_info()
+        found, consumers = client.get_queue_info(), client.get_consumer_info()
     if as_json:
         rows = [as_dict(queue) for queue in found]
         for row in rows:
@@ -191,7 +216,16 @@ def demo(dsn: str, server: str, workers: int | None, path: Path | None, keep: bo
     sys.exit(run_demo(dsn=dsn, server=server, workers=workers, path=path, keep=keep))
 
 
-for _command in [*cli_messaging.COMMANDS, *cli_operate.COMMANDS, *cli_health.COMMANDS]:
+for _command in [
+    *cli_messaging.COMMANDS,
+    *cli_operate.COMMANDS,
+    *cli_monitoring.COMMANDS,
+    *cli_recurring.COMMANDS,
+    *cli_health.COMMANDS,
+    *cli_top.COMMANDS,
+    *cli_web.COMMANDS,
+    *cli_work.COMMANDS,
+]:
     main.add_command(_command)
 
 

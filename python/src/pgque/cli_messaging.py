@@ -43,7 +43,7 @@ _BATCH = parsed_ids("the batch_id that pgque receive --json --no-ack shows")
 def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[str]) -> None:
     """Create a queue, if it is not there, and subscribe consumers to it."""
     with connect(dsn) as client:
-        created = client.create_queue(queue, _pairs(settings) or None)
+        created = client.create_queue(queue, pairs(settings) or None)
         subscribed = [(consumer, client.subscribe(queue, consumer)) for consumer in consumers]
         client.conn.commit()
         if created:
@@ -126,9 +126,9 @@ def send(
     with connect(dsn) as client:
         ids = client.send_batch(
             queue,
-            type_,
             texts,
-            headers=[_pairs(headers)] * count if headers else None,
+            type=type_,
+            headers=[pairs(headers)] * count if headers else None,
             keys=[key] * count if key is not None else None,
             delays=[delay] * count if delay is not None else None,
             deliver_ats=[deliver_at] * count if deliver_at is not None else None,
@@ -282,12 +282,13 @@ def _report(outcomes: Sequence[Outcome]) -> None:
         sys.exit(EXIT_NOTHING)
 
 
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in texts]
-    for name, separator, _ in pairs:
+def pairs(texts: Sequence[str]) -> dict[str, str]:
+    """Return texts of the form NAME=VALUE as a dict. Raises click.UsageError."""
+    parted = [text.partition("=") for text in texts]
+    for name, separator, _ in parted:
         if not separator:
             raise click.UsageError(f"{name!r} is not of the form NAME=VALUE")
-    return {name: value for name, _, value in pairs}
+    return {name: value for name, _, value in parted}
 
 
 COMMANDS = [create, subscribe, unsubscribe, send, receive, peek, ack, nack, dead, release, extend]

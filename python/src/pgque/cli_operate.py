@@ -153,17 +153,6 @@ def config_default(dsn: str, param: str, value: str | None) -> None:
 
 @click.command()
 @dsn_option
-@json_option
-@click.argument("queue", required=False)
-def metrics(dsn: str, as_json: bool, queue: str | None) -> None:
-    """Show the figures of all queues, or of one: depth, messages in flight, dead letters and so on."""
-    with connect(dsn) as client:
-        rows = [row for row in client.metrics() if queue is None or row.queue == queue]
-    print_rows("Metrics", rows, as_json, ("metric", "value", "queue", "consumer"))
-
-
-@click.command()
-@dsn_option
 @click.argument("queue")
 def expire(dsn: str, queue: str) -> None:
     """Take out the expired messages of a queue that wait for a retry."""
@@ -445,7 +434,6 @@ COMMANDS: list[click.Command] = [
     expire,
     message,
     messages,
-    metrics,
     pause,
     poison,
     purge,

@@ -17,19 +17,25 @@ from psycopg import AsyncConnection
 from psycopg.rows import args_row, tuple_row
 from psycopg_pool import AsyncConnectionPool
 
-from . import _encode, _otel
+from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
 from ._encode import MessageOrId
+from ._json import Encoder
+from ._payloads import Decoder
+from ._renamed import Renamed
 from ._version import __version__
-from .errors import PgqueBadArgument, PgqueError, from_psycopg, prepare_threshold
+from .errors import PgqueError, from_encoding, from_psycopg, prepare_threshold
 from .types import (
+    Action,
     ArchivedMessage,
     BatchEvent,
     BatchInfo,
     ConsumerInfo,
     DeadLetter,
+    DeadReason,
     Event,
     HealthCheck,
+    LagSample,
     Message,
     MessageStatus,
     Metric,
@@ -38,6 +44,10 @@ from .types import (
     PoisonMessage,
     QueuedMessage,
     QueueInfo,
+    QueueRights,
+    QueueSetting,
+    Rate,
+    RecurringMessage,
     ReplayResult,
     Seconds,
     SendResult,
@@ -69,22 +79,45 @@ class AsyncPgqueClient:
     of the SQL side is checked before the first call.
 
     Every method raises a `PgqueError`: the subclass tells what went wrong, and is chosen by SQLSTATE.
+
+    Args:
+        conn: the connection.
+        encoder: takes a value of a type that cannot be sent without it, and returns what is sent in its
+            place.
+        decoder: takes a message, and returns its `value`. What it raises becomes a PgquePayloadError.
     """
 
-    def __init__(self, conn: AsyncConnection[object]) -> None:
+    def __init__(
+        self,
+        conn: AsyncConnection[object],
+        *,
+        encoder: Encoder | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        _payloads.check_functions(encoder=encoder, decoder=decoder)
         self._conn = conn
         self._owned = False
+        self._encoder = encoder
+        self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
 
     @classmethod
-    async def connect(cls, dsn: str = "", *, autocommit: bool = False) -> AsyncPgqueClient:
+    async def connect(
+        cls,
+        dsn: str = "",
+        *,
+        autocommit: bool = False,
+        encoder: Encoder | None = None,
+        decoder: Decoder | None = None,
+    ) -> AsyncPgqueClient:
         """Open a connection of its own; see `connect_async`."""
+        _payloads.check_functions(encoder=encoder, decoder=decoder)
         try:
             conn = await AsyncConnection.connect(
                 dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=prepare_threshold()
             )
         except psycopg.Error as error:
             raise from_psycopg(error) from error
-        client = cls(conn)
+        client = cls(conn, encoder=encoder, decoder=decoder)
         client._owned = True
         try:
             await client._ensure_version()
@@ -96,7 +129,11 @@ class AsyncPgqueClient:
     @classmethod
     @asynccontextmanager
     async def from_pool(
-        cls, pool: AsyncConnectionPool[AsyncConnection[T]]
+        cls,
+        pool: AsyncConnectionPool[AsyncConnection[T]],
+        *,
+        encoder: Encoder | None = None,
+        decoder: Decoder | None = None,
     ) -> AsyncIterator[AsyncPgqueClient]:
         """Borrow a connection from a psycopg_pool pool for the length of a `with` block.
 
@@ -104,7 +141,7 @@ class AsyncPgqueClient:
         exception.
         """
         async with pool.connection() as conn:
-            yield cls(conn)
+            yield cls(conn, encoder=encoder, decoder=decoder)
 
     @property
     def conn(self) -> AsyncConnection[object]:
@@ -152,9 +189,10 @@ class AsyncPgqueClient:
     ) -> int:
         """Send one message and return its id. Calls `pgque.send`.
 
-        str goes as text, byte for byte; bytes as bytes, which arrive in `payload_bytes`; dict, list, numbers
-        and booleans as JSON; None as NULL. An `Event` brings its own type, and its options where none are
-        given here.
+        str goes as text, byte for byte; bytes as bytes, which arrive in `payload_bytes`; None as NULL;
+        anything else as JSON: dict, list, numbers, dataclasses, models of pydantic, Structs of msgspec,
+        times, Decimal, UUID, enums, paths and sets, and what the client's `encoder` replaces. An `Event`
+        brings its own type, and its options where none are given here.
 
         Args:
             headers: travel with the message as a JSON object.
@@ -166,7 +204,7 @@ class AsyncPgqueClient:
             partition_key: goes to `extra1`, and is the key for keyed order where there is no `key`.
 
         Raises PgqueQueueNotFound, PgqueQueueFull, PgqueBadArgument (also for a text that the connection's
-        encoding lacks).
+        encoding lacks), TypeError for what cannot be encoded, and ValueError for NaN.
         """
         options = {
             "headers": headers,
@@ -176,14 +214,26 @@ class AsyncPgqueClient:
             "ttl": ttl,
             "partition_key": partition_key,
         }
-        event = _encode.event_of(type, payload, options)
-        sql, params = _encode.send_arguments(_otel.outgoing(event))
-        return await self._value(
-            int,
-            f"select pgque.send(%(queue)s::text, %(type)s::text, {sql})",
-            {"queue": queue, "type": event.type, **params},
-        )
+        call, params = _statements.send(queue, type, payload, options, self._encoder)
+        with _otel.timed("send", queue):
+            return await self._value(int, f"select {call}", params)
 
+    @overload
+    async def send_batch(
+        self,
+        queue: str,
+        payloads: Iterable[Payload | Event],
+        *,
+        type: str | None = None,
+        headers: Sequence[Mapping[str, object] | None] | None = None,
+        keys: Sequence[str | None] | None = None,
+        delays: Sequence[Seconds | None] | None = None,
+        deliver_ats: Sequence[datetime | None] | None = None,
+        ttls: Sequence[Seconds | None] | None = None,
+        partition_keys: Sequence[str | None] | None = None,
+    ) -> list[int]: ...
+
+    @overload
     async def send_batch(
         self,
         queue: str,
@@ -196,9 +246,27 @@ class AsyncPgqueClient:
         deliver_ats: Sequence[datetime | None] | None = None,
         ttls: Sequence[Seconds | None] | None = None,
         partition_keys: Sequence[str | None] | None = None,
+    ) -> list[int]: ...
+
+    async def send_batch(
+        self,
+        queue: str,
+        *given: object,
+        type: str | None = None,
+        payloads: Iterable[Payload | Event] | None = None,
+        headers: Sequence[Mapping[str, object] | None] | None = None,
+        keys: Sequence[str | None] | None = None,
+        delays: Sequence[Seconds | None] | None = None,
+        deliver_ats: Sequence[datetime | None] | None = None,
+        ttls: Sequence[Seconds | None] | None = None,
+        partition_keys: Sequence[str | None] | None = None,
     ) -> list[int]:
         """Send many messages of one type, all or none, and return their ids in input order. Calls
         `pgque.send_batch`.
+
+        The arguments are in the order of `send`: `send_batch(queue, payloads, type="order.created")`. Without
+        a type it is that of the `Event`s, or "default". The earlier order, `send_batch(queue, type,
+        payloads)`, goes on working.
 
         Options are lists as long as the payloads, each for `send`'s argument of that name, or come with
         `Event`s of this type. Bytes are not mixed with other payloads in one batch. Raises what `send`
@@ -212,13 +280,10 @@ class AsyncPgqueClient:
             "ttl": ttls,
             "partition_key": partition_keys,
         }
-        batch = _encode.batch_events(type, payloads, options)
-        sql, params = _encode.batch_arguments([_otel.outgoing(event) for event in batch])
-        return await self._value(
-            list,
-            f"select pgque.send_batch(%(queue)s::text, %(type)s::text, {sql})",
-            {"queue": queue, "type": type, **params},
-        )
+        type, payloads = _encode.type_and_payloads(given, type, payloads)
+        call, params = _statements.send_batch(queue, type, payloads, options, self._encoder)
+        with _otel.timed("send", queue):
+            return await self._value(list, f"select {call}", params)
 
     async def send_idem(
         self,
@@ -231,7 +296,7 @@ class AsyncPgqueClient:
         partition_key: str | None = None,
     ) -> SendResult:
         """Send unless a message with this key was sent within `ttl` seconds. Calls `pgque.send_idem`."""
-        value, cast = _encode.text_and_cast(payload)
+        value, cast = _encode.text_and_cast(payload, self._encoder)
         return await self._row(
             "select r.event_id, r.deduped"
             f" from pgque.send_idem(%(queue)s::text, %(type)s::text, %(payload)s::{cast},"
@@ -304,19 +369,11 @@ class AsyncPgqueClient:
 
         Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument.
         """
-        sql, params = _encode.arguments(
-            {
-                "worker": ("text", worker),
-                "visibility_timeout": ("interval", _encode.interval(visibility_timeout)),
-                "ack_batch": ("bigint", ack_batch),
-            }
+        call, params = _statements.receive(
+            queue, consumer, max_messages, worker, visibility_timeout, ack_batch
         )
-        return await self._rows(
-            f"select {_MESSAGE}"
-            f" from pgque.receive(%(queue)s::text, %(consumer)s::text, %(max)s::int{sql}) as m",
-            {"queue": queue, "consumer": consumer, "max": max_messages, **params},
-            Message,
-        )
+        with _otel.timed("receive", queue, consumer):
+            return await self._rows(f"select {_MESSAGE} from {call} as m", params, self._make_message)
 
     @overload
     async def ack(self, batch_id: int, msgs: None = None) -> int: ...
@@ -328,7 +385,8 @@ class AsyncPgqueClient:
         """Finish a batch: 1, or 0 when it was not open; or some of its messages, with an Outcome each.
         Calls `pgque.ack`."""
         if msgs is None:
-            return await self._value(int, "select pgque.ack(%(batch)s::bigint)", {"batch": batch_id})
+            call, params = _statements.ack(batch_id)
+            return await self._value(int, f"select {call}", params)
         return await self._report("ack", batch_id, msgs)
 
     async def finish_batch(self, batch_id: int) -> int:
@@ -372,14 +430,8 @@ class AsyncPgqueClient:
         }
         if not isinstance(msg, (Message, int)):
             return await self._report("nack", batch_id, msg, options)
-        sql, params = _encode.arguments(options)
-        return await self._value(
-            int,
-            "select pgque.nack(%(batch)s::bigint,"
-            " jsonb_populate_record(null::pgque.message, jsonb_build_object('msg_id', %(msg)s::bigint))"
-            f"{sql})",
-            {"batch": batch_id, "msg": _encode.message_id(msg), **params},
-        )
+        call, params = _statements.nack(batch_id, msg, options)
+        return await self._value(int, f"select {call}", params)
 
     async def dead(
         self, batch_id: int, msgs: Sequence[MessageOrId], reason: str | None = None
@@ -435,7 +487,7 @@ class AsyncPgqueClient:
         return await self._rows(
             f"select {_MESSAGE} from pgque.peek(%(queue)s::text, %(n)s::int{sql}) as m",
             {"queue": queue, "n": n, **params},
-            Message,
+            self._make_message,
         )
 
     async def next_batch(self, queue: str, consumer: str) -> int | None:
@@ -528,18 +580,19 @@ class AsyncPgqueClient:
         Each worker holds at most one batch. With `dead_interval`, in seconds, a batch may be taken from a
         worker that was not heard of for so long.
         """
-        return await self._rows(
-            f"select {_MESSAGE} from pgque.receive_coop(%(queue)s::text, %(consumer)s::text,"
-            " %(worker)s::text, %(max)s::int, %(dead)s::interval) as m",
-            {
-                "queue": queue,
-                "consumer": consumer,
-                "worker": subconsumer,
-                "max": max_messages,
-                "dead": _encode.interval(dead_interval),
-            },
-            Message,
-        )
+        with _otel.timed("receive", queue, consumer):
+            return await self._rows(
+                f"select {_MESSAGE} from pgque.receive_coop(%(queue)s::text, %(consumer)s::text,"
+                " %(worker)s::text, %(max)s::int, %(dead)s::interval) as m",
+                {
+                    "queue": queue,
+                    "consumer": consumer,
+                    "worker": subconsumer,
+                    "max": max_messages,
+                    "dead": _encode.interval(dead_interval),
+                },
+                self._make_message,
+            )
 
     async def touch_subconsumer(self, queue: str, consumer: str, subconsumer: str) -> int:
         """Say that a worker is alive, and return the number of workers touched. Calls
@@ -588,6 +641,14 @@ class AsyncPgqueClient:
         )
         return dict(pairs)
 
+    async def queue_settings(self, queue: str) -> list[QueueSetting]:
+        """Return the settings of a queue, their defaults and meaning. Calls `pgque.queue_settings`."""
+        return await self._rows(
+            f"select {columns(QueueSetting, 's')} from pgque.queue_settings(%(queue)s::text) as s",
+            {"queue": queue},
+            QueueSetting,
+        )
+
     async def drop_queue(self, queue: str, force: bool = False) -> int:
         """Drop a queue; `force` also drops its subscriptions. Calls `pgque.drop_queue`. Raises
         PgqueQueueInUse."""
@@ -632,6 +693,13 @@ class AsyncPgqueClient:
             int,
             "select pgque.revoke_queue(%(queue)s::text, %(role)s::text, %(right)s::text)",
             {"queue": queue, "role": role, "right": right},
+        )
+
+    async def my_rights(self) -> list[QueueRights]:
+        """Return what the role of this connection may do: with all queues first, then with each queue that
+        it has a right to. Calls `pgque.my_rights`."""
+        return await self._rows(
+            f"select {columns(QueueRights, 'r')} from pgque.my_rights() as r", {}, QueueRights
         )
 
     async def set_default_config(self, param: str, value: Setting) -> None:
@@ -700,28 +768,90 @@ class AsyncPgqueClient:
             f"select {columns(StatusRow, 's')} from pgque.status() as s", _NONE, StatusRow
         )
 
-    async def metrics(self) -> list[Metric]:
-        """Return one row a figure. Calls `pgque.metrics`."""
-        return await self._rows(f"select {columns(Metric, 'm')} from pgque.metrics() as m", _NONE, Metric)
-
-    async def health(self) -> list[HealthCheck]:
-        """Return one row a check: ok, warn or fail, and what to do. Calls `pgque.health`."""
+    async def metrics(self, queue: str | None = None) -> list[Metric]:
+        """Return one row a figure, of all queues or of one. Calls `pgque.metrics`. Any right to the queue is
+        enough for one."""
+        if queue is None:
+            return await self._rows(f"select {columns(Metric, 'm')} from pgque.metrics() as m", _NONE, Metric)
         return await self._rows(
-            f"select {columns(HealthCheck, 'h')} from pgque.health() as h", _NONE, HealthCheck
+            f"select {columns(Metric, 'm')} from pgque.metrics(%(queue)s::text) as m",
+            {"queue": queue},
+            Metric,
+        )
+
+    async def health(self, queue: str | None = None) -> list[HealthCheck]:
+        """Return one row a check, of everything or of one queue: ok, warn or fail, and what to do. Calls
+        `pgque.health`. Any right to the queue is enough for one."""
+        if queue is None:
+            return await self._rows(
+                f"select {columns(HealthCheck, 'h')} from pgque.health() as h", _NONE, HealthCheck
+            )
+        return await self._rows(
+            f"select {columns(HealthCheck, 'h')} from pgque.health(%(queue)s::text) as h",
+            {"queue": queue},
+            HealthCheck,
+        )
+
+    async def queue_rates(
+        self, queue: str, since: Seconds = timedelta(hours=6), buckets: int = 72
+    ) -> list[Rate]:
+        """Return how many messages came to a queue in the last `since` seconds, in so many equal parts. Calls
+        `pgque.queue_rates`. Raises PgqueBadArgument."""
+        return await self._rows(
+            f"select {columns(Rate, 'r')} from pgque.queue_rates("
+            "%(queue)s::text, %(since)s::interval, %(buckets)s::int) as r",
+            {"queue": queue, "since": _encode.interval(since), "buckets": buckets},
+            Rate,
+        )
+
+    async def consumer_lags(
+        self, queue: str, consumer: str | None = None, since: Seconds = timedelta(hours=6)
+    ) -> list[LagSample]:
+        """Return how far consumers of a queue lagged in the last `since` seconds, minute by minute. Calls
+        `pgque.consumer_lags`. Raises PgqueConsumerNotFound."""
+        return await self._rows(
+            f"select {columns(LagSample, 's')} from pgque.consumer_lags("
+            "%(queue)s::text, %(consumer)s::text, %(since)s::interval) as s",
+            {"queue": queue, "consumer": consumer, "since": _encode.interval(since)},
+            LagSample,
+        )
+
+    async def list_actions(
+        self, queue: str | None = None, limit: int = 100, before: datetime | None = None
+    ) -> list[Action]:
+        """Return who changed what by hand, the newest first. Calls `pgque.list_actions`.
+
+        `before` is for the next page: the `at` of the last one. Without time zone it is local time.
+        """
+        return await self._rows(
+            f"select {columns(Action, 'a')} from pgque.list_actions("
+            "%(queue)s::text, %(limit)s::int, %(before)s::timestamptz) as a",
+            {"queue": queue, "limit": limit, "before": None if before is None else _encode.moment(before)},
+            Action,
+        )
+
+    async def set_history(self, what: str, keep: Seconds | None) -> None:
+        """Set how long the history of "actions" or "lags" goes back at least, in seconds; None turns it off.
+        Calls `pgque.set_history`. Raises PgqueBadArgument."""
+        await self._run(
+            "select pgque.set_history(%(what)s::text, %(keep)s::interval)",
+            {"what": what, "keep": None if keep is None else _encode.interval(keep)},
         )
 
     async def version(self) -> str:
         """Return the version of the SQL side. Calls `pgque.version`."""
         return await self._value(str, "select pgque.version()")
 
-    async def queue_info(self, queue: str | None = None) -> list[QueueInfo]:
+    async def get_queue_info(self, queue: str | None = None) -> list[QueueInfo]:
         """Return settings and load of one queue or of all. Calls `pgque.get_queue_info`."""
         call = "pgque.get_queue_info()" if queue is None else "pgque.get_queue_info(%(queue)s::text)"
         return await self._rows(
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
         )
 
-    async def consumer_info(
+    queue_info = Renamed(get_queue_info)
+
+    async def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
     ) -> list[ConsumerInfo]:
         """Return where consumers stand: all, those of a queue, or one. Calls `pgque.get_consumer_info`."""
@@ -734,6 +864,105 @@ class AsyncPgqueClient:
             f"select {columns(ConsumerInfo, 'i')} from pgque.get_consumer_info({', '.join(arguments)}) as i",
             {"queue": queue, "consumer": consumer},
             ConsumerInfo,
+        )
+
+    consumer_info = Renamed(get_consumer_info)
+
+    # -- recurring messages
+    # --------------------------------------------------------------------------------------------------
+
+    async def create_recurring(
+        self,
+        name: str,
+        queue: str,
+        cron: str,
+        payload: Payload | Event = None,
+        *,
+        type: str = "default",
+        headers: Mapping[str, object] | None = None,
+        key: str | None = None,
+        delay: Seconds | None = None,
+        ttl: Seconds | None = None,
+        partition_key: str | None = None,
+        timezone: str = "UTC",
+        catch_up: str = "one",
+        starts_at: datetime | None = None,
+        ends_at: datetime | None = None,
+    ) -> bool:
+        """Create a message that the ticker sends at its times, or change the one of this name; return whether
+        it is new. Calls `pgque.create_recurring`.
+
+        Each message has the header `pgque-recurring` with `name` and `run_at`. Each run needs the right of
+        the role that made this call to send to the queue.
+
+        Args:
+            name: 1 to 200 bytes, once in the database.
+            cron: five fields such as "0 3 * * mon-fri" (minute, hour, day, month, weekday), six with seconds
+                first, or an interval such as "90 seconds", counted from `starts_at` or from now.
+            payload: as of `send`. An `Event` brings its own type and options, but no `deliver_at`.
+            timezone: where the fields of `cron` are the local time, such as "Europe/Berlin".
+            catch_up: what is sent of runs that were missed: "none", "one" for the last, or "all", at most
+                1,000.
+            starts_at: no run is before; a datetime without time zone is local time.
+            ends_at: no run is after.
+
+        A call that changes nothing about the times keeps the next run, and what is paused stays paused.
+        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, PgquePermissionDenied.
+        """
+        options = {
+            "headers": headers,
+            "key": key,
+            "delay": delay,
+            "ttl": ttl,
+            "partition_key": partition_key,
+        }
+        event = _encode.event_of(type, payload, options)
+        if event.deliver_at is not None:
+            raise ValueError("a recurring message has no deliver_at: its times are those of cron")
+        sql, params = _encode.send_arguments(event, self._encoder)
+        more, schedule = _encode.arguments(
+            {
+                "timezone": ("text", timezone),
+                "catch_up": ("text", catch_up),
+                "starts_at": ("timestamptz", _encode.moment(starts_at)),
+                "ends_at": ("timestamptz", _encode.moment(ends_at)),
+            }
+        )
+        new = await self._value(
+            int,
+            "select pgque.create_recurring(%(name)s::text, %(queue)s::text, %(cron)s::text, %(type)s::text,"
+            f" {sql}{more})",
+            {"name": name, "queue": queue, "cron": cron, "type": event.type, **params, **schedule},
+        )
+        return new == 1
+
+    async def drop_recurring(self, name: str) -> None:
+        """Drop a recurring message; what it sent stays. Calls `pgque.drop_recurring`. Raises
+        PgqueMessageNotFound, PgquePermissionDenied."""
+        await self._run("select pgque.drop_recurring(%(name)s::text)", {"name": name})
+
+    async def pause_recurring(self, name: str) -> bool:
+        """Pause a recurring message, and return False if it was paused. Calls `pgque.pause_recurring`. Raises
+        as `drop_recurring`."""
+        return await self._value(int, "select pgque.pause_recurring(%(name)s::text)", {"name": name}) == 1
+
+    async def resume_recurring(self, name: str) -> bool:
+        """Resume a paused recurring message with its next run, and return False if it was not paused. Calls
+        `pgque.resume_recurring`. Raises as `drop_recurring`."""
+        return await self._value(int, "select pgque.resume_recurring(%(name)s::text)", {"name": name}) == 1
+
+    async def run_recurring(self, name: str) -> int:
+        """Send a recurring message now, besides its times, and return the id of the message. Calls
+        `pgque.run_recurring`. Raises as `drop_recurring` and `send`."""
+        return await self._value(int, "select pgque.run_recurring(%(name)s::text)", {"name": name})
+
+    async def list_recurring(self) -> list[RecurringMessage]:
+        """Return the recurring messages that the role may see, with their last and next run. Calls
+        `pgque.list_recurring`."""
+        return await self._rows(
+            f"select {columns(RecurringMessage, 'r')} from pgque.list_recurring() as r",
+            _NONE,
+            RecurringMessage,
         )
 
     # -- workers and messages
@@ -794,14 +1023,54 @@ class AsyncPgqueClient:
         )
 
     async def list_messages(
-        self, queue: str, status: str | None = None, limit: int = 100
+        self,
+        queue: str,
+        status: str | None = None,
+        limit: int = 100,
+        *,
+        type: str | None = None,
+        key: str | None = None,
+        consumer: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        matching: str | None = None,
+        after_id: int | None = None,
     ) -> list[QueuedMessage]:
-        """Return messages of a queue, at most `limit`, of one status or of any. Calls
-        `pgque.list_messages`."""
+        """Return messages of a queue by id, at most `limit`, those that satisfy all filters. Calls
+        `pgque.list_messages`.
+
+        `since` and `until` concern the time when they were sent; a datetime without time zone is local
+        time. `matching` is a text in payload, headers or last error, in upper or lower case. To read page
+        by page, pass `after_id=0`, and then the last id: a page can be longer than `limit`, since one
+        message's rows stay together.
+        """
         return await self._rows(
             f"select {columns(QueuedMessage, 'm')}"
-            " from pgque.list_messages(%(queue)s::text, %(status)s::text, %(limit)s::int) as m",
-            {"queue": queue, "status": status, "limit": limit},
+            " from pgque.list_messages(%(queue)s::text, %(status)s::text, %(limit)s::int, %(type)s::text,"
+            " %(key)s::text, %(consumer)s::text, %(since)s::timestamptz, %(until)s::timestamptz,"
+            " %(matching)s::text, %(after_id)s::bigint) as m",
+            {
+                "queue": queue,
+                "status": status,
+                "limit": limit,
+                "type": type,
+                "key": key,
+                "consumer": consumer,
+                "since": _encode.moment(since),
+                "until": _encode.moment(until),
+                "matching": matching,
+                "after_id": after_id,
+            },
+            QueuedMessage,
+        )
+
+    async def get_message(self, queue: str, msg_id: int) -> list[QueuedMessage]:
+        """Return one message, once for each consumer that still has it. Calls `pgque.get_message`. Raises
+        PgqueMessageNotFound."""
+        return await self._rows(
+            f"select {columns(QueuedMessage, 'm')}"
+            " from pgque.get_message(%(queue)s::text, %(msg)s::bigint) as m",
+            {"queue": queue, "msg": msg_id},
             QueuedMessage,
         )
 
@@ -844,14 +1113,41 @@ class AsyncPgqueClient:
         return await self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
 
     async def archive_list(
-        self, queue: str, limit: int = 100, since: datetime | None = None
+        self,
+        queue: str,
+        limit: int = 100,
+        since: datetime | None = None,
+        *,
+        until: datetime | None = None,
+        type: str | None = None,
+        key: str | None = None,
+        consumer: str | None = None,
+        matching: str | None = None,
+        before_id: int | None = None,
     ) -> list[ArchivedMessage]:
-        """Return the newest archived messages of a queue, at most `limit`, or those archived `since` then.
-        Calls `pgque.archive_list`. A datetime without time zone is local time."""
+        """Return the newest archived messages of a queue, at most `limit`, those that satisfy all filters.
+        Calls `pgque.archive_list`.
+
+        `since` and `until` concern the time when they were archived; a datetime without time zone is local
+        time. `matching` is a text in payload, headers or key, in upper or lower case. To read page by page,
+        pass the last `archive_id` as `before_id`.
+        """
         return await self._rows(
             f"select {columns(ArchivedMessage, 'a')}"
-            " from pgque.archive_list(%(queue)s::text, %(limit)s::int, %(since)s::timestamptz) as a",
-            {"queue": queue, "limit": limit, "since": _encode.moment(since)},
+            " from pgque.archive_list(%(queue)s::text, %(limit)s::int, %(since)s::timestamptz,"
+            " %(until)s::timestamptz, %(type)s::text, %(key)s::text, %(consumer)s::text, %(matching)s::text,"
+            " %(before_id)s::bigint) as a",
+            {
+                "queue": queue,
+                "limit": limit,
+                "since": _encode.moment(since),
+                "until": _encode.moment(until),
+                "type": type,
+                "key": key,
+                "consumer": consumer,
+                "matching": matching,
+                "before_id": before_id,
+            },
             ArchivedMessage,
         )
 
@@ -874,13 +1170,62 @@ class AsyncPgqueClient:
     # -- dead letters
     # --------------------------------------------------------------------------------------------------
 
-    async def dlq_inspect(self, queue: str, limit: int = 100) -> list[DeadLetter]:
-        """Return dead letters of a queue. Calls `pgque.dlq_inspect`."""
+    async def dlq_inspect(
+        self,
+        queue: str,
+        limit: int = 100,
+        *,
+        reason: str | None = None,
+        type: str | None = None,
+        key: str | None = None,
+        consumer: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        matching: str | None = None,
+        before_id: int | None = None,
+    ) -> list[DeadLetter]:
+        """Return the newest dead letters of a queue, at most `limit`, those that satisfy all filters. Calls
+        `pgque.dlq_inspect`.
+
+        `reason` is a reason as here or as `dlq_reasons` returns it. `since` and `until` concern the time
+        when they were given up; a datetime without time zone is local time. `matching` is a text in
+        payload, headers or reason, in upper or lower case. To read page by page, pass the last `dl_id` as
+        `before_id`.
+        """
         return await self._rows(
-            f"select {columns(DeadLetter, 'd')} from pgque.dlq_inspect(%(queue)s::text, %(limit)s::int) as d",
-            {"queue": queue, "limit": limit},
+            f"select {columns(DeadLetter, 'd')}"
+            " from pgque.dlq_inspect(%(queue)s::text, %(limit)s::int, %(reason)s::text, %(type)s::text,"
+            " %(key)s::text, %(consumer)s::text, %(since)s::timestamptz, %(until)s::timestamptz,"
+            " %(matching)s::text, %(before_id)s::bigint) as d",
+            {
+                "queue": queue,
+                "limit": limit,
+                "reason": reason,
+                "type": type,
+                "key": key,
+                "consumer": consumer,
+                "since": _encode.moment(since),
+                "until": _encode.moment(until),
+                "matching": matching,
+                "before_id": before_id,
+            },
             DeadLetter,
         )
+
+    async def dlq_reasons(self, queue: str) -> list[DeadReason]:
+        """Return why dead letters of a queue were given up, with their counts. Calls `pgque.dlq_reasons`."""
+        return await self._rows(
+            f"select {columns(DeadReason, 'd')} from pgque.dlq_reasons(%(queue)s::text) as d",
+            {"queue": queue},
+            DeadReason,
+        )
+
+    async def dlq_delete(self, dl_id: int) -> int:
+        """Delete a dead letter, a held one too, and return its message id. Calls `pgque.dlq_delete`.
+
+        Raises PgqueNotDeadLetter.
+        """
+        return await self._value(int, "select pgque.dlq_delete(%(dl)s::bigint)", {"dl": dl_id})
 
     async def dlq_requeue(self, dl_id: int) -> int:
         """Give a dead letter back to the consumer that failed it and return its message id. Calls
@@ -890,15 +1235,14 @@ class AsyncPgqueClient:
         """
         return await self._value(int, "select pgque.dlq_requeue(%(dl)s::bigint)", {"dl": dl_id})
 
-    async def dlq_requeue_all(self, queue: str, limit: int | None = None) -> int:
+    async def dlq_requeue_all(self, queue: str, limit: int | None = None, reason: str | None = None) -> int:
         """Give dead letters back to the consumers that failed them, at most `limit`, and return their count.
 
-        Calls `pgque.dlq_requeue_all`.
+        `reason` is one that `dlq_reasons` returns: only dead letters with it. Calls `pgque.dlq_requeue_all`.
         """
+        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         return await self._value(
-            int,
-            "select pgque.dlq_requeue_all(%(queue)s::text, %(limit)s::int)",
-            {"queue": queue, "limit": limit},
+            int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
         )
 
     async def dlq_replay(self, dl_id: int) -> int:
@@ -908,21 +1252,34 @@ class AsyncPgqueClient:
         """
         return await self._value(int, "select pgque.dlq_replay(%(dl)s::bigint)", {"dl": dl_id})
 
-    async def dlq_replay_all(self, queue: str) -> ReplayResult:
-        """Send all dead letters of a queue again. Calls `pgque.dlq_replay_all`."""
+    async def dlq_replay_all(
+        self, queue: str, limit: int | None = None, reason: str | None = None
+    ) -> ReplayResult:
+        """Send all dead letters of a queue again, or the oldest ones, at most `limit`. Calls
+        `pgque.dlq_replay_all`.
+
+        `reason` is one that `dlq_reasons` returns: only dead letters with it.
+        """
+        named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         return await self._row(
-            f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text) as r",
-            {"queue": queue},
+            f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
+            {"queue": queue, **params},
             ReplayResult,
         )
 
-    async def dlq_purge(self, queue: str, older_than: Seconds = timedelta(days=30)) -> int:
+    async def dlq_purge(
+        self, queue: str, older_than: Seconds = timedelta(days=30), reason: str | None = None
+    ) -> int:
         """Delete dead letters older than so many seconds and return their count. Calls
-        `pgque.dlq_purge`."""
+        `pgque.dlq_purge`.
+
+        `reason` is one that `dlq_reasons` returns: only dead letters with it.
+        """
+        named, params = _encode.arguments({"reason": ("text", reason)})
         return await self._value(
             int,
-            "select pgque.dlq_purge(%(queue)s::text, %(age)s::interval)",
-            {"queue": queue, "age": _encode.interval(older_than)},
+            f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
+            {"queue": queue, "age": _encode.interval(older_than), **params},
         )
 
     # -- how a call is made
@@ -958,14 +1315,8 @@ class AsyncPgqueClient:
         msgs: Sequence[MessageOrId] | None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> list[Outcome]:
-        sql, params = _encode.arguments(
-            {"msg_ids": ("bigint[]", _encode.ids_or_none(msgs)), **(options or {})}
-        )
-        return await self._rows(
-            f"select {columns(Outcome, 'o')} from pgque.{function}(%(batch)s::bigint{sql}) as o",
-            {"batch": batch_id, **params},
-            Outcome,
-        )
+        call, params = _statements.outcomes(function, batch_id, msgs, options)
+        return await self._rows(f"select {_statements.OUTCOME} from {call} as o", params, Outcome)
 
     async def _rows(self, sql: str, params: Mapping[str, object], make: Callable[..., T]) -> list[T]:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
@@ -1010,12 +1361,7 @@ class AsyncPgqueClient:
         queue = params.get("queue")
         name = queue if isinstance(queue, str) else None
         if isinstance(error, UnicodeEncodeError):
-            return PgqueBadArgument(
-                f"a text has the character {error.object[error.start]!a}, which the encoding of the"
-                f" connection lacks: {error.encoding}",
-                hint="Send it as bytes, or use a database in UTF8. Half of a surrogate pair is in no text.",
-                queue=name,
-            )
+            return from_encoding(error, name)
         translated = from_psycopg(error, name)
         if self._owned and prepare_threshold() is None:
             self._conn.prepare_threshold = None
@@ -1026,13 +1372,20 @@ def _pair(name: str, value: str | None) -> tuple[str, str | None]:
     return name, value
 
 
-async def connect_async(dsn: str = "", *, autocommit: bool = False) -> AsyncPgqueClient:
+async def connect_async(
+    dsn: str = "",
+    *,
+    autocommit: bool = False,
+    encoder: Encoder | None = None,
+    decoder: Decoder | None = None,
+) -> AsyncPgqueClient:
     """Connect to a database with pgque in it.
 
     `dsn` is a connection string or URL; what it leaves out comes from the PG* environment variables. As a
     context manager the client commits at the end of the block, rolls back after an exception, and closes.
-    With `autocommit` each call is a transaction of its own.
+    With `autocommit` each call is a transaction of its own. For `encoder` and `decoder` see
+    `AsyncPgqueClient`.
 
     Raises PgqueConnectionError, and PgqueVersionError when the database has no pgque or an unknown version.
     """
-    return await AsyncPgqueClient.connect(dsn, autocommit=autocommit)
+    return await AsyncPgqueClient.connect(dsn, autocommit=autocommit, encoder=encoder, decoder=decoder)

@@ -11,17 +11,21 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.pq import TransactionStatus
 
+from . import _otel, _payloads, _telemetry
+from ._batches import MessageOutcome, failure_outcome
 from ._connection_async import Progress, keep_connected, open_client
-from ._encode import total_seconds
+from ._encode import interval, total_seconds
 from ._handlers import Handlers, check_async_handler
+from ._json import Encoder
 from ._listen_async import TickWatch, listen
 from ._min_interval import check_min_interval, next_receive_at
+from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
 from ._stopper import GRACE, AsyncStopper, HandlerInterrupted
 from .client_async import AsyncPgqueClient
@@ -30,6 +34,7 @@ from .errors import (
     PgqueBatchNotFound,
     PgqueConnectionError,
     PgqueError,
+    PgquePayloadError,
     PgqueQueueInUse,
     described,
     from_psycopg,
@@ -37,10 +42,11 @@ from .errors import (
     pooler_error,
 )
 from .outcomes import retry_interval
-from .types import Message, Seconds
+from .types import Message, Outcome, Seconds
 
-AsyncHandler: TypeAlias = Callable[[Message], Awaitable[object]]
-AsyncTransactionalHandler: TypeAlias = Callable[[Message, AsyncConnection[object]], Awaitable[object]]
+# Their first parameter is a Message, a Message[Model] or a Model.
+AsyncHandler: TypeAlias = Callable[[Any], Awaitable[object]]
+AsyncTransactionalHandler: TypeAlias = Callable[[Any, AsyncConnection[object]], Awaitable[object]]
 H = TypeVar("H", bound=AsyncHandler | AsyncTransactionalHandler)
 
 log = logging.getLogger("pgque.consumer")
@@ -79,22 +85,22 @@ class _BatchLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _HandledBatch:
-    """A batch whose handlers have run: the ids of the messages that failed, by reason."""
+    """A batch whose handlers have run: the ids of the messages that failed, by what to do with them."""
 
     batch_id: int
-    failed: dict[str, list[int]]
+    failed: dict[MessageOutcome, list[int]]
     is_whole: bool = True  # otherwise the rest of the batch is delivered again
 
 
 class AsyncConsumer:
     """Feed the messages of a queue to handlers.
 
-        consumer = AsyncConsumer(dsn, queue="orders", name="billing")
+        consumer = AsyncConsumer(dsn, queue="orders", consumer="billing")
 
-        @consumer.on("order.created")
+        @consumer.handler("order.created")
         async def bill(message): ...
 
-        await consumer.start()
+        await consumer.run()
 
     Usually no transaction is open while a handler runs, and a message whose batch was interrupted comes
     again: handlers have to bear that. With `transactional=True` a handler is called with the message and
@@ -109,7 +115,8 @@ class AsyncConsumer:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
         queue: name or `queue_uid` of the queue. The consumer must be subscribed to it, but for one with
             subconsumers.
-        name: name of the consumer.
+        consumer: name of the consumer.
+        name: the same, under its earlier name.
         poll_interval: seconds between polls of the queue when no notification comes.
         max_messages: most messages in one batch.
         min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
@@ -122,6 +129,11 @@ class AsyncConsumer:
             `convert_normal` turns it.
         dead_interval: seconds of silence after which the batch of another worker may be taken over.
         transactional: whether handlers share a transaction with the ack.
+        encoder: as of a client, for what the consumer itself sends.
+        decoder: as of a client, for the messages that handlers get.
+        bad_payload: what to do with a message whose handler raises PgquePayloadError, as it does where the
+            payload does not fit the model that it asks for: "dead" gives it up, with the reason, "retry" is
+            as for any error.
     """
 
     def __init__(
@@ -129,7 +141,8 @@ class AsyncConsumer:
         dsn: str = "",
         *,
         queue: str,
-        name: str,
+        consumer: str | None = None,
+        name: str | None = None,
         poll_interval: float = 30,
         max_messages: int = 100,
         min_interval: float = 0,
@@ -138,7 +151,16 @@ class AsyncConsumer:
         subconsumer: str | None = None,
         dead_interval: Seconds | None = None,
         transactional: bool = False,
+        encoder: Encoder | None = None,
+        decoder: Decoder | None = None,
+        bad_payload: BadPayload = "dead",
     ) -> None:
+        if consumer is None:
+            consumer = name
+        elif name is not None:
+            raise TypeError("a Consumer needs consumer=..., or name=..., and not both")
+        if consumer is None:
+            raise TypeError("a Consumer needs the name of its consumer: consumer=...")
         if unknown_handler_policy not in ("nack", "ack"):
             raise ValueError(
                 f"unknown_handler_policy must be 'nack' or 'ack', not {unknown_handler_policy!r}"
@@ -149,9 +171,11 @@ class AsyncConsumer:
             raise ValueError("max_messages must be at least 1")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
+        _payloads.check_functions(encoder=encoder, decoder=decoder)
+        _payloads.check_bad_payload(bad_payload)
         self.dsn = dsn
         self.queue = queue
-        self.name = name
+        self.consumer = consumer
         self.poll_interval = poll_interval
         self.max_messages = max_messages
         self.min_interval = min_interval
@@ -160,8 +184,11 @@ class AsyncConsumer:
         self.subconsumer = subconsumer
         self.dead_interval = dead_interval
         self.transactional = transactional
+        self.encoder = encoder
+        self.decoder = decoder
+        self.bad_payload = bad_payload
         self._handlers: Handlers[AsyncHandler | AsyncTransactionalHandler] = Handlers(
-            "Consumer", "@consumer.on", check_async_handler, name, log
+            "Consumer", "@consumer.handler", check_async_handler, consumer, log
         )
         self._stopper = AsyncStopper()
         self._notified = False
@@ -171,18 +198,20 @@ class AsyncConsumer:
         self._unreported: _HandledBatch | None = None
         self._settings = QueueSettings(queue)
 
-    def on(self, type: str) -> Callable[[H], H]:
+    def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one. Raises TypeError for what cannot be a handler."""
+        one. Its first parameter may ask by annotation for a Message[Model] or a Model. Raises TypeError for
+        what cannot be a handler, and for an annotation that no payload becomes."""
         return self._handlers.register(type)
 
-    async def start(self) -> None:
+    async def run(self, *, catch_signals: bool = True) -> None:
         """Consume until `stop()`, SIGTERM or SIGINT.
 
         The signals are caught in the main thread only, for all that run there, and their handlers put back
         when the last of them ends; a handler that the program gave to its event loop is called as well. A
         batch in hand is finished if that takes less than half a second, otherwise it is handed back whole; a
-        handler that runs longer is interrupted.
+        handler that runs longer is interrupted. With `catch_signals=False` they are left to the program, such
+        as a web server, which calls `stop()` when it ends.
 
         After a fault of the database the consumer connects again, after a growing random pause, for as long
         as it takes; the outcomes of a batch whose handlers have run are kept until then. Raises a PgqueError
@@ -192,36 +221,46 @@ class AsyncConsumer:
         given a subconsumer.
         """
         self._handlers.check_any(self.unknown_handler_policy)
-        async with self._stopper.running():
+        async with self._stopper.running(catch_signals):
             try:
                 await keep_connected(
                     self._stopper,
                     lambda progress: self._stopper.call(lambda: self._session(progress)),
                     queue=self.queue,
+                    consumer=self.consumer,
                     log=log,
                     is_done=self._is_done,
                 )
             except HandlerInterrupted:
                 log.warning("stopped in the middle of a batch, which comes again")
             except PgqueError as error:
-                log.error("consumer %s of queue %s ends: %s", self.name, self.queue, one_line(error))
+                log.error("consumer %s of queue %s ends: %s", self.consumer, self.queue, one_line(error))
                 raise
 
     def stop(self) -> None:
-        """Make `start` return soon, for good; callable from any thread.
+        """Make `run` return soon, for good; callable from any thread.
 
         The batch in hand is finished if that takes less than half a second, otherwise it is handed back
         whole, after the handler that is running has returned.
         """
         self._stopper.set()
 
+    @property
+    def name(self) -> str:
+        """Return the name of the consumer: the earlier name of `consumer`."""
+        return self.consumer
+
+    # Earlier names, which stay.
+    on = handler
+    start = run
+
     def _is_done(self) -> bool:
         return self._stopper.is_set() and (self._unreported is None or self._stopper.out_of_time())
 
     async def _session(self, progress: Progress) -> None:
         """Consume over one connection. Progress is a batch that was handled, or an empty queue."""
-        name = f"pgque {self.queue}/{self.subconsumer or self.name}"
-        async with await open_client(self.dsn, name) as client:
+        name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
+        async with await open_client(self.dsn, name, encoder=self.encoder, decoder=self.decoder) as client:
             client.conn.add_notify_handler(self._on_notify)
             self._settings = await listen(client, self.queue)
             watch = TickWatch(self.queue, log)
@@ -261,7 +300,7 @@ class AsyncConsumer:
                 self._touched_at = time.monotonic()
                 return await client.receive_coop(
                     self.queue,
-                    self.name,
+                    self.consumer,
                     self.subconsumer,
                     max_messages=self.max_messages,
                     dead_interval=self.dead_interval,
@@ -270,7 +309,7 @@ class AsyncConsumer:
                 await self._report(client)
             finished = None if self._unreported is None else self._unreported.batch_id
             try:
-                batch = await client.receive(self.queue, self.name, self.max_messages, ack_batch=finished)
+                batch = await client.receive(self.queue, self.consumer, self.max_messages, ack_batch=finished)
             except (PgqueBadArgument, PgqueQueueInUse) as error:
                 raise type(error)(
                     error.args[0], sqlstate=error.sqlstate, hint=_NOT_FOR_CONSUMER, queue=self.queue
@@ -295,11 +334,18 @@ class AsyncConsumer:
         self._unreported = None
 
     async def _nack_and_ack(self, client: AsyncPgqueClient, handled: _HandledBatch) -> None:
-        for reason, ids in handled.failed.items():
-            for outcome in await client.nack(handled.batch_id, ids, self.retry_after, reason):
-                if not outcome.ok:
-                    log.warning("message %s could not be nacked: %s", outcome.msg_id, outcome.reason)
-        if handled.is_whole and await client.ack(handled.batch_id) == 0:
+        refused: list[Outcome] = []
+        with _otel.timed("ack", self.queue, self.consumer):
+            for failure, ids in handled.failed.items():
+                if failure.action == "dead":
+                    outcomes = await client.dead(handled.batch_id, ids, failure.reason)
+                else:
+                    outcomes = await client.nack(handled.batch_id, ids, self.retry_after, failure.reason)
+                refused += [outcome for outcome in outcomes if not outcome.ok]
+            is_lost = handled.is_whole and await client.ack(handled.batch_id) == 0
+        for outcome in refused:
+            log.warning("message %s could not be nacked: %s", outcome.msg_id, outcome.reason)
+        if is_lost:
             raise _BatchLost
 
     def _log_lost(self, batch_id: int) -> None:
@@ -308,7 +354,7 @@ class AsyncConsumer:
             " connection",
             batch_id,
             self.queue,
-            self.name,
+            self.consumer,
         )
 
     async def _handle_batch(self, client: AsyncPgqueClient, batch: list[Message]) -> None:
@@ -323,42 +369,47 @@ class AsyncConsumer:
 
     async def _handle_all(self, client: AsyncPgqueClient, batch: list[Message]) -> _HandledBatch:
         """Run the handlers of a batch."""
-        failed: dict[str, list[int]] = defaultdict(list)
+        failed: dict[MessageOutcome, list[int]] = defaultdict(list)
         check = await _constraint_check(client) if self.transactional else ""
         for message in batch:
             if self._stopper.out_of_time():
                 raise HandlerInterrupted
-            reason = await self._handle(client, message, check)
-            if reason is not None:
-                failed[reason].append(message.msg_id)
+            failure = await self._handle(client, message, check)
+            _telemetry.note_outcome(message, self.consumer, "ack" if failure is None else failure.action)
+            if failure is not None:
+                failed[failure].append(message.msg_id)
             await self._touch(client)
         return _HandledBatch(batch[0].batch_id, failed)
 
-    async def _handle(self, client: AsyncPgqueClient, message: Message, check: str) -> str | None:
-        """Run the handler of one message and return why it failed, or None."""
+    async def _handle(self, client: AsyncPgqueClient, message: Message, check: str) -> MessageOutcome | None:
+        """Run the handler of one message and return what to do where it failed, or None."""
+        retry_after = interval(self.retry_after)
         handler = self._handlers.find(message)
         if handler is None:
-            return self._handlers.reject_reason(message, self.unknown_handler_policy)
+            reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
+            return None if reason is None else MessageOutcome("nack", retry_after, reason)
         try:
-            if self.transactional:
-                async with (
-                    client.conn.transaction()
-                ):  # a savepoint: a failed handler takes only its own work back
-                    await self._stopper.handle(handler, message, client.conn)
-                    if client.conn.info.transaction_status is TransactionStatus.INERROR:
-                        raise RuntimeError(_TRANSACTION_FAILED)
-                    await client.conn.execute(check.encode(), prepare=False)
-            else:
-                await self._stopper.handle(handler, message)
+            with _telemetry.handling(message, self.consumer):
+                if self.transactional:
+                    async with (
+                        client.conn.transaction()
+                    ):  # a savepoint: a failed handler takes only its own work back
+                        await self._stopper.handle(handler, message, client.conn)
+                        if client.conn.info.transaction_status is TransactionStatus.INERROR:
+                            raise RuntimeError(_TRANSACTION_FAILED)
+                        await client.conn.execute(check.encode(), prepare=False)
+                else:
+                    await self._stopper.handle(handler, message)
         except Exception as error:
             if self.transactional:
                 await self._raise_if_lost(client, message, error)
-            log.warning(
-                "%s",
-                self._settings.failure_text(message, self.name, error, self.retry_after, False),
-                exc_info=True,
+            is_bad = isinstance(error, PgquePayloadError)
+            is_dead = is_bad and self.bad_payload == "dead"
+            text = self._settings.failure_text(
+                message, self.consumer, error, self.retry_after, False, is_dead
             )
-            return described(error)
+            log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
+            return failure_outcome(error, retry_after, is_dead)
         return None
 
     async def _raise_if_lost(self, client: AsyncPgqueClient, message: Message, error: Exception) -> None:
@@ -371,9 +422,8 @@ class AsyncConsumer:
             ) from error
         if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
             # What other handlers wrote in the transaction cannot be acknowledged with it.
-            self._unreported = _HandledBatch(
-                message.batch_id, {described(error): [message.msg_id]}, is_whole=False
-            )
+            failure = failure_outcome(error, interval(self.retry_after))
+            self._unreported = _HandledBatch(message.batch_id, {failure: [message.msg_id]}, is_whole=False)
             await client.conn.close()
             raise PgqueConnectionError(
                 f"the handler of message {message.msg_id} ended the transaction of its batch, which is"
@@ -392,7 +442,7 @@ class AsyncConsumer:
         if time.monotonic() - self._touched_at > total_seconds(self.dead_interval) / 3:
             self._touched_at = time.monotonic()
             with suppress(PgqueConnectionError):  # the batch goes on, and is acknowledged over another one
-                await client.touch_subconsumer(self.queue, self.name, self.subconsumer)
+                await client.touch_subconsumer(self.queue, self.consumer, self.subconsumer)
 
 
 async def _constraint_check(client: AsyncPgqueClient) -> str:

@@ -67,6 +67,13 @@ class PgqueBadArgument(PgqueError, ValueError):
     """Say that an argument is out of range or unknown (PQ005)."""
 
 
+class PgquePayloadError(PgqueError, ValueError):
+    """Say that a payload does not fit the type that it was asked for, or cannot be decoded.
+
+    A worker or consumer dead-letters the message whose handler raises it, unless `bad_payload="retry"`.
+    """
+
+
 class PgqueQueueInUse(PgqueError):
     """Say that the queue still has consumers (PQ006)."""
 
@@ -150,10 +157,7 @@ _GRANT_ROLE = (
 _INSTALL = "The database has another version of pgque than this package: pgque install --dsn …"
 
 
-def _is_connection_loss(error: psycopg.Error) -> bool:
-    state = error.sqlstate
-    if state is None:
-        return isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+def _is_connection_loss(state: str) -> bool:
     return state.startswith("08") or state in _CONNECTION_STATES
 
 
@@ -179,18 +183,49 @@ def pooler_error(error: BaseException | None) -> psycopg.Error | None:
 def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     """Return the error of this package for a psycopg error, ready to be raised `from` it."""
     diag = error.diag
-    if error.sqlstate in _POOLER_STATES:
+    return from_fields(
+        diag.message_primary or str(error).strip() or type(error).__name__,
+        sqlstate=error.sqlstate,
+        hint=diag.message_hint,
+        context=diag.context,
+        is_lost=isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
+        and not isinstance(error, psycopg.errors.PipelineAborted),
+        queue=queue,
+    )
+
+
+def from_fields(
+    message: str,
+    *,
+    sqlstate: str | None,
+    hint: str | None = None,
+    context: str | None = None,
+    is_lost: bool = False,
+    queue: str | None = None,
+) -> PgqueError:
+    """Return the error of this package for what a server or a driver reported. `is_lost` is what the driver's
+    class of the error says, and counts where there is no SQLSTATE."""
+    if sqlstate in _POOLER_STATES:
         _behind_pooler.set()
-    message = diag.message_primary or str(error).strip() or type(error).__name__
-    hint = diag.message_hint
-    known = BY_SQLSTATE.get(error.sqlstate or "")
-    if error.sqlstate in _MISSING_STATES and diag.context is None:
+    known = BY_SQLSTATE.get(sqlstate or "")
+    if sqlstate in _MISSING_STATES and context is None:
         known, hint = PgqueVersionError, _INSTALL
-    elif error.sqlstate == _MISSING_RIGHT and hint is None and diag.context is None:
+    elif sqlstate == _MISSING_RIGHT and hint is None and context is None:
         hint = _GRANT_ROLE  # the server's own refusal, of the schema or a function
     if known is None:
-        known = PgqueConnectionError if _is_connection_loss(error) else PgqueError
-    return known(message, sqlstate=error.sqlstate, hint=hint, queue=queue)
+        lost = is_lost if sqlstate is None else _is_connection_loss(sqlstate)
+        known = PgqueConnectionError if lost else PgqueError
+    return known(message, sqlstate=sqlstate, hint=hint, queue=queue)
+
+
+def from_encoding(error: UnicodeEncodeError, queue: str | None = None) -> PgqueBadArgument:
+    """Return the error for a text that the encoding of a connection lacks."""
+    return PgqueBadArgument(
+        f"a text has the character {error.object[error.start]!a}, which the encoding of the"
+        f" connection lacks: {error.encoding}",
+        hint="Send it as bytes, or use a database in UTF8. Half of a surrogate pair is in no text.",
+        queue=queue,
+    )
 
 
 _PERMANENT = (

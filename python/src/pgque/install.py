@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import files
 
 import psycopg
@@ -16,6 +17,15 @@ def sql_text() -> str:
     return files("pgque").joinpath("pgque.sql").read_text(encoding="utf-8")
 
 
+def refuse_downgrade(ask: Callable[[str], object]) -> None:
+    """Raise PgqueVersionError where the database has a newer version than this package.
+
+    `ask` runs a query and returns the first value of the first row, or None.
+    """
+    if ask(FIND_VERSION):
+        check_not_newer(str(ask("select pgque.version()")), __version__)
+
+
 def install(dsn: str = "") -> str:
     """Install pgque, or upgrade it, in one transaction; return its version. Running it again changes
     nothing.
@@ -25,16 +35,16 @@ def install(dsn: str = "") -> str:
     """
     try:
         with psycopg.connect(dsn) as conn:
-            there = conn.execute(FIND_VERSION).fetchone()
-            if there is not None and there[0]:
-                now = conn.execute("select pgque.version()").fetchone()
-                if now is not None:
-                    check_not_newer(now[0], __version__)
+
+            def ask(question: str) -> object:
+                row = conn.execute(question.encode()).fetchone()
+                return row[0] if row else None
+
+            refuse_downgrade(ask)
             conn.execute(sql_text().encode())
-            row = conn.execute("select pgque.version()").fetchone()
+            return str(ask("select pgque.version()"))
     except psycopg.Error as error:
         raise from_psycopg(error) from error
-    return str(row[0]) if row else ""
 
 
 def uninstall(dsn: str = "") -> None:

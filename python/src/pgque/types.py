@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import builtins
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Generic, TypeAlias, cast, overload
 
+from . import _convert
 from ._decode import parse_json
+from .errors import PgquePayloadError
 
-# str travels as text, byte for byte; bytes as bytes; dict, list, numbers and booleans as JSON; None as NULL.
-Payload: TypeAlias = (
-    str | bytes | bytearray | memoryview | Mapping[str, object] | Sequence[object] | int | float | bool | None
-)
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    # A Message without an argument is one whose value may be anything.
+    T_co = TypeVar("T_co", covariant=True, default=object)
+else:
+    from typing import TypeVar
+
+    T_co = TypeVar("T_co", covariant=True)
+
+M = TypeVar("M")
+
+# str travels as text, byte for byte; bytes as bytes; None as NULL; anything else as JSON, such as dict, list,
+# numbers, models, and what an encoder replaces.
+Payload: TypeAlias = object
 
 # Lengths of time: a timedelta, or a number of seconds.
 Seconds: TypeAlias = int | float | timedelta
@@ -21,9 +35,21 @@ Seconds: TypeAlias = int | float | timedelta
 Setting: TypeAlias = str | int | float | bool | timedelta | Mapping[str, object] | None
 
 
+class _Decoding:
+    """What a message has besides its columns: its decoder, and its value once that was read."""
+
+    __slots__ = ("_decoder", "_value")
+
+    _decoder: Callable[[Message], object]
+    _value: object
+
+
 @dataclass(frozen=True, slots=True)
-class Message:
+class Message(_Decoding, Generic[T_co]):
     """Hold one message of a batch, as `receive` and `peek` return it.
+
+    `payload` is its text, or `payload_bytes` its bytes; `value` and `into(Model)` read them. A handler that
+    asks for a `Message[Model]` gets one whose `value` is a Model.
 
     `receive_count` is 1 at the first delivery. A message is settled by its batch: `ack(batch_id)` finishes
     all of the batch that was not nacked before. Columns that the server does not fill yet are None.
@@ -58,6 +84,87 @@ class Message:
         if self.payload is None:
             raise ValueError(f"message {self.msg_id} has no payload")
         return parse_json(self.payload)
+
+    @property
+    def value(self) -> T_co:
+        """Return the payload as a Python value.
+
+        It is a Model in the handler of a `Message[Model]`, or else what the `decoder` returns. Without
+        either it is bytes as they were sent, None for NULL, and otherwise the value of the JSON. Raises
+        PgquePayloadError for a payload that cannot be decoded.
+        """
+        try:
+            return cast(T_co, self._value)
+        except AttributeError:
+            value = self._decoded()
+        object.__setattr__(self, "_value", value)
+        return cast(T_co, value)
+
+    @overload
+    def into(self, model: builtins.type[M]) -> M: ...
+
+    @overload
+    def into(self, model: object) -> object: ...
+
+    def into(self, model: object) -> object:
+        """Return the payload as a value of a type, validated.
+
+        `model` is any type that pydantic validates: a dataclass, a pydantic model, `dict[str, int]`, `UUID`,
+        `Order | None`; or a msgspec Struct. A text is validated as JSON, also one that was sent as bytes;
+        `str` and `bytes` take it as it is. With a `decoder` what that returns is validated.
+
+        Raises PgquePayloadError for a payload that does not fit, TypeError for a type that no payload
+        becomes, and ImportError if pydantic is missing: `pip install "pgque[typed]"`.
+        """
+        convert = _convert.converter(model)
+        try:
+            if hasattr(self, "_decoder"):
+                return convert(self._decoded(), False)
+            return convert(self.payload if self.payload_bytes is None else self.payload_bytes, True)
+        except RecursionError:
+            problem, cause = "payload: nested too deeply", None
+        except _convert.Misfit as misfit:
+            problem, cause = str(misfit), misfit.__cause__
+        raise PgquePayloadError(
+            f"message {self.msg_id} does not fit {_convert.name_of(model)}: {problem}", queue=self.queue
+        ) from cause
+
+    def _decoded(self) -> object:
+        if hasattr(self, "_decoder"):
+            return self._decoder(self)
+        if self.payload_bytes is not None or self.payload is None:
+            return self.payload_bytes
+        try:
+            return parse_json(self.payload)
+        except ValueError as error:
+            raise PgquePayloadError(
+                f"message {self.msg_id} is not JSON, its text is in message.payload: {error}",
+                queue=self.queue,
+            ) from error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let pickle and copy keep the value, or the decoder of a message whose value was not read."""
+        kept = next((name for name in ("_value", "_decoder") if hasattr(self, name)), None)
+        state = (kept, getattr(self, kept)) if kept else None
+        return _restored, (type(self), [getattr(self, field.name) for field in fields(self)], state)
+
+
+def _restored(cls: type[Message], row: list[object], state: tuple[str, object] | None) -> Message:
+    message = cls(*row)  # type: ignore[arg-type]
+    if state is not None:
+        object.__setattr__(message, *state)
+    return message
+
+
+def typed(message: Message, model: type[M]) -> Message[M]:
+    """Return a message whose `value` is its payload as a model. Raises PgquePayloadError."""
+    object.__setattr__(message, "_value", message.into(model))
+    return cast("Message[M]", message)
+
+
+def with_decoder(message: Message, decoder: Callable[[Message], object]) -> None:
+    """Give a new message the decoder of its payload."""
+    object.__setattr__(message, "_decoder", decoder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +277,10 @@ class ConsumerInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Hold a message that used up its retries, with the reason of the last failure."""
+    """Hold a message that used up its retries, with the reason of the last failure.
+
+    `payload_size` is in bytes. `dl_held` is set when it died with `drop_policy` "hold".
+    """
 
     dl_id: int
     dl_time: datetime
@@ -185,6 +295,23 @@ class DeadLetter:
     ev_extra3: str | None = None
     ev_extra4: str | None = None
     consumer_name: str | None = None
+    ev_headers: dict[str, object] | None = None
+    ev_key: str | None = None
+    ev_bytes: bytes | None = None
+    payload_size: int = 0
+    receive_count: int = 0
+    dl_held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRights:
+    """Hold what a role may do with a queue, or with all queues where `queue_name` is None."""
+
+    queue_name: str | None
+    see: bool
+    produce: bool
+    consume: bool
+    admin: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +329,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
-    """Hold a message as `list_messages` shows it, once for each consumer.
+    """Hold a message as `list_messages` and `get_message` show it, once for each consumer.
 
-    `status` is pending, processing, delayed, retry, expired, dead, failed or archived.
+    `status` is pending, processing, delayed, retry, expired, dead, failed or archived. `dl_id` is set when
+    it is a dead letter, and is what `dlq_requeue` takes.
     """
 
     msg_id: int
@@ -223,6 +351,7 @@ class QueuedMessage:
     expires_at: datetime | None
     worker: str | None
     batch_id: int | None
+    dl_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +401,99 @@ class ArchivedMessage:
     receive_count: int | None
     worker: str | None
     outcome: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurringMessage:
+    """Hold a message that the ticker sends again and again, as `list_recurring` returns it.
+
+    `status` is active, paused, failing (the last attempt failed with `last_error`; the ticker tries again) or
+    ended. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are of the last
+    message. `registered_at` is when `create_recurring` was called last, as a Worker does when it starts.
+    """
+
+    name: str
+    queue_name: str
+    status: str
+    cron: str
+    timezone: str
+    next_run: datetime | None
+    last_run: datetime | None
+    last_msg_id: int | None
+    last_error: str | None
+    type_name: str | None
+    payload: str | None
+    payload_bytes: bytes | None
+    headers: dict[str, object] | None
+    key: str | None
+    delay: timedelta | None
+    ttl: timedelta | None
+    partition_key: str | None
+    catch_up: str
+    starts_at: datetime | None
+    ends_at: datetime | None
+    created_by: str
+    created_at: datetime
+    registered_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSetting:
+    """Hold a setting of a queue, as `queue_settings` returns it.
+
+    `value` and `default_value` are text, or None for none. `source` is "queue", "all queues"
+    (`set_default_config`) or "built in".
+    """
+
+    setting: str
+    value: str | None
+    default_value: str | None
+    source: str
+    type: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Count the messages that came to a queue from `start_at` until the next one begins."""
+
+    start_at: datetime
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class LagSample:
+    """Hold how far a consumer lagged: the age of its oldest pending message in seconds, and how many."""
+
+    at: datetime
+    consumer: str
+    lag_seconds: float
+    pending_events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Hold what somebody changed by hand: who, with which call, and its arguments without payloads."""
+
+    at: datetime
+    role_name: str
+    application: str | None
+    call: str
+    queue: str | None
+    args: dict[str, object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadReason:
+    """Count the dead letters of a consumer that have one reason, in which N stands for any number."""
+
+    consumer_name: str
+    reason: str
+    dead_letters: int
+    held: int
+    oldest: datetime
+    newest: datetime
+    newest_dl_id: int
 
 
 @dataclass(frozen=True, slots=True)

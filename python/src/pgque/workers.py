@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Generator, Callable, Mapping, Sequence
@@ -14,28 +16,38 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import Cursor
 from psycopg.rows import args_row
 
-from . import _batches, _encode, _otel
+from . import _batches, _encode, _otel, _payloads, _telemetry
 from ._batches import Batch, MessageOutcome, Refused, Statement
-from ._concurrency import Lock, ThreadPool, run_worker
+from ._concurrency import Lock, ThreadPool, check_until_idle, run_worker
 from ._connection import Progress, keep_connected, open_client
 from ._decode import reading
-from ._handlers import Handlers, call, check_handler
-from ._listen import TickWatch, listen
+from ._handlers import Handlers, check_handler
+from ._json import Encoder
+from ._listen import TickWatch, listen, queue_of
+from ._liveness import Liveness
+from ._middleware import Middleware
 from ._min_interval import check_min_interval, next_receive_at
+from ._payloads import BadPayload, Decoder
 from ._queue_settings import QueueSettings
+from ._recurring import Recurring, recurring_queue
+from ._sources import Priority, Source, Sources, check_weights
 from ._stopper import Stopper, HandlerInterrupted
 from .client import PgqueClient
-from .errors import PgqueError, from_psycopg, one_line
+from .errors import PgqueError, PgquePayloadError, from_psycopg, one_line
 from .outcomes import HandlerOutcome, retry_interval
 from .types import Event, Message, Payload, Seconds
 
-WorkHandler: TypeAlias = Callable[[Message], object]
+# Its parameter is a Message, a Message[Model] or a Model.
+WorkHandler: TypeAlias = Callable[[Any], object]
+BeforeHook = TypeVar("BeforeHook", bound=Callable[[Message], object])
+AfterHook = TypeVar("AfterHook", bound=Callable[[Message, object], object])
+ErrorHook = TypeVar("ErrorHook", bound=Callable[[Message, BaseException], object])
 H = TypeVar("H", bound=WorkHandler)
 M = TypeVar("M", bound=Message)
 
@@ -50,9 +62,15 @@ _REPORT_INTERVAL = 1.0
 # Seconds beyond the time of a stop in which the server has to answer the last report.
 _LAST_REPORT_TIMEOUT = 1.0
 
+# Messages received in one call, where nothing else is asked for.
+_LEAST_PREFETCH = 20
+
 # In seconds: batches that are handled within the first grow up to the worker's `prefetch`; those that take
 # longer than the second shrink.
 _QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
+
+# More outcomes than a worker has messages: handlers need not wake it.
+_NEVER = sys.maxsize
 
 _ACK = MessageOutcome("ack")
 _ARCHIVE = MessageOutcome("archive")
@@ -68,7 +86,7 @@ class _Delivery:
     undelivered: list[int] = field(default_factory=list)  # ids of messages the loop has not yielded
 
     def message(self, *row: object) -> WorkMessage:
-        return WorkMessage(*row, self)  # type: ignore[arg-type, call-arg]
+        return self.queue._make_message(*row, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +148,29 @@ class WorkQueue:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
         queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed; not needed for sending.
+        encoder: as of a client.
+        decoder: as of a client.
     """
 
-    def __init__(self, dsn: str = "", queue: str = "", *, consumer: str | None = None) -> None:
+    def __init__(
+        self,
+        dsn: str = "",
+        queue: str = "",
+        *,
+        consumer: str | None = None,
+        encoder: Encoder | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
         if not queue:
             raise ValueError("a work queue needs the name of its queue")
+        _payloads.check_functions(encoder=encoder, decoder=decoder)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
+        self.encoder = encoder
+        self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(
+            WorkMessage, decoder
+        )
         self._client: PgqueClient | None = None
         self._listening: PgqueClient | None = None
         self._notified = False
@@ -195,7 +228,7 @@ class WorkQueue:
         self,
         payloads: Sequence[Payload | Event],
         *,
-        type: str = "default",
+        type: str | None = None,
         headers: Sequence[Mapping[str, object] | None] | None = None,
         keys: Sequence[str | None] | None = None,
         delays: Sequence[Seconds | None] | None = None,
@@ -209,8 +242,8 @@ class WorkQueue:
             client = self._connected()
             return client.send_batch(
                 self.queue,
-                type,
                 payloads,
+                type=type,
                 headers=headers,
                 keys=keys,
                 delays=delays,
@@ -265,7 +298,9 @@ class WorkQueue:
                     asked_at = time.monotonic()
                     self._notified = False
                     finished = [delivery.batch] if delivery is not None and delivery.batch is not None else []
-                    received = _report_and_receive(client, finished, receive, following.message)
+                    received = _report_and_receive(
+                        client, self.consumer, finished, receive, following.message
+                    )
                     self._deliveries.discard(delivery)
                     delivery = None
                     if not received:
@@ -291,7 +326,7 @@ class WorkQueue:
                         batch.record([message.msg_id], _ACK)
                     if time.monotonic() - batch.reported_at > _REPORT_INTERVAL:
                         with self._lock:
-                            _report_and_receive(client, [batch], None, delivery.message)
+                            _report_and_receive(client, self.consumer, [batch], None, delivery.message)
                 waiting_since = time.monotonic()
         except BaseException:  # GeneratorExit too
             if delivery is not None:
@@ -312,7 +347,7 @@ class WorkQueue:
                     stopper = Stopper()
                     stopper.set()
                     with stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):  # a lock may keep it
-                        _report_and_receive(client, [batch], None, delivery.message)
+                        _report_and_receive(client, self.consumer, [batch], None, delivery.message)
             except PgqueError as error:
                 log.warning("batch %s could not be handed back: %s", batch.batch_id, one_line(error))
                 if self._client is not None:
@@ -323,7 +358,7 @@ class WorkQueue:
     def _connected(self) -> PgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = open_client(self.dsn, name)
+            self._client = open_client(self.dsn, name, encoder=self.encoder)
         return self._client
 
     def _listen(self) -> PgqueClient:
@@ -343,7 +378,8 @@ class WorkQueue:
         statement = _batches.report(batch.batch_id, outcome, [msg_id])
         with self._lock:
             client = self._connected()
-            refused, _ = _round_trip(client, [statement], None, Message)
+            with _otel.timed("ack", self.queue, self.consumer):
+                refused, _ = _round_trip(client, [statement], None, WorkMessage)
             batch.mark_message_reported(msg_id, outcome)
         return not refused
 
@@ -377,12 +413,19 @@ class Worker:
     Args:
         dsn: connection string or URL; PG* environment variables fill in what is missing.
         queue: name or `queue_uid` of the queue.
-        consumer: name of the consumer, which must be subscribed to the queue.
+        queues: several queues with their weights, instead of `queue`: {"urgent": 5, "bulk": 1}. A handler
+            finds the name of the queue in `message.queue`.
+        priority: what weights mean. "weighted" shares the messages of queues that have a backlog by their
+            weights, so that no queue starves. "strict" receives from a queue only while those with a greater
+            weight are empty; queues of equal weight take turns.
+        consumer: name of the consumer, which must be subscribed to each queue.
         concurrency: how many handlers run at a time.
         use: "threads"; or "processes", and then handlers must be functions of a module, and the program
             must call `run` under `if __name__ == "__main__":`, since each process imports it.
-        prefetch: most messages received in one call. It starts with `concurrency`, and grows up to this
-            for as long as messages are handled in no time.
+        prefetch: most messages received in one call; None is twice `concurrency`, but at least 20. It starts
+            with `concurrency`, and grows up to this while batches are handled within a moment. Then messages
+            are also received before a handler is free for them. A worker never has more messages than
+            `concurrency` and `prefetch` together.
         min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. Outcomes do not wait for the pause to end.
@@ -392,17 +435,26 @@ class Worker:
         unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
         worker: name of this worker; without it one that no other has.
         shutdown_timeout: seconds that handlers have to finish after a stop.
+        encoder: as of a client, for what the worker itself sends.
+        decoder: as of a client, for the messages that handlers get.
+        bad_payload: what to do with a message whose handler raises PgquePayloadError, as it does where the
+            payload does not fit the model that it asks for: "dead" gives it up, with the reason, "retry" is
+            as for any error.
+        liveness_file: a file to touch every second while the worker is alive and the database answers. Its
+            age says whether the worker hangs.
     """
 
     def __init__(
         self,
         dsn: str = "",
         *,
-        queue: str,
+        queue: str | None = None,
+        queues: Mapping[str, float] | None = None,
+        priority: Priority = "weighted",
         consumer: str,
         concurrency: int = 4,
         use: Literal["threads", "processes"] = "threads",
-        prefetch: int = 20,
+        prefetch: int | None = None,
         min_interval: float = 0,
         visibility_timeout: Seconds = 30,
         retry_after: Seconds | None = None,
@@ -410,23 +462,32 @@ class Worker:
         unknown_handler_policy: Literal["nack", "ack"] = "nack",
         worker: str | None = None,
         shutdown_timeout: float = 30,
+        encoder: Encoder | None = None,
+        decoder: Decoder | None = None,
+        bad_payload: BadPayload = "dead",
+        liveness_file: str | os.PathLike[str] | None = None,
     ) -> None:
         if unknown_handler_policy not in ("nack", "ack"):
             raise ValueError(
                 f"unknown_handler_policy must be 'nack' or 'ack', not {unknown_handler_policy!r}"
             )
-        if concurrency < 1 or prefetch < 1:
+        if concurrency < 1 or (prefetch is not None and prefetch < 1):
             raise ValueError("concurrency and prefetch must be at least 1")
         if _encode.total_seconds(visibility_timeout) <= 0:
             raise ValueError("visibility_timeout must be more than 0 seconds")
         check_min_interval(min_interval)
         retry_interval(retry_after, "retry_after")
+        _payloads.check_functions(encoder=encoder, decoder=decoder)
+        _payloads.check_bad_payload(bad_payload)
+        weights = check_weights(queue, queues, priority)
         self.dsn = dsn
-        self.queue = queue
+        self.queue = ", ".join(weights)
+        self.queues = weights
+        self.priority: Priority = priority
         self.consumer = consumer
         self.concurrency = concurrency
         self.use = use
-        self.prefetch = prefetch
+        self.prefetch = max(_LEAST_PREFETCH, 2 * concurrency) if prefetch is None else prefetch
         self.min_interval = min_interval
         self.visibility_timeout = visibility_timeout
         self.retry_after = retry_after
@@ -434,60 +495,136 @@ class Worker:
         self.unknown_handler_policy = unknown_handler_policy
         self.worker = worker or _batches.worker_name()
         self.shutdown_timeout = shutdown_timeout
+        self.encoder = encoder
+        self.decoder = decoder
+        self.bad_payload = bad_payload
+        self.liveness_file = liveness_file
+        self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
         self._handlers: Handlers[WorkHandler] = Handlers(
             "Worker", "@worker.handler", check_handler, consumer, log
         )
-        self._settings = QueueSettings(queue)
-        self._watch = TickWatch(queue, log)
-        self._stopper = Stopper()
-        self._notified = False
-        self._size = prefetch if min_interval else min(concurrency, prefetch)
-        self._due_at = 0.0  # the earliest time of the next receive, by the monotonic clock
+        self._recurring: list[Recurring] = []
+        self._liveness = Liveness(liveness_file)
+        self._middleware = Middleware("Worker", check_handler, log)
+        self._sources = Sources(weights, priority, _POLL_INTERVAL)
+        self._watches = {source: TickWatch(source.queue, log) for source in self._sources}
+        self._stopper = self._first_stopper = Stopper()
+        self._size = self.prefetch if min_interval else min(concurrency, self.prefetch)
+        self._is_ahead = False  # whether it receives messages before a handler is free for them
+        self._lease_seconds = _encode.total_seconds(visibility_timeout)
         self._batches: dict[int, Batch[Message]] = {}
         # Written by the threads or tasks that run handlers, read by the session only; None of a lost batch.
         self._finished: deque[tuple[Batch[Message], int, MessageOutcome | None]] = deque()
+        self._until_idle = False  # whether `run` ends when nothing is left to be done
+        self._is_idle = False
+        self._wake_at = _NEVER  # with so many of these the session has something to do
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one. Raises TypeError for what cannot be a handler."""
+        one. It may ask by annotation for a Message[Model] or a Model. Raises TypeError for what cannot be a
+        handler, and for an annotation that no payload becomes."""
         return self._handlers.register(type)
 
-    def run(self) -> None:
-        """Work until `stop()`, SIGTERM or SIGINT.
+    def every(
+        self,
+        cron: str,
+        *,
+        type: str,
+        payload: Payload = None,
+        queue: str | None = None,
+        name: str | None = None,
+        timezone: str = "UTC",
+        catch_up: str = "one",
+    ) -> Callable[[H], H]:
+        """Register the decorated function as the handler of a message type that the ticker sends at the times
+        of `cron`; see `PgqueClient.create_recurring`, which the worker calls when it starts.
+
+        The role of the worker needs the right to send to the queue. The recurring message stays when the
+        decorator goes: `drop_recurring` ends it, and `list_recurring` shows when a worker last registered it.
+
+        Args:
+            queue: the queue of the message; needed where the worker has several.
+            name: name of the recurring message, once in the database; None is "queue/type".
+
+        Raises ValueError where the worker has one of this name, or does not receive from the queue, and
+        TypeError for what cannot be a handler.
+        """
+        queue = recurring_queue(self.queues, queue)
+        recurring = Recurring(
+            name or f"{queue}/{type}", queue, cron, Event(type, payload), timezone, catch_up
+        )
+        recurring.check_new(self._recurring)
+        return self._handlers.register(type, lambda: self._recurring.append(recurring))
+
+    def before(self, hook: BeforeHook) -> BeforeHook:
+        """Register the decorated function to be called with each message before its handler.
+
+        Hooks of `before` run in the order of registration, those of `after` and `error` in the reverse
+        order. If one raises, the handler is not called and the message has failed; it may also raise `Retry`,
+        `Dead` or `Release`. Messages without a handler have no hooks.
+        """
+        return self._middleware.add("before", hook)
+
+    def after(self, hook: AfterHook) -> AfterHook:
+        """Register the decorated function to be called with a message and what its handler returned.
+
+        An outcome that the handler raised, such as `Retry`, counts as returned. If the hook raises, the
+        message has failed.
+        """
+        return self._middleware.add("after", hook)
+
+    def error(self, hook: ErrorHook) -> ErrorHook:
+        """Register the decorated function to be called with a message and the error that its handler, or
+        another hook, raised. An error of its own is logged."""
+        return self._middleware.add("error", hook)
+
+    def run(self, *, until_idle: bool = False, catch_signals: bool = True) -> None:
+        """Work until `stop()`, SIGTERM or SIGINT; with `until_idle` until no message is left that can be
+        received now, without the pauses of `min_interval`.
 
         The signals are caught in the main thread only, for all that run there, and their handlers put back
-        when the last of them ends; a handler that the program gave to its event loop is called as well. Then
-        no more messages are taken, those that were not started are released, and handlers that run have
-        `shutdown_timeout` seconds to finish.
+        when the last of them ends; a handler that the program gave to its event loop is called as well. With
+        `catch_signals=False` they are left to the program, such as a web server, which calls `stop()` when it
+        ends.
+
+        After a stop no more messages are taken, those that were not started are released, and handlers that
+        run have `shutdown_timeout` seconds to finish.
 
         After a fault of the database the worker connects again, after a growing random pause, for as long
         as it takes; after a stop for as long as handlers run or have outcomes that were not reported, and no
         longer than `shutdown_timeout`, and a second to hand messages back. Raises a PgqueError where trying
         again cannot help: PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right;
         PgqueQueueInUse where the consumer reads on its own; PgqueBadArgument without a handler, unless
-        `unknown_handler_policy` is "ack".
+        `unknown_handler_policy` is "ack". Handlers that run then have `shutdown_timeout` seconds to finish.
         """
         self._handlers.check_any(self.unknown_handler_policy)
-        with self._stopper.running():
+        check_until_idle(self, until_idle)
+        self._liveness.check()
+        self._until_idle = until_idle
+        self._is_idle = False
+        with self._stopper.running(catch_signals):
             try:
                 run_worker(Worker, self, self._run_here)
             except PgqueError as error:
-                log.error("worker %s of queue %s ends: %s", self.worker, self.queue, one_line(error))
+                log.error(
+                    "worker %s of queue %s ends: %s", self.worker, error.queue or self.queue, one_line(error)
+                )
                 raise
 
     def stop(self) -> None:
         """Make `run` finish what is begun and return, for good; callable from any thread."""
+        self._first_stopper.set()
         self._stopper.set()
 
     def _run_here(self) -> None:
         """Run the handlers in this process."""
         self._pool = ThreadPool(self.concurrency, self._handle)
         try:
-            while not self._is_done():
-                with suppress(HandlerInterrupted):  # while it waited for a connection
-                    keep_connected(
-                        self._stopper, self._session, queue=self.queue, log=log, is_done=self._is_done
-                    )
+            try:
+                self._run_sessions()
+            except PgqueError as error:
+                self._finish_after(error)
+                raise
         except BaseException:
             # Cancelled, or an error: report the outcomes, and release the messages that were not started.
             self._release_queued()
@@ -498,6 +635,33 @@ class Worker:
         finally:
             self._pool.cancel_queued()
             self._pool.close()
+
+    def _run_sessions(self) -> None:
+        while not self._is_done():
+            with suppress(HandlerInterrupted):  # while it waited for a connection
+                keep_connected(
+                    self._stopper,
+                    self._session,
+                    queue=self.queue,
+                    consumer=self.consumer,
+                    log=log,
+                    is_done=self._is_done,
+                )
+
+    def _finish_after(self, error: PgqueError) -> None:
+        """Finish what is begun, as after a stop: handlers may run for queues that are not at fault."""
+        self._stopper = Stopper()
+        self._stopper.set()
+        try:
+            if self._is_done():
+                return
+            log.error("worker %s finishes what is begun, and ends: %s", self.worker, one_line(error))
+            with self._stopper.running(False):
+                self._run_sessions()
+        except PgqueError as another:
+            log.warning("worker %s cannot report what it finished: %s", self.worker, one_line(another))
+        finally:
+            self._stopper = self._first_stopper
 
     def _report_remaining(self) -> None:
         """Report the outcomes over a connection of its own."""
@@ -510,7 +674,7 @@ class Worker:
             client = self._connect(stopper, _LAST_REPORT_TIMEOUT)
             try:
                 with stopper.stop_deadline(client.conn, 2 * _LAST_REPORT_TIMEOUT):
-                    _report_and_receive(client, remaining, None, Message)
+                    _report_and_receive(client, self.consumer, remaining, None, Message)
             finally:
                 client.close()
 
@@ -519,12 +683,27 @@ class Worker:
         client = self._connect(self._stopper, self.shutdown_timeout)
         try:
             with self._stopper.stop_deadline(client.conn, self.shutdown_timeout + _LAST_REPORT_TIMEOUT):
-                client.conn.add_notify_handler(self._on_notify)
-                self._settings = listen(client, self.queue)
+                if not self._stopper.is_set():
+                    self._begin(client)
                 while self._step(client):
                     progress.made = True
+                    if self._liveness.needs_answer:
+                        client._run("select 1")
+                        self._liveness.note_answer()
+                    self._liveness.give()
         finally:
             client.close()
+
+    def _begin(self, client: PgqueClient) -> None:
+        """Prepare a new connection for receiving."""
+        client.conn.add_notify_handler(self._on_notify)
+        for source in self._sources:
+            source.settings = listen(client, source.queue)
+        for it in self._recurring:
+            client.create_recurring(
+                it.name, it.queue, it.cron, it.event, timezone=it.timezone, catch_up=it.catch_up
+            )
+        self._sources.wake(None)
 
     def _connect(self, stopper: Stopper, seconds: float) -> PgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
@@ -532,7 +711,8 @@ class Worker:
         given_up = False
 
         def connect() -> None:
-            opened.append(open_client(self.dsn, f"pgque {self.queue}/{self.worker}"))
+            name = f"pgque {self.queue}/{self.worker}"
+            opened.append(open_client(self.dsn, name, encoder=self.encoder))
             if given_up:
                 opened[0].close()
 
@@ -544,57 +724,118 @@ class Worker:
         return opened[0]
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
-        self._notified = True
+        self._sources.wake(queue_of(notify.channel))
 
     def _step(self, client: PgqueClient) -> bool:
-        """Report outcomes, and receive messages if a handler is free; without either, wait. Return False when
-        all is done after a stop."""
+        """Report outcomes, and receive messages if there is room for them; without either, wait. Return False
+        when all is done after a stop."""
         stopping = self._stopper.is_set()
         if stopping:
             self._release_queued()
+        self._wake_at = _NEVER
         self._collect()
         for batch in list(self._batches.values()):
             _extend_if_due(client, batch, self.visibility_timeout)
         now = time.monotonic()
         unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
-        has_room = unfinished < self.concurrency and self._pool.queued() == 0
-        receives = has_room and not stopping and now >= self._due_at
         to_report = [
             batch
             for batch in self._batches.values()
             if batch.unfinished == 0 or stopping or now - batch.reported_at > _REPORT_INTERVAL
         ]
-        received: list[Message] = []
-        self._notified = False
-        if receives or any(batch.has_outcomes for batch in to_report):
-            receive = None
-            if receives:
-                receive = _batches.receive(
-                    self.queue, self.consumer, self.worker, self._size, self.visibility_timeout
-                )
-            received = _report_and_receive(client, to_report, receive, Message)
+        for batch in to_report:
+            if batch.has_outcomes:
+                self._sources.wake(batch.queue)  # the next message of a key, or one that is released
+        room = 0 if stopping else self._room(unfinished)
+        source = self._sources.next(now) if room else None
+        if source is not None:
+            if self._receive_from(client, source, room, to_report):
+                return True
+        elif any(batch.has_outcomes for batch in to_report):
+            _report_and_receive(client, self.consumer, to_report, None, Message)
+        self._forget_finished()
+        if stopping and self._is_over(unfinished):
+            return False
+        if not room or self._sources.next(now) is None:
+            if self._until_idle and unfinished == 0 and not self._finished and self._sources.are_empty():
+                self._is_idle = True
+                return False
+            self._rest(client, unfinished, room)
+        return True
+
+    def _receive_from(
+        self, client: PgqueClient, source: Source, count: int, to_report: Sequence[Batch[Message]]
+    ) -> bool:
+        """Receive messages from a queue, at most `count`, and report the outcomes of batches. Return whether
+        messages came."""
+        now = time.monotonic()
+        self._sources.note_asked(source, now)
+        receive = _batches.receive(source.queue, self.consumer, self.worker, count, self.visibility_timeout)
+        try:
+            received = _report_and_receive(
+                client, self.consumer, to_report, receive, self._make_message
+            )
+        except PgqueError as error:
+            error.queue = error.queue or source.queue  # the text of the server does not always name it
+            raise
+        self._liveness.note_answer()
+        self._sources.note_received(source, len(received))
+        self._forget_finished()
+        if received:
+            self._watches[source].reset()
+            min_interval = 0 if self._until_idle else self.min_interval
+            source.due_at = next_receive_at(now, min_interval, received, count)
+            batch = self._batches[received[0].batch_id] = Batch(received, now)
+            if self._stopper.is_set():  # while it was received
+                batch.record(batch.open_messages(), _RELEASE)
+            else:
+                self._pool.put([(batch, message) for message in received])
+            if batch.queue != source.settings.name:  # it was renamed
+                source.settings = listen(client, source.queue)
+        return bool(received)
+
+    def _forget_finished(self) -> None:
         self._batches = {
             key: batch for key, batch in self._batches.items() if not (batch.is_finished or batch.lost)
         }
-        if received:
-            self._watch.reset()
-            self._due_at = next_receive_at(now, self.min_interval, received, self._size)
-            batch = self._batches[received[0].batch_id] = Batch(received, now)
-            for message in received:
-                self._pool.put((batch, message))
-            return True
-        if stopping and self._is_over(unfinished):
-            return False
-        if not self._finished and not (receives and self._notified):
-            _wait(self._stopper, client, self._wait_time(now), stopping)
-            if unfinished == 0 and not stopping:
-                self._watch.check(client)
-        return True
+
+    def _rest(self, client: PgqueClient, unfinished: int, room: int) -> None:
+        """Wait until there is something to do."""
+        stopping = self._stopper.is_set()
+        wake_at = self._outcomes_to_wait_for(unfinished, room, stopping)
+        self._wake_at = wake_at
+        if len(self._finished) >= wake_at:
+            return
+        seconds = self._wait_time(room > 0)
+        for channel in _wait(self._stopper, client, seconds, stopping):
+            self._sources.wake(queue_of(channel))
+        if unfinished == 0 and not stopping:
+            for watch in self._watches.values():
+                watch.check(client)
+
+    def _room(self, unfinished: int) -> int:
+        """Return how many messages to receive; 0 while there is no room, or too little to be worth a call."""
+        if not self._is_ahead:
+            return self._size if unfinished < self.concurrency and self._pool.queued() == 0 else 0
+        room = min(self._size, self.concurrency - 1 + self._size - unfinished)
+        return room if 2 * room >= self._size else 0
+
+    def _outcomes_to_wait_for(self, unfinished: int, room: int, stopping: bool) -> int:
+        """Return with how many outcomes of handlers at the earliest there is something to do: a batch to
+        report, or room for messages."""
+        if stopping:
+            return 1
+        counts = [batch.unfinished for batch in self._batches.values() if batch.unfinished > 0]
+        if room == 0:
+            limit = self.concurrency - 1 + (self._size // 2 if self._is_ahead else 0)
+            counts.append(max(1, unfinished - limit))
+        return min(counts, default=_NEVER)
 
     def _is_done(self) -> bool:
-        """Return whether, after a stop, nothing is left to be reported, or no time is left for it."""
+        """Return whether, after a stop, nothing is left to be reported, or no time is left for it; or nothing
+        is left to be done."""
         if not self._stopper.is_set():
-            return False
+            return self._is_idle
         self._release_queued()
         self._collect()
         if self._stopper.stopped_for() > self.shutdown_timeout:
@@ -617,7 +858,9 @@ class Worker:
                 took = time.monotonic() - batch.received_at
                 if took < _QUICK_BATCH:
                     self._size = min(2 * self._size, self.prefetch)
+                    self._is_ahead = self.min_interval == 0
                 elif took > _SLOW_BATCH:
+                    self._is_ahead = False
                     self._size = min(max(self._size // 2, self.concurrency), self.prefetch)
 
     def _is_over(self, unfinished: int) -> bool:
@@ -632,12 +875,13 @@ class Worker:
             batch.record(batch.open_messages(), _RELEASE)
         return False
 
-    def _wait_time(self, now: float) -> float:
-        """Return how many seconds to wait for a notification after a step that began at `now`."""
-        half = _encode.total_seconds(self.visibility_timeout) / 2
-        due = [batch.extended_at + half - time.monotonic() for batch in self._batches.values()]
-        if now < self._due_at:
-            due.append(self._due_at - time.monotonic())
+    def _wait_time(self, has_room: bool) -> float:
+        """Return how many seconds to wait for a notification."""
+        now = time.monotonic()
+        half = self._lease_seconds / 2
+        due = [batch.extended_at + half - now for batch in self._batches.values()]
+        if has_room:
+            due.append(self._sources.next_at() - now)
         if self._stopper.is_set():
             due.append(self.shutdown_timeout - self._stopper.stopped_for())
         return max(0.0, min([_POLL_INTERVAL, *due]))
@@ -651,17 +895,17 @@ class Worker:
         try:
             if batch.lost:
                 outcome = None
-            elif not batch.has_expired(self.visibility_timeout):
-                outcome = self._outcome(message)
-            elif not batch.expiry_logged:
-                batch.expiry_logged = True
-                log.warning(
-                    "batch %s: the visibility timeout of %g s passed before all of its messages were"
-                    " started; those that were not are handed back",
-                    batch.batch_id,
-                    _encode.total_seconds(self.visibility_timeout),
-                )
-        except Exception as error:
+            elif batch.has_expired(self._lease_seconds):
+                self._log_expired(batch)
+            elif (handler := self._handlers.find(message)) is None:
+                outcome = self._unhandled(message)
+            else:
+                with _telemetry.handling(message, self.consumer):
+                    returned = self._middleware.call(handler, message)
+                outcome = self._outcome(returned)
+        except HandlerOutcome as raised:
+            outcome = self._outcome(raised)
+        except (Exception, SystemExit) as error:
             outcome = self._failed(message, error)
         except BaseException as error:
             if not self._pool.is_closing:
@@ -669,36 +913,46 @@ class Worker:
             raise
         finally:
             self._finished.append((batch, message.msg_id, outcome))
-            if self._pool.queued() == 0:
+            _telemetry.note_outcome(message, self.consumer, "lost" if outcome is None else outcome.action)
+            if len(self._finished) >= self._wake_at:
+                self._wake_at = _NEVER
                 self._stopper.wake()
 
-    def _outcome(self, message: Message) -> MessageOutcome:
-        retry_after = _encode.interval(self.retry_after)
+    def _log_expired(self, batch: Batch[Message]) -> None:
+        if not batch.expiry_logged:
+            batch.expiry_logged = True
+            log.warning(
+                "batch %s: the visibility timeout of %g s passed before all of its messages were"
+                " started; those that were not are handed back",
+                batch.batch_id,
+                self._lease_seconds,
+            )
+
+    def _unhandled(self, message: Message) -> MessageOutcome:
+        reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
+        return _ACK if reason is None else MessageOutcome("nack", _encode.interval(self.retry_after), reason)
+
+    def _outcome(self, returned: object) -> MessageOutcome:
         success = _ARCHIVE if self.archive else _ACK
-        handler = self._handlers.find(message)
-        if handler is None:
-            reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
-            return _ACK if reason is None else MessageOutcome("nack", retry_after, reason)
-        try:
-            with _otel.handling(message, self.consumer):
-                returned = call(handler, message)
-        except HandlerOutcome as raised:
-            returned = raised
-        except SystemExit as error:
-            return self._failed(message, error)
-        return _batches.outcome_of(returned, success, retry_after)
+        if returned is None:
+            return success
+        return _batches.outcome_of(returned, success, _encode.interval(self.retry_after))
 
     def _failed(self, message: Message, error: BaseException) -> MessageOutcome:
-        text = self._settings.failure_text(message, self.consumer, error, self.retry_after, True)
-        log.warning("%s", text, exc_info=True)
-        return _batches.failure_outcome(error, _encode.interval(self.retry_after))
+        source = self._sources.of(message.queue)
+        settings = QueueSettings(message.queue or self.queue) if source is None else source.settings
+        is_bad = isinstance(error, PgquePayloadError)
+        is_dead = is_bad and self.bad_payload == "dead"
+        text = settings.failure_text(message, self.consumer, error, self.retry_after, True, is_dead)
+        log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
+        return _batches.failure_outcome(error, _encode.interval(self.retry_after), is_dead)
 
 
 def _wait(
     stopper: Stopper, client: PgqueClient, seconds: float, draining: bool = False
-) -> None:
+) -> list[str]:
     try:
-        stopper.wait(client.conn, seconds, draining)
+        return stopper.wait(client.conn, seconds, draining)
     except psycopg.Error as error:
         raise from_psycopg(error) from error
 
@@ -730,11 +984,20 @@ def _extend_if_due(client: PgqueClient, batch: Batch[M], visibility_timeout: Sec
 
 
 def _report_and_receive(
-    client: PgqueClient, batches: Sequence[Batch[M]], receive: Statement | None, make: Callable[..., M]
+    client: PgqueClient,
+    consumer: str | None,
+    batches: Sequence[Batch[M]],
+    receive: Statement | None,
+    make: Callable[..., M],
 ) -> list[M]:
     """Report the outcomes of batches, and return the messages that `receive` returns."""
     reports = [statement for batch in batches for statement in batch.statements()]
-    refused, received = _round_trip(client, reports, receive, make)
+    if receive is not None:
+        operation, queue = "receive", str(receive[1]["queue"])
+    else:
+        operation, queue = "ack", ",".join(sorted({batch.queue or "" for batch in batches}))
+    with _otel.timed(operation, queue, consumer):
+        refused, received = _round_trip(client, reports, receive, make)
     for batch in batches:
         batch.mark_reported()
     for msg_id, reason in refused:

@@ -26,6 +26,7 @@ from ..embedded import EmbeddedServerError
 from ..errors import PgqueError, PgqueQueueNotFound
 from ..install import install
 from .files import good_lines, library_messages
+from .page import Page
 from .report import Counts, Display, dead_letters, farewell, report, tuples
 from .servers import Driver, Place, find_place
 from .signals import clean_ends
@@ -62,15 +63,18 @@ def run_demo(
             version = install(place.dsn)
             console.print("Starting the ticker …")
             driver = stack.enter_context(Driver(place.dsn, keep, console))
+            page = stack.enter_context(Page(place, keep, console))
             console.print(
                 f"{place.title}; pgque {version}; driven by {driver.title}; "
                 f"Python {platform.python_version()}"
             )
             console.print(f"Starting {count + 1} processes: {count} workers, and a consumer of its own …")
             good = _run(place, messages, type_, count, console)
-            if not keep:
+            if keep:
+                page.keep_sending(path)
+            else:
                 _clean_up(place)
-            farewell(place, driver, keep, console)
+            farewell(place, driver, page, keep, console)
             return 0 if good else 1
     except (PgqueError, psycopg.Error, EmbeddedServerError) as error:
         console.print(f"pgque demo: {visible(str(error))}", style="red")
@@ -138,7 +142,7 @@ def _send_and_watch(
         began = moved = time.monotonic()
         while True:
             if len(ids) < total:
-                ids += client.send_batch(QUEUE, type_, messages[len(ids) : len(ids) + SEND_AT_ONCE])
+                ids += client.send_batch(QUEUE, messages[len(ids) : len(ids) + SEND_AT_ONCE], type=type_)
             else:
                 time.sleep(0.1)
             before, counts = counts, _counts(client, len(ids))

@@ -25,6 +25,7 @@ from rich.table import Table
 from .._cli import visible
 from ..client import PgqueClient
 from ..types import DeadLetter
+from .page import Page
 from .servers import Driver, Place
 from .work import QUEUE
 
@@ -251,7 +252,7 @@ def _queue_alone(client: PgqueClient) -> tuple[float, float]:
     payloads = ["x" * ALONE_BYTES] * ALONE_BATCH
     began = time.monotonic()
     for _ in range(ALONE // ALONE_BATCH):
-        client.send_batch(queue, "probe", payloads)
+        client.send_batch(queue, payloads, type="probe")
     sent_in = time.monotonic() - began
     received, received_in = 0, 0.0
     deadline = time.monotonic() + 30
@@ -275,7 +276,7 @@ def _short(message: str) -> str:
     return text if len(text) <= 70 else "…" + text[-69:]
 
 
-def farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None:
+def farewell(place: Place, driver: Driver, page: Page, keep: bool, console: Console) -> None:
     if not keep:
         console.print("To look around afterwards, run it with --keep (make demo KEEP=1).")
         return
@@ -291,11 +292,18 @@ def farewell(place: Place, driver: Driver, keep: bool, console: Console) -> None
         f"""  {pgque} send orders '{{"id": 1}}'""",
         f"  {pgque} receive orders billing",
     ]
-    stop = "; ".join(hint for hint in (driver.stop_hint, place.stop_hint) if hint)
-    if stop:
-        lines.append(f"Stop it with: {stop}")
     for line in lines:
         console.print(line, soft_wrap=True)
+    if page.address:
+        page.tell()
+        console.print(
+            "  A message a second goes on. Every half minute one names a file that comes too late, and is"
+            " given up: requeue its dead letter.",
+            soft_wrap=True,
+        )
+    stop = "; ".join(hint for hint in (page.stop_hint, driver.stop_hint, place.stop_hint) if hint)
+    if stop:
+        console.print(f"Stop it with: {stop}", soft_wrap=True)
 
 
 def _command() -> str:

@@ -33,6 +33,9 @@ class Place:
     title: str
     psql: str = "psql"
     stop_hint: str = ""
+    tcp: str = (
+        ""  # where it asks for a password, without user and password; empty for a server that was given
+    )
 
 
 @contextmanager
@@ -70,6 +73,7 @@ def _own_server(kind: str, keep: bool, console: Console) -> Iterator[Place]:
             f"PostgreSQL {running.version}, {running.kind}",
             str(psql) if psql.exists() else "psql",
             f"kill -INT {running.pid}; sleep 2; rm -rf {shlex.quote(str(running.socket_dir))}",
+            f"host=127.0.0.1 port={running.port} dbname=postgres",
         )
     except BaseException:
         running.stop("immediate")
@@ -108,7 +112,12 @@ def _docker(keep: bool, console: Console) -> Iterator[Place]:
         port = docker("port", name, "5432/tcp").stdout.split()[0].rpartition(":")[2]
         dsn = f"host=127.0.0.1 port={port} user=postgres dbname=postgres password={password}"
         _wait_for(dsn)
-        yield Place(dsn, f"Docker image {IMAGE}", stop_hint=f"docker rm -fv {name[:12]}")
+        yield Place(
+            dsn,
+            f"Docker image {IMAGE}",
+            stop_hint=f"docker rm -fv {name[:12]}",
+            tcp=f"host=127.0.0.1 port={port} dbname=postgres",
+        )
     except BaseException:
         docker("rm", "-f", "-v", name, check=False)
         raise
@@ -191,11 +200,15 @@ class Driver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process is None or (self._keep and error is None):
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None and not (self._keep and error is None):
+            end(self._process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that the demo started."""
+    process.terminate()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -83,14 +83,14 @@ def size_worker(dsn: str) -> None:
     consumer = Consumer(
         dsn,
         queue=QUEUE,
-        name=SIZES,
+        consumer=SIZES,
         transactional=True,
         retry_after=RETRY_AFTER,
         max_messages=SEND_AT_ONCE,
         poll_interval=5,
     )
 
-    @consumer.on("*")
+    @consumer.handler("*")
     def add(message: Message, conn: psycopg.Connection[object]) -> None:
         if message.type == "file":
             file = _payload(message)
@@ -103,7 +103,7 @@ def size_worker(dsn: str) -> None:
             (message.msg_id, package, size, message.created_at),
         )
 
-    consumer.start()
+    consumer.run()
 
 
 def _payload(message: Message) -> dict[str, str]:

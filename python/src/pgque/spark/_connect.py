@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qsl, quote, urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from .._dsn import with_keepalives
-from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError, from_psycopg
+from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError, from_fields, from_psycopg
+
+if TYPE_CHECKING:
+    import adbc_driver_manager as adbc
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
@@ -71,17 +74,22 @@ def _from_jdbc(url: str) -> dict[str, str]:
     }
 
 
+def session_name(queue: str | None, consumer: str | None) -> str:
+    """Return the application_name of a reader's connection."""
+    return f"pgque-spark/{queue}/{consumer or 'batch'}"
+
+
+def dsn(connection: Mapping[str, str], name: str) -> str:
+    """Return libpq's connection string of a session that appears under `name` in pg_stat_activity."""
+    with errors():
+        given = make_conninfo("", **parameters(connection))
+        return make_conninfo(with_keepalives(given, name), application_name=name[:63], client_encoding="utf8")
+
+
 def connect(connection: Mapping[str, str], name: str, *, autocommit: bool = False) -> Connection:
     """Open a connection that appears under `name` in pg_stat_activity."""
     with errors():
-        dsn = make_conninfo("", **parameters(connection))
-        return psycopg.connect(
-            with_keepalives(dsn, name),
-            autocommit=autocommit,
-            application_name=name[:63],
-            client_encoding="utf8",
-            prepare_threshold=None,
-        )
+        return psycopg.connect(dsn(connection, name), autocommit=autocommit, prepare_threshold=None)
 
 
 @contextmanager
@@ -98,13 +106,35 @@ def errors(queue: str | None = None) -> Iterator[None]:
 
 def explained(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     """Return our error for one of psycopg's, with what to do in its message."""
-    known = from_psycopg(error, queue)
+    return _with_cure(from_psycopg(error, queue), error.diag.constraint_name, queue)
+
+
+def explained_arrow(error: adbc.Error, queue: str | None = None) -> PgqueError:
+    """Return our error for one of ADBC's, with what to do in its message."""
+    import adbc_driver_manager as adbc
+
+    diag = {
+        name.decode() if isinstance(name, bytes) else name: value.decode(errors="replace")
+        for name, value in error.details or ()
+    }
+    known = from_fields(
+        diag.get("PG_DIAG_MESSAGE_PRIMARY") or str(error).strip(),
+        sqlstate=error.sqlstate,
+        hint=diag.get("PG_DIAG_MESSAGE_HINT"),
+        context=diag.get("PG_DIAG_CONTEXT"),
+        is_lost=isinstance(error, adbc.OperationalError),
+        queue=queue,
+    )
+    return _with_cure(known, None, queue)
+
+
+def _with_cure(known: PgqueError, constraint: str | None, queue: str | None) -> PgqueError:
     text = str(known)
     hint = known.hint
-    if error.sqlstate == "22021":
+    if known.sqlstate == "22021":
         text = "a string holds a NUL character or is not UTF-8, which PostgreSQL's text cannot hold"
         hint = "Replace it, for example with translate(payload, '\\u0000', ''), or send the column as binary."
-    elif error.diag.constraint_name == "sink_stage_headers" or (error.sqlstate == "22P02" and "json" in text):
+    elif constraint == "sink_stage_headers" or (known.sqlstate == "22P02" and "json" in text):
         text = "column headers has a row that is no JSON object"
         hint = "Give a map<string,string>, or a string such as to_json(struct(…))."
     if hint and hint not in text:

@@ -22,6 +22,9 @@ _ALL = _READ | _WRITE
 EXACTLY_ONCE = "exactly-once"
 AT_LEAST_ONCE = "at-least-once"
 
+# What can be read, in this order
+READ_COLUMNS = ("queue", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers")
+
 # Spark's own, which it passes along.
 _SPARKS_OWN = frozenset({"checkpointlocation", "queryname"})
 
@@ -99,6 +102,14 @@ def _words(value: str) -> tuple[str, ...]:
     return tuple(words)
 
 
+def _columns(value: str) -> tuple[str, ...]:
+    found = tuple(word.lower() for word in _words(value))
+    unknown = [name for name in found if name not in READ_COLUMNS]
+    if unknown or len(set(found)) < len(found):
+        raise ValueError(f"some of {', '.join(READ_COLUMNS)}, each once")
+    return found
+
+
 _CONNECTION = (
     Option("url", "libpq's", _ALL, "connection string: postgresql://…, jdbc:postgresql://… or host=… dbname=…", _text),
     Option("host", "PGHOST", _ALL, "server; these here go before what the url says", _text),
@@ -117,6 +128,7 @@ _CONNECTION = (
 OPTIONS: tuple[Option, ...] = (
     *_CONNECTION,
     Option("queue", "required", _ALL, "queue; for writes where the frame has no column `queue`, or a null there", _text),
+    Option("queues", "none", _READ, "in place of queue: names with commas between them, * stands for any text; adds the column queue. Queues that are new join when the query starts again", _words),
     Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps what is still to be read; one query each", _text),
     Option("consumer", "none", frozenset({BATCH_READ}), "whose retries to read too, if it is a stream's", _text),
     Option("startingAt", "committed", frozenset({STREAM_READ}), "where a consumer that is new begins: committed and latest are what comes from now on, earliest, a tick id, a time; one that is there begins at its position", _text),
@@ -127,6 +139,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("numPartitions", "4", _READ, "upper bound of tasks, each with a connection; 1 keeps the order", _count),
     Option("fetchSize", "10000", _READ, "rows per fetch", _count),
     Option("types", "all", _READ, "message types to read, with commas between them", _words),
+    Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the others are not fetched", _columns),
     Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
     Option("payloadFormat", "text", _READ, "text: payload is a string, and null for a message of bytes; binary: bytes of either", _one_of("text", "binary")),
     Option("failOnDataLoss", "true", _READ, "false: where ticks are gone, warn and go on with the earliest there is", _truth),
@@ -155,6 +168,8 @@ class Options:
     numPartitions: int = 4
     fetchSize: int = 10_000
     types: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
+    queues: tuple[str, ...] | None = None
     includeHeaders: bool = False
     payloadFormat: str = "text"
     failOnDataLoss: bool = True
@@ -219,8 +234,17 @@ def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> 
 
 
 def _check_together(options: Options, modes: tuple[str, ...]) -> None:
-    if set(modes) <= _READ and options.queue is None:
-        raise PgqueBadArgument("option queue is missing: the queue to read")
+    if set(modes) <= _READ and (options.queue is None) == (options.queues is None):
+        raise PgqueBadArgument(
+            "option queue is missing: the queue to read; or option queues for several"
+            if options.queue is None
+            else "options queue and queues exclude each other"
+        )
+    for name, at in (("startingAt", options.startingAt), ("endingAt", options.endingAt)):
+        if options.queues is not None and at is not None and at.isdecimal():
+            raise PgqueBadArgument(
+                f"option {name} cannot be a tick with option queues: a tick is of one queue"
+            )
     if modes == (STREAM_READ,) and options.consumer is None:
         raise PgqueBadArgument(
             "option consumer is missing: a stream needs a consumer of its own, which keeps what it has still"

@@ -252,9 +252,11 @@ def _drain(client: PgqueClient) -> None:
     """Wait until the plain consumer has received all that was sent."""
     client.force_next_tick("changes")
     client.ticker("changes")
-    last = client.queue_info("changes")[0].last_tick_id or 0
+    last = client.get_queue_info("changes")[0].last_tick_id or 0
     deadline = time.monotonic() + STALLED
-    while (client.consumer_info("changes", "tally")[0].last_tick or 0) < last and time.monotonic() < deadline:
+    while (
+        client.get_consumer_info("changes", "tally")[0].last_tick or 0
+    ) < last and time.monotonic() < deadline:
         time.sleep(0.1)
 
 

@@ -1,0 +1,47 @@
+"""How numbers, lengths of time and sizes are written for people."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+NOTHING = "\N{EN DASH}"  # for a value that is not known
+
+
+def number(value: float | None) -> str:
+    """Return a number with separators: 12,345 or 0.4."""
+    if value is None:
+        return NOTHING
+    if abs(value) >= 100 or value == int(value):
+        return f"{round(value):,}"
+    return f"{value:,.1f}" if abs(value) >= 0.05 else f"{value:.2g}"
+
+
+def span(value: timedelta | float | None) -> str:
+    """Return a length of time with its two largest units: 2 h 5 min."""
+    if value is None:
+        return NOTHING
+    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
+    if seconds < 1:
+        return f"{sign}{round(seconds * 1000)} ms" if seconds else "0 s"
+    if seconds < 10:
+        return f"{sign}{seconds:.1f} s"
+    left, parts = round(seconds), []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count} {unit}")
+        elif parts:
+            break
+    return sign + " ".join(parts[:2])
+
+
+def size(value: float | None) -> str:
+    """Return a number of bytes: 1.5 MB."""
+    if value is None:
+        return NOTHING
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

@@ -1,0 +1,199 @@
+# Generated from calls_async.py by tools/make_sync.py: edit that file and run the script again.
+"""Functions that send, receive and settle in the transaction that the caller has open.
+
+`calls.py` is generated from `calls_async.py` by `tools/make_sync.py`; edit the async file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TypeVar, overload
+
+from . import _encode, _otel, _payloads, _portable, _statements
+from ._adapters import run
+from ._encode import MessageOrId
+from ._json import Encoder
+from ._payloads import Decoder
+from ._statements import Call
+from .errors import PgqueError
+from .types import Event, Message, Outcome, Payload, Seconds
+
+T = TypeVar("T")
+
+
+def send(
+    conn: object,
+    queue: str,
+    payload: Payload | Event,
+    *,
+    type: str = "default",
+    headers: Mapping[str, object] | None = None,
+    key: str | None = None,
+    delay: Seconds | None = None,
+    deliver_at: datetime | None = None,
+    ttl: Seconds | None = None,
+    partition_key: str | None = None,
+    encoder: Encoder | None = None,
+) -> int:
+    """Send one message in the transaction of a connection and return its id. Calls `pgque.send`.
+
+    `conn` is a connection of psycopg, psycopg2, SQLAlchemy or Django, a cursor, a SQLAlchemy session,
+    the alias of a database of Django, or a pool of psycopg_pool.
+    The message is committed or rolled back with the transaction that is open there. On a connection in
+    autocommit, and on a pool, each call is a transaction of its own.
+
+    Options and errors are those of `PgqueClient.send`, and `encoder` is that of a client. Raises
+    TypeError for what is no connection, and PgqueVersionError when the database has no pgque or an older
+    one.
+    """
+    options = {
+        "headers": headers,
+        "key": key,
+        "delay": delay,
+        "deliver_at": deliver_at,
+        "ttl": ttl,
+        "partition_key": partition_key,
+    }
+    _payloads.check_functions(encoder=encoder)
+    call = _statements.send(queue, type, payload, options, encoder)
+    with _otel.timed("send", queue):
+        return _value(conn, int, call)
+
+
+def send_batch(
+    conn: object,
+    queue: str,
+    payloads: Iterable[Payload | Event],
+    *,
+    type: str | None = None,
+    headers: Sequence[Mapping[str, object] | None] | None = None,
+    keys: Sequence[str | None] | None = None,
+    delays: Sequence[Seconds | None] | None = None,
+    deliver_ats: Sequence[datetime | None] | None = None,
+    ttls: Sequence[Seconds | None] | None = None,
+    partition_keys: Sequence[str | None] | None = None,
+    encoder: Encoder | None = None,
+) -> list[int]:
+    """Send many messages of one type, all or none, and return their ids in input order. Calls
+    `pgque.send_batch`.
+
+    `conn` is what `send` takes; the other arguments are those of `PgqueClient.send_batch`, and
+    `encoder` is that of a client.
+    """
+    options = {
+        "headers": headers,
+        "key": keys,
+        "delay": delays,
+        "deliver_at": deliver_ats,
+        "ttl": ttls,
+        "partition_key": partition_keys,
+    }
+    _payloads.check_functions(encoder=encoder)
+    call = _statements.send_batch(queue, type, payloads, options, encoder)
+    with _otel.timed("send", queue):
+        return _value(conn, list, call)
+
+
+def receive(
+    conn: object,
+    queue: str,
+    consumer: str,
+    max_messages: int = 100,
+    *,
+    worker: str | None = None,
+    visibility_timeout: Seconds | None = None,
+    ack_batch: int | None = None,
+    decoder: Decoder | None = None,
+) -> list[Message]:
+    """Return the next batch, at most `max_messages` long, or [] when there is none. Calls `pgque.receive`.
+
+    `conn` is what `send` takes; the other arguments are those of `PgqueClient.receive`, and
+    `decoder` is that of a client. A batch received in a transaction that is rolled back is delivered
+    again. Times of messages are in UTC.
+    """
+    _payloads.check_functions(decoder=decoder)
+    make: Callable[..., Message] = _payloads.message_maker(Message, decoder)
+    call, params = _statements.receive(queue, consumer, max_messages, worker, visibility_timeout, ack_batch)
+    with _otel.timed("receive", queue, consumer):
+        rows = run(conn, f"select {_portable.MESSAGE} from {call} as m", params)
+    return [_portable.message(row, make) for row in rows]
+
+
+@overload
+def ack(conn: object, batch_id: int, msgs: None = None) -> int: ...
+
+
+@overload
+def ack(conn: object, batch_id: int, msgs: Sequence[MessageOrId]) -> list[Outcome]: ...
+
+
+def ack(
+    conn: object, batch_id: int, msgs: Sequence[MessageOrId] | None = None
+) -> int | list[Outcome]:
+    """Finish a batch: 1, or 0 when it was not open; or some of its messages, with an Outcome each. Calls
+    `pgque.ack`.
+
+    `conn` is what `send` takes. In the transaction that writes the result of a message, the effect and
+    the acknowledgement are committed together.
+    """
+    if msgs is None:
+        return _value(conn, int, _statements.ack(batch_id))
+    return _outcomes(conn, _statements.outcomes("ack", batch_id, msgs))
+
+
+@overload
+def nack(
+    conn: object,
+    batch_id: int,
+    msg: MessageOrId,
+    retry_after: Seconds | None = None,
+    reason: str | None = None,
+) -> int: ...
+
+
+@overload
+def nack(
+    conn: object,
+    batch_id: int,
+    msg: Sequence[MessageOrId],
+    retry_after: Seconds | None = None,
+    reason: str | None = None,
+) -> list[Outcome]: ...
+
+
+def nack(
+    conn: object,
+    batch_id: int,
+    msg: MessageOrId | Sequence[MessageOrId],
+    retry_after: Seconds | None = None,
+    reason: str | None = None,
+) -> int | list[Outcome]:
+    """Give messages of an open batch back, to come again after `retry_after` seconds. Calls `pgque.nack`.
+
+    `conn` is what `send` takes; the rest is as in `PgqueClient.nack`: one message gives 1, a
+    sequence an Outcome each.
+    """
+    options = {
+        "retry_after": ("interval", _encode.interval(retry_after)),
+        "reason": ("text", _encode.clean_reason(reason)),
+    }
+    if not isinstance(msg, (Message, int)):
+        return _outcomes(conn, _statements.outcomes("nack", batch_id, msg, options))
+    return _value(conn, int, _statements.nack(batch_id, msg, options))
+
+
+def _value(conn: object, kind: type[T], call: Call) -> T:
+    """Return what a function returns."""
+    sql, params = call
+    rows = run(conn, f"select {sql}", params)
+    value = rows[0][0] if rows else None
+    if not isinstance(value, kind):
+        raise PgqueError(f"the server answered {value!r} where {kind.__name__} was expected")
+    return value
+
+
+def _outcomes(conn: object, call: Call) -> list[Outcome]:
+    sql, params = call
+    rows = run(conn, f"select {_statements.OUTCOME} from {sql} as o", params)
+    return [Outcome(*row) for row in rows]  # type: ignore[arg-type]

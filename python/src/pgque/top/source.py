@@ -1,0 +1,265 @@
+"""What `pgque top` reads and changes: one connection, opened again after it was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import psycopg
+from psycopg.rows import dict_row
+
+from .._connection_async import open_client
+from .._overview import (
+    METRICS_ASKED,
+    METRICS_QUERY,
+    MOST,
+    MOST_READERS,
+    OWN_METRICS_QUERY,
+    OWN_PROBLEMS_QUERY,
+    PROBLEMS_QUERY,
+    QUEUES_QUERY,
+    READERS_QUERY,
+    ROLE_QUERY,
+    SLOW,
+    WORKERS_QUERY,
+    Figures,
+    History,
+    Row,
+    add_metrics,
+    add_problems,
+    figures,
+)
+from ..client_async import AsyncPgqueClient
+from ..errors import PgqueConnectionError, PgqueError, from_psycopg
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
+
+T = TypeVar("T")
+
+SETTINGS_QUERY: LiteralString = (
+    "select pg_catalog.set_config('statement_timeout', %(timeout)s, false), case when %(only)s"
+    " then pg_catalog.set_config('default_transaction_read_only', 'on', false) end"
+)
+# A requeue by reason takes the dead letters of all consumers, so their counts are added up.
+REASONS_QUERY: LiteralString = (
+    "select r.reason, sum(r.dead_letters)::bigint as count, pgque.clock() - max(r.newest) as age,"
+    " string_agg(r.consumer_name, ', ' order by r.consumer_name) as consumers"
+    " from pgque.dlq_reasons(%(queue)s) as r group by r.reason order by 2 desc, 1 limit %(most)s"
+)
+
+NAME = "pgque top"  # as pg_stat_activity shows it
+TIMEOUT = "10s"  # of every statement
+SLICE = 1000  # dead letters that one statement requeues
+CLOSED_WITHIN = 2.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What is wrong, and all queues that the role may see."""
+
+    problems: Sequence[Row] = ()
+    queues: Mapping[str, Figures] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a queue is opened for; an error stands in place of what could not be read."""
+
+    queue: str
+    consumers: list[Row] | PgqueError
+    workers: list[Row] | PgqueError
+    reasons: list[Row] | PgqueError
+
+
+class Source:
+    """Ask the database, one question at a time. Every method raises PgqueError.
+
+    A connection that was lost is opened again by the next question.
+    """
+
+    def __init__(self, dsn: str, read_only: bool = False) -> None:
+        self._dsn = dsn
+        self._read_only = read_only
+        self._client: AsyncPgqueClient | None = None
+        self._turn = asyncio.Lock()
+        self._history = History()
+        self._running: set[asyncio.Task[object]] = set()
+        self.role: Row = {}
+        self.place = ""
+
+    @property
+    def writable(self) -> bool:
+        """Whether anything can be changed at all."""
+        return not (self._read_only or self.role.get("standby"))
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._client is not None and not self._client.conn.closed
+
+    async def connect(self) -> None:
+        """Open the connection. Raises PgqueConnectionError, and PgqueVersionError without pgque."""
+        await self._ask(lambda client: asyncio.sleep(0))
+
+    async def overview(self) -> Overview:
+        """Return problems and queues: what the first page of `pgque web` shows."""
+        return await self._ask(self._overview)
+
+    async def queue(self, name: str) -> Opened:
+        """Return the consumers, workers and dead letters of a queue."""
+        return await self._ask(lambda client: self._queue(client, name))
+
+    async def reasons(self, queue: str) -> list[Row]:
+        """Return why the dead letters of a queue were given up, the most frequent reason first."""
+        return await self._ask(lambda client: _rows(client, REASONS_QUERY, _of(queue)))
+
+    async def pause(self, queue: str, paused: bool) -> None:
+        """Close a queue for senders, or open it again."""
+        await self._ask(lambda client: client.pause(queue) if paused else client.resume(queue))
+
+    async def reclaim(self, queue: str, consumer: str) -> int:
+        """Release what the workers of a consumer hold, and return the number of batches."""
+        return await self._ask(lambda client: client.reclaim(queue, consumer))
+
+    async def requeue(
+        self, queue: str, count: int, reason: str | None, progress: Callable[[int], object]
+    ) -> int:
+        """Requeue the oldest dead letters of a queue, at most `count`, and return how many were.
+
+        `reason` is one of `reasons`; None stands for all. `progress` is told after each statement.
+        """
+        done = 0
+        while done < count:
+            most = min(SLICE, count - done)
+            moved = await self._ask(partial(_requeue, queue=queue, most=most, reason=reason))
+            done += moved
+            progress(done)
+            if moved < most:
+                break
+        return done
+
+    async def close(self) -> None:
+        """End what is running and close the connection, but do not wait long for a database that is gone."""
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=CLOSED_WITHIN)
+        if self._client is not None:
+            await self._client.close()
+
+    # -- one question --------------------------------------------------------------
+
+    async def _ask(self, question: Callable[[AsyncPgqueClient], Awaitable[T]]) -> T:
+        """Return the answer. Whoever stops waiting for it does not cut it off: `close` does."""
+
+        async def answered() -> T:
+            async with self._turn:
+                client = await self._connected()
+                try:
+                    return await question(client)
+                except psycopg.Error as error:
+                    raise from_psycopg(error) from error
+                except PgqueConnectionError:
+                    await self._forget()
+                    raise
+                finally:
+                    if client.conn.closed:
+                        self._client = None
+
+        task = asyncio.create_task(answered())
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may be left to hear of it
+
+    async def _connected(self) -> AsyncPgqueClient:
+        if self._client is None:
+            client = await open_client(self._dsn, NAME)
+            try:
+                await _rows(client, SETTINGS_QUERY, {"timeout": TIMEOUT, "only": self._read_only})
+                self.role = (await _rows(client, ROLE_QUERY))[0]
+            except psycopg.Error as error:
+                await client.close()
+                raise from_psycopg(error) from error
+            except BaseException:
+                await client.close()
+                raise
+            info = client.conn.info
+            host = info.host if info.host and not info.host.startswith("/") else "localhost"  # a socket
+            self.place = f"{info.dbname} at {host}:{info.port}"
+            self._client = client
+        return self._client
+
+    async def _forget(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            with suppress(psycopg.Error):
+                await client.close()
+
+    # -- what is asked -------------------------------------------------------------
+
+    async def _overview(self, client: AsyncPgqueClient) -> Overview:
+        queues = figures(await _rows(client, QUEUES_QUERY, MOST))
+        reader = self.role["reader"]
+        problems = await _in_time(client, PROBLEMS_QUERY if reader else OWN_PROBLEMS_QUERY, MOST)
+        if problems is None:
+            problems = [SLOW]
+        add_problems(queues, problems)
+        metrics = METRICS_QUERY if reader else OWN_METRICS_QUERY
+        add_metrics(queues, await _in_time(client, metrics, METRICS_ASKED) or [])
+        self._history.note(queues.values())
+        return Overview(problems, queues)
+
+    async def _queue(self, client: AsyncPgqueClient, name: str) -> Opened:
+        return Opened(
+            name,
+            await _or_error(client, READERS_QUERY, name),
+            await _or_error(client, WORKERS_QUERY, name),
+            await _or_error(client, REASONS_QUERY, name),
+        )
+
+
+async def _rows(
+    client: AsyncPgqueClient, query: LiteralString, parameters: Mapping[str, object] | None = None
+) -> list[Row]:
+    async with client.conn.cursor(row_factory=dict_row) as cursor:
+        await cursor.execute(query, parameters)
+        return await cursor.fetchall()
+
+
+async def _in_time(
+    client: AsyncPgqueClient, query: LiteralString, parameters: Mapping[str, object]
+) -> list[Row] | None:
+    """Return rows, or None if the database took too long: the rest is shown all the same."""
+    try:
+        return await _rows(client, query, parameters)
+    except psycopg.errors.QueryCanceled:
+        return None
+
+
+async def _requeue(client: AsyncPgqueClient, queue: str, most: int, reason: str | None) -> int:
+    return await client.dlq_requeue_all(queue, most, reason)
+
+
+async def _or_error(client: AsyncPgqueClient, query: LiteralString, queue: str) -> list[Row] | PgqueError:
+    """Return rows, or the error of a database that still answers."""
+    try:
+        return await _rows(client, query, _of(queue))
+    except psycopg.Error as error:
+        found = from_psycopg(error, queue)
+        if isinstance(found, PgqueConnectionError):
+            raise found from error
+        return found
+
+
+def _of(queue: str) -> Mapping[str, object]:
+    return {"queue": queue, "most": MOST_READERS}

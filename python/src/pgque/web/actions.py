@@ -1,0 +1,31 @@
+"""Who changed what by hand."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.responses import Response
+
+from ..errors import PgqueBadArgument
+from .page import Page
+
+PER_PAGE = 100
+
+
+def show(page: Page) -> Response:
+    """Show the newest actions, or those before a time; of all queues, or of one."""
+    queue, before = page.form.get("of"), page.form.get("before")
+    if before and not re.fullmatch(r"[0-9T:.+-]+", before):
+        raise PgqueBadArgument(f"not a time: {before[:50]!r}")
+    rows = page.rows(
+        "select a.at, a.role_name::text as role, a.application, a.call, a.queue, a.args"
+        " from pgque.list_actions(%s, %s, %s::timestamptz) as a",
+        [queue or None, PER_PAGE, before or None],
+    )
+    return page.shown(
+        "actions.html",
+        rows=rows,
+        of=queue,
+        before=before,
+        following=rows[-1]["at"].isoformat() if len(rows) == PER_PAGE else None,
+    )

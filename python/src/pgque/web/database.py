@@ -1,0 +1,116 @@
+"""Log in as a PostgreSQL role, and the connections of one session of the page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import DictRow, dict_row
+from psycopg_pool import ConnectionPool, PoolTimeout
+
+from .._dsn import with_keepalives
+from ..errors import PgqueConnectionError
+from .config import Database
+
+log = logging.getLogger("pgque.web")
+
+Connection = psycopg.Connection[DictRow]
+
+POOL_SIZE = 3  # connections of one session
+POOL_WAIT = 5.0  # seconds that a request waits for one
+POOL_IDLE = 60.0  # seconds after which an idle connection is closed
+
+# What would let the page in with something else than the password that was typed.
+_NOT_TAKEN = ("user", "password", "passfile", "sslcert", "sslkey", "sslpassword")
+
+
+class LoginRefused(Exception):
+    """Say why nobody is let in; the text is shown on the login page."""
+
+
+class Connections:
+    """A small pool of connections of one role to one database."""
+
+    def __init__(self, conninfo: str, statement_timeout: int) -> None:
+        self._timeout = f"{statement_timeout}s"
+        self._pool = ConnectionPool(
+            conninfo,
+            connection_class=psycopg.Connection[DictRow],
+            kwargs={"autocommit": True, "row_factory": dict_row},
+            configure=_need_password,
+            check=ConnectionPool.check_connection,
+            min_size=0,
+            max_size=POOL_SIZE,
+            max_idle=POOL_IDLE,
+            num_workers=1,
+            open=True,
+        )
+
+    @contextmanager
+    def take(self, read_only: bool, timeout: str | None = None) -> Iterator[Connection]:
+        """Lend a connection in autocommit. Its statements end after `timeout`, and change nothing when it is
+        `read_only`. Raises PgqueConnectionError when none can be had."""
+        try:
+            with self._pool.connection(POOL_WAIT) as connection:
+                # A role or a database that is read only by a setting of its own stays so.
+                connection.execute("reset default_transaction_read_only")
+                connection.execute(
+                    "select pg_catalog.set_config('statement_timeout', %s, false), case when %s then"
+                    " pg_catalog.set_config('default_transaction_read_only', 'on', false) end",
+                    [timeout or self._timeout, read_only],
+                )
+                yield connection
+        except PoolTimeout as error:
+            raise PgqueConnectionError(
+                "the database cannot be reached, or all connections of this session are busy",
+                hint="Try again in a few seconds.",
+            ) from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._pool.close(timeout=1)
+
+
+def _need_password(connection: psycopg.Connection[Any]) -> None:
+    """Refuse a server that did not ask for the password: it would let anybody in as this role."""
+    if not connection.pgconn.used_password:
+        raise LoginRefused("The server lets this role in without a password, so the page does not.")
+
+
+def log_in(database: Database, user: str, password: str, statement_timeout: int) -> Connections:
+    """Return connections of the role `user`, after the server has accepted its password.
+
+    Raises LoginRefused, with a text that tells nobody whether the role exists.
+    """
+    wrong = LoginRefused("Login failed. Check user and password, and that the database can be reached.")
+    # libpq would look for an empty password in PGPASSWORD and in password files.
+    if not user or not password or "\0" in user + password:
+        raise wrong
+    given = {k: v for k, v in conninfo_to_dict(database.dsn).items() if k not in _NOT_TAKEN}
+    conninfo = with_keepalives(
+        make_conninfo("", **given, user=user, password=password, gssencmode="disable"), "pgque web"
+    )
+    try:
+        with psycopg.connect(conninfo, autocommit=True) as connection:
+            _need_password(connection)
+            row = connection.execute(
+                "select count(*) > 0, coalesce(bool_or(pg_catalog.has_schema_privilege(n.oid, 'usage')"
+                " and pg_catalog.has_function_privilege(p.oid, 'execute')), false)"
+                " from pg_catalog.pg_proc as p join pg_catalog.pg_namespace as n on n.oid = p.pronamespace"
+                " where n.nspname = 'pgque' and p.proname = 'get_queue_info'"
+            ).fetchone()
+    except psycopg.Error as error:
+        log.info("login of %r to %s failed: %s", user, database.label, str(error).strip())
+        raise wrong from None
+    if row is None or not row[0]:
+        raise LoginRefused("pgque is not installed in this database. Install it: pgque install --dsn …")
+    if not row[1]:
+        raise LoginRefused(
+            "This role has no right to look at queues of pgque. Grant it pgque_reader or pgque_admin,"
+            " or a right to one queue with pgque.grant_queue(queue, role, right)."
+        )
+    return Connections(conninfo, statement_timeout)

@@ -1,0 +1,132 @@
+"""How values look on a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+
+from markupsafe import Markup, escape
+
+from .._cli import visible
+from .._units import NOTHING, number, size, span
+
+SHORT = 120  # characters of a text in a table
+MOST_SHOWN = 200_000  # characters, or bytes, of a payload on its page
+
+# A time, or a length of time, as PostgreSQL writes them
+_TIME = re.compile(
+    r"(?P<date>\d{4}-\d\d-\d\d) (?P<time>\d\d:\d\d:\d\d)(?:\.\d+)?(?P<zone>[+-]\d\d(?::\d\d)?)"
+    r"|(?:(?P<days>\d{1,6}) days? )?\b(?P<hours>\d\d{1,5}:\d\d:\d\d)(?:\.\d+)?\b",
+    re.ASCII,
+)
+_QUOTED = r"'(?:[^']|'')*'"
+# What a check advises in SQL, and the buttons that do it
+_BUTTONS = (
+    (re.compile(rf"select pgque\.resume\({_QUOTED}\)"), "press Resume sending on the page of the queue"),
+    (
+        re.compile(
+            rf"select \* from pgque\.dlq_inspect\({_QUOTED}\), then dlq_requeue, dlq_replay or dlq_purge"
+        ),
+        "look at the dead letters, then requeue, replay or delete them",
+    ),
+    (
+        re.compile(rf"select pgque\.set_queue_config\({_QUOTED}, '(\w+)', '([^']*)'\)"),
+        r"set \1 to \2 on the page of the queue",
+    ),
+)
+
+
+def moment(value: datetime | None, zone: str = " UTC") -> Markup:
+    """Return a time in UTC, to the second, with its exact value for machines; `zone` follows it."""
+    if value is None:
+        return escape(NOTHING)
+    at = value.astimezone(timezone.utc)
+    return Markup('<time datetime="{}">{}{}</time>').format(
+        at.isoformat(), at.strftime("%Y-%m-%d %H:%M:%S"), zone
+    )
+
+
+def plain(value: object) -> str:
+    """Return a user's text without control characters, for a title or a label."""
+    return visible("" if value is None else str(value))
+
+
+def text(value: object) -> Markup:
+    """Return a user's text: no control characters, and its direction changes nothing around it."""
+    if value is None or value == "":
+        return escape("")
+    return Markup("<bdi>{}</bdi>").format(visible(str(value), keep="\n\t"))
+
+
+def short(value: object) -> Markup:
+    """Return the start of a user's text."""
+    whole = "" if value is None else str(value)
+    return text(whole if len(whole) <= SHORT else whole[: SHORT - 1] + "…")
+
+
+def payload(row: dict[str, object]) -> dict[str, str]:
+    """Return kind (JSON, text, bytes or none) and text of a message's payload, or of its start."""
+    raw, whole = row["payload_bytes"], row["payload"]
+    if isinstance(raw, bytes):
+        return {"kind": "bytes", "text": raw.hex(" ", 2)}
+    if whole is None:
+        return {"kind": "none", "text": ""}
+    shown = str(whole)
+    if shown.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError, RecursionError):
+            return {"kind": "JSON", "text": json.dumps(json.loads(shown), indent=2, ensure_ascii=False)}
+    return {"kind": "text", "text": shown}
+
+
+def _moment(found: re.Match[str]) -> str:
+    zone = found["zone"] if ":" in found["zone"] else f"{found['zone']}:00"
+    at = datetime.fromisoformat(f"{found['date']} {found['time']}{zone}").astimezone(timezone.utc)
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _length(found: re.Match[str]) -> str:
+    hours, minutes, seconds = found["hours"].split(":")
+    return span(timedelta(int(found["days"] or 0), int(seconds), hours=int(hours), minutes=int(minutes)))
+
+
+def detail(value: str | None) -> Markup:
+    """Return what a check found, with the times and lengths of time as the page writes them."""
+
+    def written(found: re.Match[str]) -> str:
+        try:
+            return _moment(found) if found["zone"] else _length(found)
+        except (ValueError, OverflowError):  # it is a text of a user
+            return found[0]
+
+    return text(_TIME.sub(written, value or ""))
+
+
+def advice(value: str | None) -> Markup:
+    """Return the advice of a check: buttons of the page in place of the SQL that does the same."""
+    shown = value or ""
+    for statement, words in _BUTTONS:
+        shown = statement.sub(words, shown)
+    return text(shown)
+
+
+def as_json(value: object, indent: int | None = 2) -> str:
+    """Return a value as JSON."""
+    return json.dumps(value, indent=indent, ensure_ascii=False)
+
+
+FILTERS: dict[str, Callable[..., object]] = {
+    "number": number,
+    "span": span,
+    "size": size,
+    "moment": moment,
+    "text": text,
+    "plain": plain,
+    "short": short,
+    "payload": payload,
+    "as_json": as_json,
+    "detail": detail,
+    "advice": advice,
+}

@@ -1,0 +1,292 @@
+"""One request of somebody who is logged in: queries, rights, forms and answers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, urlencode
+
+import psycopg
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from .._overview import ROLE_QUERY
+from ..errors import PgqueBadArgument, PgqueError, PgquePermissionDenied, from_psycopg
+from .database import Connection
+from .sessions import Session
+from .shared import Shared
+
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
+
+Row = dict[str, Any]
+T = TypeVar("T")
+Parameters = Sequence[object] | Mapping[str, object]
+
+MOST_RIGHTS = 10_000  # that a session remembers
+SEARCH = 700  # milliseconds after which the searches of a page are stopped
+LONG_SEARCH = 9_000  # milliseconds, for those who want to wait
+RIGHTS_KEPT = 60.0  # seconds that what a role may do with a queue is believed
+STREAMS_KEPT = 30.0  # seconds for which it is remembered whether there are streams
+
+_STREAMS = """
+select exists (select from pgque.subscriber as s where s.sub_offsets)
+  or exists (select from pgque.sink_epoch as e where not e.once)
+  or exists (select from pgque.sink_attempt as a where a.epoch is not null)
+"""
+
+_ROLE: LiteralString = (
+    "select r.*, coalesce(("
+    " select bool_and(pg_catalog.has_table_privilege(pg_catalog.to_regclass(t.name), 'select'))"
+    " from (values ('pgque.queue'), ('pgque.consumer'), ('pgque.subscriber'), ('pgque.sink_epoch'),"
+    " ('pgque.sink_attempt')) as t (name)), false) as streams from (" + ROLE_QUERY + ") as r"
+)
+
+
+class Form:
+    """The fields of a form or of a query string: texts, without those that are empty."""
+
+    def __init__(self, fields: Sequence[tuple[str, str]]) -> None:
+        self.fields = [(name, value) for name, value in fields if value != ""]
+
+    @classmethod
+    def read(cls, body: str) -> Form:
+        """Return the fields of a text in URL encoding. Raises PgqueBadArgument for more than 20,000."""
+        try:
+            fields = parse_qsl(body, keep_blank_values=True, max_num_fields=20_000)
+        except ValueError as error:
+            raise PgqueBadArgument(f"the form cannot be read: {error}") from error
+        if any("\0" in value for _, value in fields):
+            raise PgqueBadArgument("PostgreSQL stores no text with the character NUL")
+        return cls(fields)
+
+    def get(self, name: str, default: str = "") -> str:
+        """Return the last value of a field."""
+        return next((value for key, value in reversed(self.fields) if key == name), default)
+
+    def need(self, name: str) -> str:
+        """Return the value of a field. Raises PgqueBadArgument if it is empty."""
+        value = self.get(name)
+        if not value:
+            raise PgqueBadArgument(f"the field {name} is empty")
+        return value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a field as a whole number. Raises PgqueBadArgument."""
+        text = self.get(name)
+        if not text and default is not None:
+            return default
+        return _number(name, text)
+
+    def numbers(self, name: str) -> list[int]:
+        """Return all values of a field as whole numbers. Raises PgqueBadArgument."""
+        return [_number(name, value) for key, value in self.fields if key == name]
+
+
+def _number(name: str, text: str) -> int:
+    digits = text.strip()
+    if not (digits.isascii() and digits.removeprefix("-").isdigit()) or abs(int(digits[:25])) >= 2**63:
+        raise PgqueBadArgument(f"the field {name} is no whole number: {text[:50]!r}")
+    return int(digits)
+
+
+class Page:
+    """What a page needs: the form, the session, its connection, and ways to answer."""
+
+    def __init__(
+        self, site: Shared, request: Request, session: Session, connection: Connection, form: Form
+    ) -> None:
+        self.site = site
+        self.request = request
+        self.session = session
+        self.connection = connection
+        self.form = form
+        self.role = self.one(_ROLE)
+        self._searched = 0  # milliseconds
+
+    def text_filter(self) -> str:
+        """Return the text to look for in payloads. Raises PgqueBadArgument where they are hidden.
+
+        To find a payload is to show it. Without the text, an action on all that match would be one on all.
+        """
+        wanted = self.form.get("text")
+        if wanted and self.site.config.hide_payloads:
+            raise PgqueBadArgument(
+                "payloads are hidden, so this page does not search in them", hint="Leave the text out."
+            )
+        return wanted
+
+    def filters(self, names: Sequence[str]) -> dict[str, object]:
+        """Return fields of a search: None for those that are empty, times in UTC."""
+        found: dict[str, object] = {}
+        for name in names:
+            value = self.text_filter() if name == "text" else self.form.get(name)
+            if name in ("since", "until") and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", value):
+                value += "Z"  # the field of a browser has no zone
+            found[name] = value or None
+        return found
+
+    # -- rights ----------------------------------------------------------------
+
+    @property
+    def writable(self) -> bool:
+        """Whether anything can be changed at all."""
+        return not (self.site.config.read_only or self.role["standby"])
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether the role may see streams and sinks, and there are any."""
+        return bool(self.role["streams"]) and self.site.samples.get(
+            self.session.database, "streams", lambda: bool(self.value(_STREAMS)), STREAMS_KEPT
+        )
+
+    def may(self, right: str, queue: str) -> bool:
+        """Return whether the role has a right to a queue: produce, consume or admin."""
+        every = {"produce": "writer", "consume": "reader", "admin": "admin"}[right]
+        if self.role["admin"] or self.role[every]:
+            return True
+        if self.session.rights is None or time.monotonic() - self.session.rights[0] > RIGHTS_KEPT:
+            try:
+                rows = self.rows("select * from pgque.my_rights() limit %s", [MOST_RIGHTS])
+            except PgquePermissionDenied:
+                rows = []
+            self.session.rights = time.monotonic(), {row["queue_name"]: row for row in rows}
+        return bool(self.session.rights[1].get(queue, {}).get(right))
+
+    def may_change(self, right: str, queue: str) -> bool:
+        """Return whether the page offers a change that needs this right."""
+        return self.writable and self.may(right, queue)
+
+    # -- queries ---------------------------------------------------------------
+
+    def rows(self, query: LiteralString, parameters: Parameters = ()) -> list[Row]:
+        """Return the rows of a query, which has a limit of its own. Raises PgqueError."""
+        try:
+            cursor = self.connection.execute(query, parameters)
+            return cursor.fetchall() if cursor.description else []
+        except psycopg.errors.QueryCanceled as error:
+            raise PgqueError(
+                "the database did not answer in time",
+                sqlstate=error.sqlstate,
+                hint="Try again, or ask for less.",
+            ) from error
+        except psycopg.Error as error:
+            raise from_psycopg(error) from error
+        except UnicodeEncodeError as error:
+            raise PgqueBadArgument("a text is not valid Unicode") from error
+
+    def search(self, query: LiteralString, parameters: Parameters = ()) -> list[Row] | None:
+        """Return the rows of a query that may read very much, or None if it was stopped for that.
+
+        What the searches of one page take is counted together.
+        """
+        began = time.monotonic()
+        milliseconds = max((LONG_SEARCH if self.form.get("longer") else SEARCH) - self._searched, 50)
+        try:
+            return self.within(milliseconds, query, parameters)
+        finally:
+            self._searched += round((time.monotonic() - began) * 1000)
+
+    def within(
+        self, milliseconds: int, query: LiteralString, parameters: Parameters = ()
+    ) -> list[Row] | None:
+        """Return the rows of a query, or None if it was stopped after so many milliseconds."""
+        self.rows(
+            "select pg_catalog.set_config('pgque.web_timeout',"
+            " pg_catalog.current_setting('statement_timeout'), false),"
+            " pg_catalog.set_config('statement_timeout', %s, false)",
+            [f"{milliseconds}ms"],
+        )
+        try:
+            return self.rows(query, parameters)
+        except PgqueError as error:
+            if error.sqlstate != "57014":
+                raise
+            return None
+        finally:
+            self.rows(
+                "select pg_catalog.set_config('statement_timeout',"
+                " pg_catalog.current_setting('pgque.web_timeout'), false)"
+            )
+
+    def one(self, query: LiteralString, parameters: Parameters = ()) -> Row:
+        """Return the first row of a query, or an empty one."""
+        found = self.rows(query, parameters)
+        return found[0] if found else {}
+
+    def value(self, query: LiteralString, parameters: Parameters = ()) -> Any:
+        """Return the one value of a query."""
+        return next(iter(self.one(query, parameters).values()), None)
+
+    def elsewhere(self, ask: Callable[[Page], T]) -> Callable[[], T]:
+        """Return a call that asks over another connection of this session, after this page was answered."""
+
+        def run() -> T:
+            timeout = f"{self.site.config.figures_timeout}s"
+            with self.session.connections.take(True, timeout) as connection:
+                return ask(Page(self.site, self.request, self.session, connection, Form([])))
+
+        return run
+
+    # -- answers ---------------------------------------------------------------
+
+    def url(self, path: str, **query: object) -> str:
+        """Return the address of a page below the prefix."""
+        return address(self.request, path, query)
+
+    def shown(self, template: str, *, status: int = 200, **values: object) -> Response:
+        """Return a page made from a template."""
+        return rendered(
+            self.site,
+            self.request,
+            template,
+            status=status,
+            page=self,
+            role=self.role,
+            session=self.session,
+            csrf=self.site.signer.csrf(self.session.token),
+            once=secrets.token_hex(8),  # for forms that must not be sent twice
+            mark=self.site.signer.mark(self.session.token),
+            # The script that keeps a page up to date shows none of them.
+            flashes=[] if "pgque-live" in self.request.headers else self.session.take_flashes(),
+            writable=self.writable,
+            hide_payloads=self.site.config.hide_payloads,
+            **values,
+        )
+
+    def done(self, text: str, path: str, **query: object) -> Response:
+        """Say what was done on the page that follows."""
+        self.session.flash("ok", text)
+        return self.go(path, **query)
+
+    def go(self, path: str, **query: object) -> Response:
+        """Send the browser to another page."""
+        return RedirectResponse(self.url(path, **query), status_code=303)
+
+
+def own(path: str, **query: object) -> str:
+    """Return the address of a page without the prefix, as the field `back` of a form has it."""
+    kept = {name: value for name, value in query.items() if value not in (None, "")}
+    return f"{path}{'?' + urlencode(kept) if kept else ''}"
+
+
+def address(request: Request, path: str, query: Mapping[str, object]) -> str:
+    """Return the address of a page below the prefix that this request came by."""
+    return f"{request.scope.get('root_path', '')}{own(path, **query)}"
+
+
+def rendered(
+    site: Shared, request: Request, template: str, *, status: int = 200, **values: object
+) -> Response:
+    """Return a page for anybody."""
+
+    def url(path: str, **query: object) -> str:
+        return address(request, path, query)
+
+    text = site.templates.get_template(template).render(
+        url=url, own=own, path=request.scope["pgque.path"], **values
+    )
+    return HTMLResponse(text, status_code=status)

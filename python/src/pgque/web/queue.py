@@ -1,0 +1,261 @@
+"""The page of one queue: its state, consumers, workers and settings."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from datetime import timedelta
+
+from starlette.responses import Response
+
+from .._overview import MOST_READERS, READERS_QUERY, WORKERS_QUERY
+from ..errors import PgqueBadArgument, PgqueBatchNotFound
+from . import chart, overview
+from .page import Page, Row
+
+MOST_LEASED = 100_000  # messages among which those of a worker are looked for
+MOST_BATCHES = 500  # of a worker that one request releases
+
+_UNIT = re.compile(r"\s*\bUnit: ([^.]+)\.$")
+# Of a setting that takes one of some words.
+CHOICES = {"drop_policy": ["dead_letter", "hold", "drop"]}
+
+GROUPS = {
+    "Delivery and failures": re.compile(
+        r"visibility_timeout|max_re.*|retry_backoff|drop_policy|dead_letter_queue|throughput_limit|archive_on_ack"
+    ),
+    "Storage and limits": re.compile(r"rotation_period|retention_period|message_ttl|max_depth|max_consumers"),
+    "Ticks": re.compile(r"tick.*|external_ticker"),
+    "Health checks": re.compile(r"health_.*"),
+    "Other": re.compile(r".*"),
+}
+
+
+def show(page: Page) -> Response:
+    """Show everything about one queue."""
+    name = page.form.need("queue")
+    info = page.one(
+        "select i.*, pgque.clock() - i.queue_switch_time as rotation_age from pgque.get_queue_info(%s) as i",
+        [name],
+    )
+    readers = {"queue": name, "most": MOST_READERS}
+    consumers, workers = page.rows(READERS_QUERY, readers), page.rows(WORKERS_QUERY, readers)
+    admin = page.may("admin", name)
+    return page.shown(
+        "queue.html",
+        queue=info["queue_name"],
+        info=info,
+        figures=overview.of_one(page, info),
+        consumers=consumers,
+        workers=workers,
+        groups=grouped(settings(page, name)),
+        # max_consumers limits those who administer this queue alone
+        fixed=() if page.role["admin"] else ("max_consumers",),
+        may_admin=admin and page.writable,
+        may_see_messages=admin or page.may("consume", name),
+        is_admin=admin,
+        may_consume=page.may_change("consume", name),
+        may_send=page.may_change("produce", name),
+        charts=_charts(page, info["queue_name"]),
+    )
+
+
+def _charts(page: Page, name: str) -> dict[str, chart.Chart]:
+    """Return the charts of a queue by their titles. Whoever may open its page sees the same ones."""
+
+    def taken() -> dict[str, chart.Chart]:
+        found = {
+            "Messages sent a second": chart.rates(page, [name]),
+            "Age of the oldest pending message, in seconds": chart.lags(page, name),
+        }
+        return {title: one for title, one in found.items() if one is not None}
+
+    return page.site.samples.get(page.session.database, f"charts of queue {name}", taken, chart.KEPT)
+
+
+def settings(page: Page, name: str) -> list[Row]:
+    """Return the settings with value, default, source, unit, meaning and choices."""
+    found = page.rows(
+        "select s.setting as name, s.value, s.default_value, s.source, s.type, s.description"
+        " from pgque.queue_settings(%s) as s order by s.setting",
+        [name],
+    )
+    for row in found:
+        unit = _UNIT.search(row["description"])
+        row["unit"] = unit[1] if unit else ""
+        row["meaning"] = _UNIT.sub("", row["description"])
+        row["choices"] = ["true", "false"] if row["type"] == "boolean" else CHOICES.get(row["name"], [])
+    return found
+
+
+def grouped(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return settings by what they are about."""
+    groups: dict[str, list[Row]] = {}
+    for title, names in GROUPS.items():
+        taken = [row for row in rows if names.fullmatch(row["name"])]
+        rows = [row for row in rows if row not in taken]
+        if taken:
+            groups[title] = taken
+    return groups
+
+
+def set_one(page: Page) -> Response:
+    """Set one setting, or restore its default."""
+    name, setting = page.form.need("queue"), page.form.need("setting")
+    value = None if page.form.get("default") else page.form.get("value") or None
+    page.value("select pgque.set_queue_config(%s, %s, %s)", [name, setting, value])
+    now = page.value("select param_value from pgque.queue_config(%s) where param_name = %s", [name, setting])
+    return page.done(f"{setting} is now {'empty' if now is None else now}.", "/queue", queue=name)
+
+
+def pause(page: Page) -> Response:
+    """Close the queue for senders."""
+    name = page.form.need("queue")
+    page.value("select pgque.pause(%s)", [name])
+    return page.done("The queue is paused: senders get an error, consumers go on.", "/queue", queue=name)
+
+
+def resume(page: Page) -> Response:
+    """Open the queue for senders again."""
+    name = page.form.need("queue")
+    page.value("select pgque.resume(%s)", [name])
+    return page.done("The queue is open for senders.", "/queue", queue=name)
+
+
+def ask_purge(page: Page) -> Response:
+    """Ask before all messages are removed."""
+    name = page.form.need("queue")
+    info = page.one("select * from pgque.get_queue_info(%s)", [name])
+    pending = page.value("select max(pending_events) from pgque.get_consumer_info(%s)", [name])
+    return page.shown(
+        "confirm.html",
+        queue=info["queue_name"],
+        title="Purge this queue?",
+        facts=[("Messages that the slowest consumer has ahead of it", pending)],
+        text="Every message of the queue is removed for all consumers: pending, leased, delayed and to be"
+        " retried. Dead letters and the archive stay. This cannot be undone.",
+        action="/queue/purge",
+        fields=[("queue", name)],
+        button="Purge the queue",
+        danger=True,
+        allowed=page.may_change("admin", name),
+        back=("/queue", {"queue": name}),
+    )
+
+
+def purge(page: Page) -> Response:
+    """Remove all messages."""
+    name = page.form.need("queue")
+    count = page.value("select pgque.purge(%s)", [name])
+    return page.done(
+        f"The queue is empty. The slowest consumer had {count:,} messages ahead of it.", "/queue", queue=name
+    )
+
+
+def reclaim(page: Page) -> Response:
+    """Release what workers of a consumer hold."""
+    name, consumer = page.form.need("queue"), page.form.need("consumer")
+    count = page.value("select pgque.reclaim(%s, %s)", [name, consumer])
+    return page.done(
+        f"Released {count:,} {'batch' if count == 1 else 'batches'} of consumer {consumer}."
+        " Their messages are redelivered.",
+        "/queue",
+        queue=name,
+    )
+
+
+def reclaim_worker(page: Page) -> Response:
+    """Release what one worker of a consumer holds. A batch that it has finished meanwhile is left out."""
+    name, consumer, worker = (page.form.need(field) for field in ("queue", "consumer", "worker"))
+    batches = page.rows(
+        "select distinct m.batch_id from pgque.list_messages(%s, 'processing', %s, only_consumer => %s)"
+        " as m where m.worker = %s and m.batch_id is not null limit %s",
+        [name, MOST_LEASED, consumer, worker, MOST_BATCHES],
+    )
+    count = 0
+    for row in batches:
+        with suppress(PgqueBatchNotFound):
+            count += page.value("select pgque.release(%s)", [row["batch_id"]])
+    return page.done(
+        f"Released {count:,} {'message' if count == 1 else 'messages'} of worker {worker}."
+        " They are redelivered at once."
+        if count
+        else f"Worker {worker} has no lease any more. What it had is redelivered without further help.",
+        "/queue",
+        queue=name,
+    )
+
+
+def retry_now(page: Page) -> Response:
+    """Make all retries of a consumer due."""
+    name, consumer = page.form.need("queue"), page.form.need("consumer")
+    count = page.value("select pgque.retry_now(%s, %s)", [name, consumer])
+    return page.done(
+        f"{count:,} {'retry' if count == 1 else 'retries'} of consumer {consumer} are due now.",
+        "/queue",
+        queue=name,
+    )
+
+
+def _position(page: Page) -> tuple[str, str, Row]:
+    name, consumer = page.form.need("queue"), page.form.need("consumer")
+    return name, consumer, page.one("select * from pgque.get_consumer_info(%s, %s)", [name, consumer])
+
+
+def ask_seek(page: Page) -> Response:
+    """Show where a consumer stands, and what a move to another place skips or repeats."""
+    name, consumer, info = _position(page)
+    wanted, target, tick = page.form.get("to"), None, None
+    facts: list[tuple[str, object]] = [
+        ("Stands at tick", info["last_tick"]),
+        ("Messages ahead of it", info["pending_events"]),
+        ("Oldest pending", info["lag"] if info["lag"] is not None else timedelta(0)),
+    ]
+    if wanted:
+        target = page.value("select pgque.tick_for(%s, %s)", [name, _start_at(page, wanted)])
+        tick = int(target)
+        between = _between(page, name, info["last_tick"], tick)
+        word = "Skips" if tick >= info["last_tick"] else "Repeats"
+        facts.append((f"{word}, in messages", between))
+    return page.shown(
+        "seek.html",
+        queue=info["queue_name"],
+        consumer=consumer,
+        facts=facts,
+        wanted=wanted,
+        tick=tick,
+        allowed=page.may_change("consume", name),
+        back=("/queue", {"queue": name}),
+    )
+
+
+def _between(page: Page, name: str, one: int, other: int) -> int | None:
+    """Return how many ids lie between two ticks, or None for a role that may not read ticks."""
+    if not page.role["admin"]:
+        return None
+    number = page.value("select q.queue_id from pgque.queue as q where q.queue_name = %s", [name])
+    # With constants the tables of other queues are left alone.
+    count: int | None = page.value(
+        "select abs(max(t.tick_event_seq) filter (where t.tick_id = %(one)s)"
+        " - max(t.tick_event_seq) filter (where t.tick_id = %(other)s))"
+        " from pgque.tick as t where t.slot in (%(a)s, %(b)s, %(c)s) and t.tick_id in (%(one)s, %(other)s)",
+        {"one": one, "other": other, "a": number * 3, "b": number * 3 + 1, "c": number * 3 + 2},
+    )
+    return count
+
+
+def _start_at(page: Page, wanted: str) -> str:
+    """Return a place as tick_for() takes it; a time without a zone is in UTC."""
+    if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", wanted):
+        return f"{wanted}Z"
+    return wanted
+
+
+def seek(page: Page) -> Response:
+    """Move a consumer."""
+    name, consumer, info = _position(page)
+    tick = page.form.number("tick")
+    if info["role"] != "normal":
+        raise PgqueBadArgument(f"consumer {consumer} has workers, so it cannot be moved")
+    at = page.value("select pgque.seek(%s, %s, %s, force => true)", [name, consumer, tick])
+    return page.done(f"Consumer {consumer} stands at tick {at}.", "/queue", queue=name)

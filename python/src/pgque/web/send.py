@@ -1,0 +1,69 @@
+"""Send a test message."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.responses import Response
+
+from ..errors import PgqueBadArgument, PgqueError
+from .page import Page
+
+FIELDS = ("type", "kind", "payload", "headers", "key", "delay", "deliver_at", "ttl", "partition_key")
+KINDS = {"text": "Text", "json": "JSON", "bytes": "Bytes, in hexadecimal"}
+
+_OPTIONS = (
+    " headers => %(headers)s::jsonb, key => %(key)s, delay => %(delay)s::interval,"
+    " deliver_at => %(deliver_at)s::timestamptz, ttl => %(ttl)s::interval,"
+    " partition_key => %(partition_key)s)"
+)
+
+
+def show(page: Page) -> Response:
+    """Show the form."""
+    return _form(page, "")
+
+
+def _form(page: Page, error: str) -> Response:
+    name = page.form.need("queue")
+    return page.shown(
+        "send.html",
+        status=400 if error else 200,
+        queue=name,
+        error=error,
+        kinds=KINDS,
+        values={field: page.form.get(field) for field in FIELDS},
+        may_send=page.may_change("produce", name),
+    )
+
+
+def send(page: Page) -> Response:
+    """Send the message; after an error show the form again, with what was typed."""
+    form = page.form
+    name, kind = form.need("queue"), form.get("kind", "text")
+    asked: dict[str, object] = {field: form.get(field) or None for field in FIELDS}
+    asked |= {"queue": name, "type": form.get("type", "default"), "payload": form.get("payload")}
+    at = form.get("deliver_at")
+    if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", at):
+        asked["deliver_at"] = f"{at}Z"  # the field of a browser has no zone
+    try:
+        if kind == "json":
+            query = "select pgque.send(%(queue)s, %(type)s, %(payload)s::jsonb,"
+            number = page.value(query + _OPTIONS, asked)
+        elif kind == "bytes":
+            asked["payload"] = _bytes(form.get("payload"))
+            number = page.value(
+                "select pgque.send(%(queue)s, %(type)s, %(payload)s::bytea," + _OPTIONS, asked
+            )
+        else:
+            number = page.value("select pgque.send(%(queue)s, %(type)s, %(payload)s::text," + _OPTIONS, asked)
+    except PgqueError as error:
+        return _form(page, str(error))
+    return page.done(f"Message {number} was sent.", "/send", queue=name)
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text.removeprefix("\\x"))
+    except ValueError as error:
+        raise PgqueBadArgument("the payload is no hexadecimal number", hint="As in 00 ff 1e.") from error

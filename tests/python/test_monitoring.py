@@ -1,0 +1,351 @@
+"""The dashboards, alert rules and configurations of pgque.monitoring, read by the programs they are for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, start_http_server
+from psycopg import conninfo
+
+import pgque
+from pgque import exporter, monitoring
+from pgque.cli import main
+from sql.helpers import move_clock
+from support.processes import ended
+
+Wait = Callable[..., None]
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+PROMETHEUS, POSTGRESQL = "grafana-prometheus.json", "grafana-postgresql.json"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the command writes."""
+    folder = tmp_path_factory.mktemp("monitoring") / "new"
+    done = CliRunner().invoke(main, ["monitoring", "export", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in folder.iterdir()} == set(monitoring.FILES)
+    return folder
+
+
+def _program(name: str, package: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"no {name}: apt-get install {package}")
+    return path
+
+
+def _promtool(*arguments: object) -> None:
+    promtool = _program("promtool", "prometheus")
+    done = subprocess.run([promtool, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- dashboards ----------------------------------------------------------------
+
+
+def _panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+@pytest.mark.parametrize("name", [PROMETHEUS, POSTGRESQL])
+def test_a_dashboard_is_one_that_grafana_can_import(name: str) -> None:
+    board = json.loads(monitoring.text(name))
+    assert {"title", "uid", "schemaVersion", "time", "templating", "panels", "tags", "version"} <= set(board)
+    assert board["id"] is None
+    assert len(board["uid"]) <= 40
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    source = variables["datasource"]
+    assert source["type"] == "datasource"
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    for panel in _panels(board):
+        assert panel["title"]
+        assert panel["type"] in {"timeseries", "stat", "table", "bargauge"}
+        assert panel["datasource"] == {"type": source["query"], "uid": "${datasource}"}
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs
+        assert len(set(refs)) == len(refs)
+        for target in panel["targets"]:
+            assert target["datasource"] == panel["datasource"]
+            text = target.get("expr") or target["rawSql"]
+            used = set(re.findall(r"\$\{?([a-z]\w*)", text))
+            assert used <= set(variables), text
+
+
+def test_each_query_of_the_dashboard_on_postgresql_answers_a_reader(
+    own_dsn: str, roles: Callable[..., Any]
+) -> None:
+    with psycopg.connect(own_dsn, autocommit=True) as conn:
+        database = conn.info.dbname
+        client = pgque.PgqueClient(conn)
+        client.create_queue("orders")
+        client.subscribe("orders", "c")
+        client.subscribe("orders", "pool")
+        client.send_batch("orders", ["a", "b"])
+        conn.execute("select pgque.force_next_tick('orders')")
+        conn.execute("select pgque.ticker('orders')")
+        client.receive("orders", "pool", 1, worker="w", visibility_timeout=300)
+        move_clock(conn, "10 seconds")  # a shorter lag is not kept
+        conn.execute("select pgque.maint_lags()")
+    since = datetime.now(timezone.utc) - timedelta(hours=3)
+    board = json.loads(monitoring.text(POSTGRESQL))
+    with psycopg.connect(roles("reader", dbname=database).dsn, autocommit=True) as reader:
+        for panel in _panels(board):
+            for target in panel["targets"]:
+                sql = target["rawSql"].replace("${queue:sqlstring}", "'orders','another'")
+                sql = sql.replace("$__timeFrom()", f"'{since:%Y-%m-%dT%H:%M:%SZ}'")
+                assert "$" not in sql
+                cursor = reader.execute(sql.encode())
+                assert cursor.fetchall(), panel["title"]
+                columns = [column.name for column in cursor.description or ()]
+                if target["format"] == "time_series":
+                    assert columns == ["time", "metric", "value"], panel["title"]
+        for variable in board["templating"]["list"]:
+            if variable["type"] == "query":
+                assert reader.execute(variable["query"].encode()).fetchall() == [("orders",)]
+
+
+# -- alert rules and configurations ----------------------------------------------
+
+
+@pytest.mark.prometheus
+def test_each_alert_comes_with_its_incident_and_not_before(files: Path) -> None:
+    alerts = set(re.findall(r"- alert: (\w+)", monitoring.text("alerts.yml")))
+    tested = monitoring.text("alerts_test.yml")
+    fired = set(re.findall(r"alertname: (\w+)\n\s+exp_alerts:\n", tested))
+    assert alerts == fired
+    _promtool("check", "rules", files / "alerts.yml")
+    _promtool("test", "rules", files / "alerts_test.yml")
+    _promtool("check", "config", files / "prometheus.yml")
+
+
+def test_the_file_for_sql_exporter_has_the_statement_of_the_exporter() -> None:
+    _, _, query = monitoring.text("sql-exporter.yml").partition("query: |\n")
+    assert query.split() == monitoring.text("figures.sql").split()
+
+
+def test_systemd_accepts_the_unit_of_the_exporter(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here")
+    text = monitoring.text("pgque-metrics.service")
+    assert "\nExecStart=/opt/pgque/bin/pgque metrics --serve 127.0.0.1:9187\n" in text
+    path = tmp_path / "pgque-metrics.service"
+    path.write_text(text.replace("/opt/pgque/bin/pgque", "/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- a real Prometheus -----------------------------------------------------------
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def _url(dsn: str) -> str:
+    """Return a connection string as the driver of sql_exporter reads it."""
+    given = {key: str(value) for key, value in conninfo.conninfo_to_dict(dsn).items()}
+    user, password = (urllib.parse.quote(given.get(key, ""), safe="") for key in ("user", "password"))
+    host = given["host"]
+    if host.startswith("/"):
+        query = urllib.parse.urlencode({"host": host, "port": given["port"], "sslmode": "disable"})
+        return f"postgres://{user}:{password}@/{given['dbname']}?{query}"
+    return f"postgres://{user}:{password}@{host}:{given['port']}/{given['dbname']}?sslmode=disable"
+
+
+class _Prometheus:
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/api/v1"
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """Return the data of an answer, or None while there is none. Raises AssertionError for a wrong query."""
+        url = f"{self._url}/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=20) as answer:  # noqa: S310
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            with error:
+                body = error.read()
+            assert error.code == 503, (parameters, body)
+        except OSError:
+            pass
+        return None
+
+    def has_data(self, query: str) -> bool:
+        data = self.get("query", query=query)
+        return data is not None and any(row["value"][1] != "NaN" for row in data["result"])
+
+
+@contextmanager
+def _running(
+    files: Path, folder: Path, exporter_url: str, workers_port: int, dsn: str
+) -> Iterator[_Prometheus]:
+    """Run Prometheus and sql_exporter with the files as they are, but for addresses and pauses."""
+    sql_port, port = _free_port(), _free_port()
+    config = monitoring.text("sql-exporter.yml").replace("15s", "1s")
+    config, count = re.subn(r'"postgres://.*"', json.dumps(_url(dsn)), config)
+    assert count == 1
+    (folder / "sql.yml").write_text(config)
+    config = monitoring.text("prometheus.yml")
+    head, between, jobs = config.partition("  # - job_name: pgque-sql\n")
+    config = head + (between + jobs).replace("  # ", "  ")
+    for old, new in {
+        "15s": "1s",
+        "alerts.yml": str(files / "alerts.yml"),
+        "127.0.0.1:9187": exporter_url.removeprefix("http://"),
+        '"127.0.0.1:9188"': f'"127.0.0.1:{workers_port}"',
+        "127.0.0.1:9237": f"127.0.0.1:{sql_port}",
+    }.items():
+        assert old in config
+        config = config.replace(old, new)
+    (folder / "prometheus.yml").write_text(config)
+    commands = [
+        [
+            _program("prometheus-sql-exporter", "prometheus-sql-exporter"),
+            f"-config.file={folder / 'sql.yml'}",
+            f"-web.listen-address=127.0.0.1:{sql_port}",
+        ],
+        [
+            _program("prometheus", "prometheus"),
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+    ]
+    with ExitStack() as stack:
+        log = stack.enter_context((folder / "log").open("w"))
+        for command in commands:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=folder)
+            stack.enter_context(ended(process))
+        yield _Prometheus(port)
+
+
+class _Run:
+    """A worker with every outcome, and a sender, on queues of their own."""
+
+    def __init__(self, dsn: str, queue: str, conn: Connection) -> None:
+        client = pgque.PgqueClient(conn)
+        client.subscribe(queue, "c")
+        for setting, value in {"drop_policy": "drop", "max_retries": "0", "max_depth": "100000"}.items():
+            client.set_queue_config(queue, setting, value)
+        self._conn, self._client, self._queue = conn, client, queue
+        self._end = threading.Event()
+        self._held = threading.Event()
+        self.worker = pgque.Worker(dsn, queue=queue, consumer="c", retry_after=0)
+        self.worker.handler("ack")(lambda message: None)
+        self.worker.handler("hold")(lambda message: self._end.wait(60) and None)
+        self.worker.handler("fails")(self._fail)
+        client.send(queue, "x", type="hold")
+        self._threads = [threading.Thread(target=work) for work in (self.worker.run, self._send)]
+
+    def _fail(self, message: pgque.Message) -> None:
+        raise RuntimeError("on purpose")
+
+    def _send(self) -> None:
+        while not self._end.wait(0.2):
+            self._client.send(self._queue, "x", type="ack")
+            self._client.send(self._queue, "x", type="fails")
+            self._client.send(self._queue, "x", ttl=0.001)
+            self._conn.execute("select pgque.force_next_tick(%s)", [self._queue])
+            self._conn.execute("select pgque.ticker(%s)", [self._queue])
+            self._conn.execute("select pgque.maint()")
+
+    def __enter__(self) -> _Run:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self.worker.stop()
+        for thread in self._threads:
+            thread.join(30)
+
+
+@pytest.mark.prometheus
+@pytest.mark.slow
+def test_a_prometheus_that_scrapes_a_run_answers_each_query_of_the_dashboard(
+    own_dsn: str, files: Path, tmp_path: Path, wait_until: Wait
+) -> None:
+    board = json.loads(monitoring.text(PROMETHEUS))
+    wanted = {}
+    for panel in _panels(board):
+        for target in panel["targets"]:
+            query = target["expr"].replace("$__rate_interval", "30s")
+            query = query.replace("$instance", ".*").replace("$queue", ".*")
+            assert "$" not in query
+            wanted[f"{panel['title']} {target['refId']}"] = query
+    wanted["sql_exporter"] = 'pgque_queue_bytes{job="pgque-sql", queue="orders", instance=~".*/.+"}'
+    wanted["sql_exporter, read"] = 'pgque_up{job="pgque-sql", instance=~".*/.+"} == 1'
+    registry = CollectorRegistry()
+    pgque.enable_prometheus(registry=registry)
+    source = exporter.Exporter(own_dsn, max_age=0, max_share=1)
+    server = exporter.make_server(source, port=0)
+    serving = threading.Thread(target=server.serve_forever)
+    figures, figures_thread = start_http_server(0, "127.0.0.1", registry)
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        serving.start()
+        with (
+            psycopg.connect(own_dsn, autocommit=True) as conn,
+            psycopg.connect(own_dsn, autocommit=True) as other,
+        ):
+            pgque.PgqueClient(conn).create_queue("orders")
+            with (
+                _Run(own_dsn, "orders", conn) as run,
+                _running(files, tmp_path, address, figures.server_port, own_dsn) as prometheus,
+            ):
+                name = f"pgque orders/{run.worker.worker}"[:63]
+                end = "select pg_terminate_backend(a.pid, 5000) from pg_stat_activity as a where a.application_name = %s"
+                wait_until(lambda: other.execute(end, [name]).fetchall(), "the worker's connection")
+
+                def answered() -> bool:
+                    for panel in [panel for panel, query in wanted.items() if prometheus.has_data(query)]:
+                        del wanted[panel]
+                    return not wanted
+
+                try:
+                    wait_until(answered, timeout=90)
+                except AssertionError:
+                    pytest.fail(f"no data: {wanted}\n{(tmp_path / 'log').read_text()[-3000:]}")
+                rules = prometheus.get("rules")["groups"][0]["rules"]
+                assert {rule["health"] for rule in rules} == {"ok"}
+                targets = prometheus.get("targets")["activeTargets"]
+                assert {target["health"] for target in targets} == {"up"}, targets
+    finally:
+        pgque.enable_prometheus(False)
+        server.shutdown()
+        serving.join(10)
+        server.server_close()
+        figures.shutdown()
+        figures_thread.join(10)
+        figures.server_close()
+        source.close()

@@ -1,0 +1,785 @@
+"""What the pages show and change, for roles with many rights and with few."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html import unescape
+from typing import Any
+
+import psycopg
+import pytest
+
+from conftest import Queues, Role, Roles
+from pgque._units import NOTHING
+from pgque.web import overview
+from pgque.web.config import Config, databases
+from pgque.web.look import advice, detail
+from pgque.web.page import Page
+from pgque.web.site import Site
+from support.pages import Browser, over_tcp, text
+from support.servers import TestServer
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+NewBrowser = Callable[..., Browser]
+Tick = Callable[[str], object]
+
+# Nothing of it may become part of a page, a statement or a header.
+EVIL = "x'\"><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}%s\u202e\x1b[31m"
+NAME = "<b>&'\"/../%2e;--"
+
+
+def leased(
+    conn: Connection, tick: Tick, queue: str, payloads: list[str], worker: str = "w1"
+) -> tuple[int, list[int]]:
+    """Send messages and lease them to a worker of consumer c; return the batch and the ids."""
+    conn.execute("select pgque.subscribe(%s, 'c')", [queue])
+    conn.execute("select pgque.send_batch(%s, 'kind', %s::text[])", [queue, payloads])
+    tick(queue)
+    rows = conn.execute(
+        "select batch_id, msg_id from pgque.receive(%s, 'c', 100, %s, '1 hour')", [queue, worker]
+    ).fetchall()
+    return rows[0][0], [row[1] for row in rows]
+
+
+def states(conn: Connection, queue: str) -> dict[str, int]:
+    rows = conn.execute("select status, count(*) from pgque.list_messages(%s) group by 1", [queue]).fetchall()
+    return dict(rows)
+
+
+def test_the_overview_begins_with_problems_and_leads_to_them(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    batch, ids = leased(conn, tick, queue, ["a", "b", "c"])
+    conn.execute("select pgque.dead(%s, %s, 'no such address')", [batch, ids[:2]])
+    conn.execute("select pgque.pause(%s)", [queue])
+    b = browser(admin)
+    page = text(b.get("/"))
+    assert (
+        page.index("What is wrong")
+        < page.index(f"{queue} : senders paused: send is refused")
+        < page.index("Backlog")
+    )
+    assert re.search(
+        rf"{queue} : dead letters 2, newest at \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC look at the", page
+    )
+    assert "press Resume sending on the page of the queue" in page
+    assert "Messages sent a second" in page  # the chart, from the ticks
+
+    page = text(b.get("/queue", queue=queue))
+    assert "paused" in page
+    page = text(b.post("/queue/resume", queue=queue))
+    assert "The queue is open for senders." in page
+    assert "Pause sending" in page
+
+    # A queue that is full leads to what empties it, and to its limit.
+    conn.execute("select pgque.set_queue_config(%s, 'max_depth', '1')", [queue])
+    page = b.get("/queue", queue=queue).text
+    for place in ("consumers", "setting-max_depth"):
+        assert f'href="/queue?queue={queue}#{place}"' in page
+
+
+def test_checks_are_written_as_the_page_writes() -> None:
+    for given, written in (
+        ("last tick 7, 02:04:02.775 ago", "last tick 7, 2 h 4 min ago"),
+        ("for 3 days 01:00:00", "for 3 d 1 h"),
+        ("newest at 2026-11-25 23:28:04.233411+03", "newest at 2026-11-25 20:28:04 UTC"),
+        ("newest at 2026-11-25 01:58:04+05:30", "newest at 2026-11-24 20:28:04 UTC"),
+        ("<b> 00:00:00", "&lt;b&gt; 0 s"),
+        *[
+            (name, name)
+            for name in ("2026-99-99 99:99:99+00", "0001-01-01 00:00:00+14", "\u0662\u0662:00:00")
+        ],
+    ):
+        assert detail(given) == f"<bdi>{written}</bdi>"
+    assert "set ticker_paused to false on the page" in advice(
+        "select pgque.set_queue_config('it''s', 'ticker_paused', 'false')"
+    )
+    assert detail(None) == ""
+
+    # The settings are where a paused ticker is mended, and no help where none runs.
+    parts = Site(Config(databases(["dbname=x"]))).templates.get_template("parts.html").module
+    for said, leads in (
+        ("select pgque.set_queue_config('q', 'ticker_paused', 'false')", True),
+        ("Start the ticker beside the server: pgque ticker.", False),
+    ):
+        row = {"queue": "q", "check_name": "ticks", "status": "warn", "detail": "", "advice": said}
+        shown = parts.problems([row], lambda path, **_: path, False)  # type: ignore[attr-defined]
+        assert ("#setting-ticker_paused" in shown) == leads
+
+
+def test_the_rates_of_what_comes_in_and_goes_out(
+    browser: NewBrowser, reader: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    conn.execute("select pgque.subscribe(%s, 'c')", [queue])
+    conn.execute("select pgque.send_batch(%s, array_fill('x'::text, array[100]))", [queue])
+    tick(queue)
+    b = browser(reader)
+    samples = b.client.app.samples  # type: ignore[attr-defined]
+
+    def out() -> str:
+        row = b.get("/", name=queue).text.split("<tbody>")[1]
+        return str(re.findall(r'data-label="Out, per second">([^<]*)<', row)[0])
+
+    assert out() == NOTHING  # nobody has looked before
+    [(taken, counts)] = next(iter(samples._counts.values()))
+    samples._counts[next(iter(samples._counts))] = [(taken - 20, counts)]
+    conn.execute("select pgque.send_batch(%s, array_fill('x'::text, array[50]))", [queue])
+    batch = conn.execute("select max(batch_id) from pgque.receive(%s, 'c', 100)", [queue]).fetchone()
+    assert batch is not None
+    conn.execute("select pgque.ack(%s)", [batch[0]])
+    tick(queue)
+    samples.forget(b.client.app.config.databases[0])  # type: ignore[attr-defined]
+    assert 0 < float(out()) <= 5  # 100 messages in 20 s and a little
+
+
+def test_queues_are_shown_by_name_and_order_in_pages(
+    browser: NewBrowser, reader: Role, new_queue: Queues, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert overview.PER_PAGE == 50
+    monkeypatch.setattr(overview, "PER_PAGE", 2)
+    for name in ("page_a", "page_b", "page_c"):
+        new_queue(name)
+    conn.execute("select pgque.pause('page_c')")
+    b = browser(reader)
+    pages = [b.get("/", name="page_", order="name", page=n) for n in (1, 2)]
+    first, second = (page.text.split("<tbody>")[1] for page in pages)
+    assert "page_a" in first
+    assert "page_b" in first
+    assert "page_c" not in first
+    assert "Page 1 of 2" in text(pages[0])
+    assert "page_a" not in second
+    assert "page_c" in second
+    rows = b.get("/", name="PAGE_").text.split("<tbody>")[1]
+    assert rows.index("page_c") < rows.index("page_a")  # the paused one comes first
+    assert "No queue has a name like this." in text(b.get("/", name="nothing like it"))
+    b.get("/", page=-1)
+    b.get("/", page=99)
+    b.get("/", order="x' or 1")
+
+
+def test_settings_are_shown_with_their_source_and_edited_in_place(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection
+) -> None:
+    value = "select param_value from pgque.queue_config(%s) where param_name = %s"
+    b = browser(admin)
+
+    def shown(name: str, page: Any = None) -> str:
+        page = page or b.get("/queue", queue=queue)
+        return text_of(page.text.split(f'id="setting-{name}"')[1].split('class="setting"')[0])
+
+    def text_of(html: str) -> str:
+        class Page:
+            text = html
+
+        return text(Page())  # type: ignore[arg-type]
+
+    assert "built in How often a rejected message is redelivered" in shown("max_retries")
+    assert "retries Save Default: 5" in shown("max_retries")
+    b.post("/queue/setting", queue=queue, setting="max_retries", value="3")
+    assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("3",)
+    assert "this queue" in shown("max_retries")
+
+    try:
+        conn.execute("select pgque.set_default_config('message_ttl', '3 days')")
+        assert "all queues" in shown("message_ttl")
+        assert "Default: 3 days" in shown("message_ttl")
+    finally:
+        conn.execute("select pgque.set_default_config('message_ttl', null)")
+
+    page = b.post(
+        "/queue/setting", queue=queue, setting="max_retries", value="-1", back=f"/queue?queue={queue}"
+    )
+    assert "max_retries" in text(page)
+    assert 'role="alert"' in page.text
+    # Without a fragment of its own, the browser would mark the row of the setting as saved.
+    assert page.history[-1].headers["location"].endswith("#main")
+    assert conn.execute(value, [queue, "max_retries"]).fetchone() == ("3",)
+    page = b.post("/queue/setting", queue=queue, setting="max_retries", default="1", value="7")
+    assert "max_retries is now 5." in text(page)
+    assert "built in" in shown("max_retries")
+
+    page = b.get("/queue", queue=queue)
+    for choice in ("drop", "dead_letter", "hold"):
+        assert f">{choice}</option>" in page.text
+    # Every setting is there, and has a meaning.
+    names = [
+        row[0] for row in conn.execute("select param_name from pgque.queue_config(%s)", [queue]).fetchall()
+    ]
+    for name in names:
+        assert len(shown(name, page)) > len(name) + 30, name
+
+
+def test_consumers_and_workers_are_shown_reclaimed_and_moved(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    conn.execute("select pgque.subscribe(%s, 'solo')", [queue])
+    leased(conn, tick, queue, ["a", "b", "c"], worker="slow worker")
+    b = browser(admin)
+    page = text(b.get("/queue", queue=queue))
+    assert "c shared by workers" in page
+    assert "solo reads on its own" in page
+    assert "slow worker c 3 1" in page
+    page = text(b.post("/queue/reclaim", queue=queue, consumer="c"))
+    assert "Released 1 batch of consumer c" in page
+    row = conn.execute(
+        "select count(*) from pgque.receive(%s, 'c', 100, 'other', '1 hour')", [queue]
+    ).fetchone()
+    assert row == (3,)
+
+    page = text(b.get("/queue/seek", queue=queue, consumer="solo", to="latest"))
+    assert "Skips, in messages 3" in page
+    latest = conn.execute("select pgque.tick_for(%s, 'latest')", [queue]).fetchone()
+    assert latest is not None
+    page = text(b.post("/queue/seek", queue=queue, consumer="solo", tick=latest[0]))
+    assert f"Consumer solo stands at tick {latest[0]}." in page
+    page = text(b.get("/queue/seek", queue=queue, consumer="solo", to="earliest"))
+    assert "Repeats, in messages 3" in page
+    b.get("/queue/seek", 400, queue=queue, consumer="solo", to="never")
+    b.get("/queue/seek", 404, queue=queue, consumer="nobody", to="latest")
+
+
+def test_a_purge_asks_first_and_removes_everything(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    leased(conn, tick, queue, ["a", "b"])
+    conn.execute("select pgque.send(%s, 'c'::text), pgque.send(%s, 'd'::text)", [queue, queue])
+    b = browser(admin)
+    page = text(b.get("/queue/purge", queue=queue))
+    assert "Purge this queue?" in page
+    assert "ahead of it 2" in page
+    assert states(conn, queue) == {"processing": 2, "pending": 2}  # to ask changes nothing
+    assert "The queue is empty. The slowest consumer had" in text(b.post("/queue/purge", queue=queue))
+    assert states(conn, queue) == {}
+
+
+def test_dead_letters_by_reason_requeued_replayed_and_deleted(
+    browser: NewBrowser,
+    admin: Role,
+    queue: str,
+    conn: Connection,
+    tick: Tick,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, ids = leased(conn, tick, queue, [f"payload {n}" for n in range(60)])
+    conn.execute("select pgque.dead(%s, %s, 'bounced')", [batch, ids[:55]])
+    conn.execute("select pgque.dead(%s, %s, null)", [batch, ids[55:58]])
+    b = browser(admin)
+    page = b.get("/dead", queue=queue)
+    said = text(page)
+    assert "bounced c 55" in said
+    assert "dead c 3" in said
+    assert "All: 58" in said
+    assert page.text.count('type="checkbox"') == 50
+    assert "Older" in said
+    dl_ids = [
+        row[0]
+        for row in conn.execute("select dl_id from pgque.dlq_inspect(%s) order by 1", [queue]).fetchall()
+    ]
+    assert text(b.get("/dead", queue=queue, before=dl_ids[8])).count("Requeue Replay") == 8
+
+    # One, those that are chosen, all that match
+    assert "1 requeued." in text(b.post("/dead/do", queue=queue, one=f"requeue {dl_ids[0]}"))
+    page = b.post("/dead/ask", queue=queue, action="replay", id=[str(dl_ids[1]), str(dl_ids[2])])
+    assert "Replay 2 dead letters?" in text(page)
+    assert states(conn, queue)["dead"] == 57
+    page = b.post("/dead/do", queue=queue, action="replay", id=[str(dl_ids[1]), str(dl_ids[2])])
+    assert "2 replayed." in text(page)
+    page = b.post("/dead/ask", queue=queue, action="requeue", all=1, reason="bounced", text="PAYLOAD 1")
+    assert "Requeue 10 dead letters?" in text(page)  # 10 to 19: 1 is replayed
+    upto = page.text.split('name="upto" value="')[1].split('"')[0]
+    page = b.post(
+        "/dead/do", queue=queue, action="requeue", all=1, reason="bounced", text="PAYLOAD 1", upto=upto
+    )
+    assert "10 requeued." in text(page)
+    assert states(conn, queue)["dead"] == 45
+    assert "Matching: 3" in text(b.get("/dead", queue=queue, reason="dead"))
+    assert "Matching: 0" in text(b.get("/dead", queue=queue, type="other"))
+
+    # There may be more than a page looks at.
+    monkeypatch.setattr("pgque.web.dead.LOOKED", 2)
+    assert "Matching: 2 or more" in text(b.get("/dead", queue=queue, reason="dead"))
+    every = {"queue": queue, "action": "delete", "all": 1, "reason": "dead"}
+    assert "Delete 2 or more dead letters?" in text(b.post("/dead/ask", **every))
+    assert "3 deleted." in text(b.post("/dead/do", **every))
+    monkeypatch.setattr("pgque.web.dead.LOOKED", 10_000)
+
+    # What cannot be done says why
+    page = b.post("/dead/do", queue=queue, one=f"requeue {dl_ids[0]}")
+    assert "1 no longer dead letters: somebody else requeued" in text(page)
+    conn.execute("select pgque.unsubscribe(%s, 'c')", [queue])
+    monkeypatch.setattr("pgque.web.dead.LOOKED", 10)  # what fails keeps nothing from those that are older
+    page = b.post("/dead/do", queue=queue, action="requeue", all=1)
+    monkeypatch.setattr("pgque.web.dead.LOOKED", 10_000)
+    assert "42 not requeued." in text(page)
+    assert "was unsubscribed" in text(page)
+    assert "No dead letter is chosen." in text(b.post("/dead/ask", queue=queue, action="requeue"))
+    b.post("/dead/do", 400, queue=queue, one="drop 1")
+    b.post("/dead/ask", 400, queue=queue, action="drop", all=1)
+
+    page = b.post("/dead/ask", queue=queue, action="delete", id=[str(dl_ids[-4])])
+    assert "Delete 1 dead letter?" in text(page)
+    assert "1 deleted." in text(b.post("/dead/do", queue=queue, action="delete", id=[str(dl_ids[-4])]))
+    assert "Older than 1 day 0" in text(b.get("/dead/purge", queue=queue, older_than="1 day"))
+    page = b.get("/dead/purge", queue=queue, older_than="0")
+    assert "Older than 0 41" in text(page)
+    until = unescape(page.text.split('name="until" value="')[1].split('"')[0])
+    conn.execute("select pgque.subscribe(%s, 'c')", [queue])
+    batch, ids = leased(conn, tick, queue, ["given up after the others were counted"])
+    conn.execute("select pgque.dead(%s, %s, 'x')", [batch, ids])
+    assert "41 deleted." in text(b.post("/dead/purge", queue=queue, until=until))
+    assert f"{len(ids)} deleted." in text(b.post("/dead/purge", queue=queue, until="2100-01-01"))
+    assert "This queue has no dead letters." in text(b.get("/dead", queue=queue))
+
+
+def test_work_on_many_dead_letters_goes_on_while_its_page_shows_how_far_it_is(
+    browser: NewBrowser,
+    admin: Role,
+    queue: str,
+    conn: Connection,
+    connect: Callable[..., Connection],
+    tick: Tick,
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pgque.web.dead.SOON", 0.1)
+    batch, ids = leased(conn, tick, queue, ["a", "b", "c"])
+    conn.execute("select pgque.dead(%s, %s, 'x')", [batch, ids])
+    b = browser(admin)
+    holder = connect(autocommit=False)
+    holder.execute("select from pgque.dead_letter where ev_id = %s for update", [ids[1]])
+    page = b.post("/dead/do", queue=queue, action="requeue", all=1)
+    assert page.url.path == "/job"
+    assert 'http-equiv="refresh"' in page.text
+    job = next(iter(next(iter(b.client.app.sessions._held.values())).jobs.values()))  # type: ignore[attr-defined]
+    wait_until(lambda: "1 of 3 done." in text(b.get("/job", key=job.key)), "the second is waited for")
+    holder.rollback()
+    job.join(10)
+    page = b.get("/job", key=job.key)
+    assert "3 of 3 done. It has ended." in text(page)
+    assert "refresh" not in page.text
+    assert states(conn, queue) == {"retry": 3} or states(conn, queue) == {"pending": 3}
+    assert "no longer known" in text(b.get("/job", key="x"))
+
+
+def test_messages_are_found_and_one_is_shown_with_all_that_is_known(
+    browser: NewBrowser,
+    admin: Role,
+    queue: str,
+    conn: Connection,
+    tick: Tick,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, ids = leased(conn, tick, queue, ['{"name": "Ann", "n": [1, 2]}', "plain text", "third"])
+    conn.execute("select pgque.nack(%s, %s, '1 hour', 'printer on fire')", [batch, ids[:1]])
+    conn.execute("select pgque.ack(%s, %s)", [batch, ids[2:]])
+    sent = conn.execute(
+        "select pgque.send(%s, 'bin', '\\x00ff'::bytea, key => 'k1', headers => %s::jsonb, delay => '1 hour')",
+        [queue, '{"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}'],
+    ).fetchone()
+    assert sent is not None
+    b = browser(admin)
+    page = text(b.get("/messages", queue=queue))
+    for words in ("retry c kind", "processing c kind", "delayed bin k1", "printer on fire"):
+        assert words in page, page
+    assert "third" not in page
+    for query, found in (
+        ({"status": "retry"}, ids[0]), ({"type": "bin"}, sent[0]), ({"key": "k1"}, sent[0]),
+        ({"text": "ANN"}, ids[0]), ({"consumer": "c", "status": "processing"}, ids[1]),
+    ):  # fmt: skip
+        page = b.get("/messages", queue=queue, **query).text.split("<tbody>")[1]
+        assert page.count('<th scope="row">') == 1, query
+        assert f"id={found}" in page
+    # One row a page: a message has one for each consumer.
+    monkeypatch.setattr("pgque.web.messages.PER_PAGE", 1)
+    conn.execute("select pgque.subscribe(%s, 'd', 'earliest')", [queue])
+    address, seen = f"/messages?queue={queue}", []
+    while address:
+        page = b.client.get(address).text
+        seen += re.findall(r'id=(\d+)">\d+</a>|Consumer"><bdi>(\w)</bdi>', page)
+        more = re.search(r'href="([^"]*)">Next', page)
+        address = unescape(more[1]) if more else ""
+    rows = conn.execute(
+        "select msg_id::text, consumer_name from pgque.list_messages(%s) order by 1, 2", [queue]
+    ).fetchall()
+    assert [one for one, _ in seen if one] == [row[0] for row in rows]
+    assert [one for _, one in seen if one] == [row[1] for row in rows if row[1]]
+    monkeypatch.undo()
+    conn.execute("select pgque.unsubscribe(%s, 'd')", [queue])
+    assert "No message matches." in text(b.get("/messages", queue=queue, until="2001-01-01T00:00"))
+    assert "printer" in text(b.get("/messages", queue=queue, since="2001-01-01T00:00"))
+    b.get("/messages", 400, queue=queue, status="odd")
+    b.get("/messages", 400, queue=queue, since="soon")
+
+    page = text(b.get("/message", queue=queue, id=ids[0]))
+    assert "c retry 1 1" in page
+    assert "printer on fire" in page
+    assert '"name": "Ann",' in page
+    assert "JSON, 28 bytes" in page
+    assert "c processing 1 0" in text(b.get("/message", queue=queue, id=ids[1]))
+    page = text(b.get("/message", queue=queue, id=sent[0]))
+    assert "Trace id 4bf92f3577b34da6a3ce929d0e0e4736" in page
+    assert "bytes, 2 bytes" in page
+    assert "00ff" in page
+    assert "No consumer has this message" in text(b.get("/message", 404, queue=queue, id=ids[2]))
+
+
+def test_a_test_message_is_sent_with_its_options_and_errors_keep_what_was_typed(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection
+) -> None:
+    conn.execute("select pgque.subscribe(%s, 'c')", [queue])
+    b = browser(admin)
+    b.get("/send", queue=queue)
+    page = b.post(
+        "/send", queue=queue, type="t", kind="json", payload='{"a": 1}', headers='{"h": "v"}', key="k",
+        delay="1 hour", ttl="2 hours", partition_key="p",
+    )  # fmt: skip
+    assert "was sent." in text(page)
+    row = conn.execute(
+        "select type, payload, headers, key, status, expires_at > now() + '1 hour' from pgque.list_messages(%s)",
+        [queue],
+    ).fetchone()
+    assert row == ("t", '{"a": 1}', {"h": "v"}, "k", "delayed", True)
+    b.post("/send", queue=queue, kind="bytes", payload="00 ff 10", deliver_at="2099-01-01T00:00")
+    b.post("/send", queue=queue, payload=EVIL.replace("\x1b", ""))
+    rows = conn.execute(
+        "select payload, payload_bytes, type from pgque.list_messages(%s) where key is null order by msg_id",
+        [queue],
+    ).fetchall()
+    assert rows == [(None, b"\x00\xff\x10", "default"), (EVIL.replace("\x1b", ""), None, "default")]
+
+    for fields in ({"kind": "json", "payload": "{oops <b>"}, {"kind": "bytes", "payload": "zz <b>"},
+                   {"payload": "a <b>", "delay": "-1 day"}, {"payload": "a <b>", "headers": "[]"}):  # fmt: skip
+        page = b.post("/send", 400, queue=queue, **fields)
+        assert 'role="alert"' in page.text
+        assert fields["payload"].replace("<b>", "&lt;b&gt;") in page.text
+    assert len(conn.execute("select from pgque.list_messages(%s)", [queue]).fetchall()) == 3
+
+
+def test_recurring_messages_and_the_archive(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    name = f"nightly {NAME}"
+    conn.execute("select pgque.create_recurring(%s, %s, '0 3 * * *', 't', 'x'::text)", [name, queue])
+    b = browser(admin)
+    assert f"{name} active" in text(b.get("/recurring"))
+    assert "was sent." in text(b.post("/recurring/do", name=name, action="run"))
+    assert "is paused." in text(b.post("/recurring/do", name=name, action="pause"))
+    page = text(b.get("/recurring"))
+    assert f"{name} paused" in page
+    assert "Resume" in page
+    assert "is active again." in text(b.post("/recurring/do", name=name, action="resume"))
+    b.post("/recurring/do", 400, name=name, action="drop")
+    batch, ids = leased(conn, tick, queue, ["find me", "not me"])
+    conn.execute("select pgque.archive(%s)", [batch])
+    found = b.get("/archive", queue=queue, text="FIND")
+    assert "find me" in text(found)
+    assert "not me" not in text(found)
+    number = found.text.split('name="id" value="')[1].split('"')[0]
+    # An impatient second click sends no second message; the next form may.
+    for path in ("/archive", "/send", "/recurring"):
+        assert 'name="once" value="' in b.get(path, queue=queue).text, path
+    again = "this form was sent already"
+    back = f"/archive?queue={queue}"
+    for once in ("one", "one", "two"):
+        page = text(b.post("/archive/replay", queue=queue, id=number, once=once, back=back))
+        assert ("was sent to every consumer." in page) != (again in page)
+    assert states(conn, queue) == {"archived": 3, "pending": 2}
+    b.post("/send", queue=queue, payload="x", once="three")
+    assert again in text(b.post("/send", 400, queue=queue, payload="x", once="three"))
+    b.post("/send", queue=queue, payload="y", once="three")
+    assert states(conn, queue) == {"archived": 3, "pending": 4}
+    assert "c archived" in text(b.get("/message", queue=queue, id=ids[0]))
+    conn.execute("select pgque.drop_recurring(%s)", [name])
+
+
+def test_a_role_with_a_right_to_one_queue_sees_that_queue_and_is_offered_what_it_may_do(
+    browser: NewBrowser, roles: Roles, new_queue: Queues, conn: Connection, tick: Tick
+) -> None:
+    own, read, write, other = (new_queue() for _ in range(4))
+    role = roles()
+    conn.execute(
+        "select pgque.grant_queue(%s, %s, 'admin'), pgque.grant_queue(%s, %s, 'consume'), pgque.grant_queue(%s, %s, 'produce')",
+        [own, role.name, read, role.name, write, role.name],
+    )
+    for name in (own, read, write, other):
+        leased(conn, tick, name, [f"payload of {name}"])
+    b = browser(role)
+    page = text(b.get("/"))
+    for name in (own, read, write):
+        assert name in page
+    assert other not in page
+    # A queue without a right, and one that does not exist, look the same.
+    answers = [b.get("/queue", 403, queue=name) for name in (other, "no such queue")]
+    assert text(answers[0]).replace(other, "") == text(answers[1]).replace('"no such queue"', "").replace(
+        "no such queue", ""
+    )
+
+    every = (
+        'href="/messages?', 'href="/dead?', 'href="/archive?', 'href="/send?', "Purge", "Pause sending", ">Save<", "Reclaim",
+    )  # fmt: skip
+    offered = {
+        own: every,
+        read: ('href="/messages?',),
+        write: ('href="/send?',),
+    }
+    for name, words in offered.items():
+        page = b.get("/queue", queue=name).text
+        for word in every:
+            assert (word in page) == (word in words), (name, word)
+    # max_consumers limits this role too.
+    assert 'aria-label="max_depth"' in b.get("/queue", queue=own).text
+    assert 'aria-label="max_consumers"' not in b.get("/queue", queue=own).text
+
+    conn.execute("select pgque.send(%s, 'new payload'::text)", [read])
+    assert "new payload" in text(b.get("/messages", queue=read))
+    assert "may not send" in text(b.get("/send", queue=read))
+    assert "is now 2" in text(b.post("/queue/setting", queue=own, setting="max_retries", value="2"))
+    # What is not offered is refused as well.
+    for name in (read, write, other):
+        b.post("/queue/setting", 403, queue=name, setting="max_retries", value="2")
+        b.post("/queue/pause", 403, queue=name)
+        b.post("/queue/purge", 403, queue=name)
+        b.get("/dead", 403, queue=name)
+        b.post("/dead/purge", 403, queue=name, until="2100-01-01")
+        b.get("/archive", 403, queue=name)
+    b.post("/send", 400, queue=read, payload="x")
+    b.post("/send", queue=write, payload="x")
+
+
+def test_viewers_share_figures_but_a_role_is_shown_its_own_queues_only(
+    browser: NewBrowser,
+    admin: Role,
+    reader: Role,
+    roles: Roles,
+    new_queue: Queues,
+    conn: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, other = new_queue(), new_queue()
+    one = roles()
+    conn.execute("select pgque.grant_queue(%s, %s, 'consume'), pgque.pause(%s)", [own, one.name, other])
+    taken: list[str] = []
+    really = overview._taken
+
+    def counted(page: Page) -> object:
+        taken.append(page.role["name"])
+        return really(page)
+
+    monkeypatch.setattr(overview, "_taken", counted)
+    first = browser(admin)
+    first.client.app.samples._period = 600  # type: ignore[attr-defined]
+    second, third = Browser(first.client.app), Browser(first.client.app)
+    second.log_in(reader)
+    third.log_in(one)
+    for b in (first, second, first):
+        assert f"{other} : senders" in text(b.get("/"))
+    page = third.get("/")
+    assert own in page.text
+    assert other not in page.text
+    assert taken == [admin.name, one.name]
+    # A right that is lost, and a new role of that name: what was taken before is not shown.
+    conn.execute("select pgque.revoke_queue(%s, %s, 'consume')", [own, one.name])
+    assert own not in third.get("/").text
+    first.post("/queue/pause", queue=own)
+    assert f"{own} : senders" in text(second.get("/"))  # a change is seen at once
+
+
+def test_a_page_that_is_read_only_offers_nothing_and_refuses_all(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    batch, ids = leased(conn, tick, queue, ["secret payload", "another"])
+    conn.execute("select pgque.dead(%s, %s, 'x')", [batch, ids[:1]])
+    b = browser(admin, read_only=True, hide_payloads=True)
+    for path in ("/queue", "/messages", "/dead", "/archive"):
+        page = b.get(path, queue=queue)
+        assert "This page is read only" in text(page)
+        assert page.text.count('<form method="post"') == 1, path  # log out
+        assert "secret payload" not in page.text
+    assert "secret payload" not in b.get("/message", queue=queue, id=ids[0]).text
+    from pgque.web.site import CHANGES
+
+    for path in CHANGES:
+        page = b.post(
+            path,
+            403,
+            queue=queue,
+            one="requeue 1",
+            older_than="0",
+            action="run",
+            name="x",
+            setting="max_retries",
+            value="1",
+            consumer="c",
+        )
+        assert "read only" in text(page)
+    assert states(conn, queue) == {"processing": 1, "dead": 1}
+    # To search in what is hidden would show it, and without the text all would match.
+    for path in ("/dead", "/messages", "/archive"):
+        assert "does not search in them" in text(b.get(path, 400, queue=queue, text="no such text"))
+    b = browser(admin, hide_payloads=True)
+    fields = {"queue": queue, "action": "delete", "all": 1, "text": "no such text"}
+    b.post("/dead/ask", 400, **fields)
+    b.post("/dead/do", 400, **fields)
+    assert states(conn, queue) == {"processing": 1, "dead": 1}
+
+    # So is the page of a role or a database that changes nothing; a standby is one.
+    conn.execute(f"alter role {admin.name} set default_transaction_read_only = on".encode())
+    b = browser(admin)
+    assert "The database is read only" in text(b.get("/queue", queue=queue))
+    b.post("/queue/pause", 403, queue=queue)
+
+
+def test_no_text_of_a_user_becomes_markup_or_sql(
+    browser: NewBrowser, admin: Role, new_queue: Queues, conn: Connection, tick: Tick
+) -> None:
+    queue = new_queue(NAME)
+    conn.execute("select pgque.subscribe(%s, %s)", [queue, EVIL])
+    conn.execute(
+        "select pgque.send(%s, %s, %s::text, headers => jsonb_build_object(%s::text, %s::text), partition_key => %s)",
+        [queue, EVIL, EVIL, EVIL, EVIL, EVIL],
+    )
+    conn.execute("select pgque.send(%s, %s, %s::text, key => %s)", [queue, EVIL, EVIL, EVIL])
+    tick(queue)
+    rows = conn.execute(
+        "select batch_id, msg_id from pgque.receive(%s, %s, 100, %s, '1 hour')", [queue, EVIL, EVIL]
+    ).fetchall()
+    conn.execute("select pgque.dead(%s, %s, %s)", [rows[0][0], [rows[0][1]], EVIL])
+    conn.execute(
+        "select pgque.create_recurring(%s, %s, '0 3 * * *', %s, %s::text)", [EVIL, queue, EVIL, EVIL]
+    )
+    b = browser(admin)
+    pages = [b.get("/"), b.get("/recurring")]
+    pages += [
+        b.get(path, queue=queue)
+        for path in ("/queue", "/messages", "/dead", "/archive", "/send", "/queue/purge", "/dead/purge")
+    ]
+    pages += [b.get("/message", queue=queue, id=row[1]) for row in rows]
+    pages.append(b.get("/queue/seek", queue=queue, consumer=EVIL))
+    for path in ("/messages", "/dead", "/archive"):
+        for field in ("type", "text", "consumer", "key", "reason"):
+            pages.append(b.get(path, queue=queue, **{field: EVIL}))
+    pages.append(b.post("/dead/ask", queue=queue, action="requeue", all=1, reason=EVIL))
+    pages.append(b.post("/queue/setting", queue=queue, setting=EVIL, value=EVIL, back="/recurring"))
+    pages.append(
+        b.post("/send", 400, queue=queue, payload=EVIL.replace("\x1b", ""), headers=EVIL.replace("\x1b", ""))
+    )
+    pages.append(b.post("/dead/purge", 400, queue=queue, until=EVIL))
+    pages.append(b.get("/dead/purge", 400, queue=queue, older_than=EVIL))
+    pages.append(b.client.get("/login", params={"next": EVIL}))
+    for page in pages:
+        assert "<script>" not in page.text
+        assert "<img" not in page.text
+        assert "<b>" not in page.text
+        # Fields hold what was typed; everything else shows what cannot be seen.
+        shown = re.sub(r"<textarea.*?</textarea>|<(input|button|option|a) [^>]*>", "", page.text, flags=re.S)
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+    conn.execute("select pgque.drop_recurring(%s)", [EVIL])
+
+
+def test_the_chart_shows_the_rates_of_three_hours_from_the_ticks(
+    browser: NewBrowser, admin: Role, reader: Role, queue: str, conn: Connection
+) -> None:
+    # A tick a minute: 60 messages in each of the first two hours, none in the half hour after them, 600 then.
+    conn.execute(
+        "delete from pgque.tick as t using pgque.queue as q where q.queue_name = %s and t.tick_queue = q.queue_id",
+        [queue],
+    )
+    conn.execute(
+        "insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)"
+        " select q.queue_id * 3 + q.queue_cur_table, q.queue_id, 1000 + n,"
+        " pgque.clock() - (181 - n) * interval '1 minute', '1:1:', case when n <= 121 then 60 * n when n <= 151 then 7260 else 7260 + 600 * (n - 151) end"
+        " from pgque.queue as q, generate_series(0, 181) as n where q.queue_name = %s",
+        [queue],
+    )
+    for role in (admin, reader):
+        page = browser(role).get("/queue", queue=queue)
+        bars = [float(bar) for bar in re.findall(r"UTC: ([0-9.,]+) a second", page.text)]
+        assert len(bars) in (75, 76)  # the others are zero
+        assert set(bars[5:55]) == {1.0}
+        assert set(bars[-10:-1]) == {10.0}
+        assert "10 a second at most" in text(page)
+
+
+def test_the_lag_of_the_last_hours_is_shown_from_the_samples(
+    browser: NewBrowser, reader: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    conn.execute("select pgque.subscribe(%s, 'c')", [queue])
+    conn.execute("select pgque.send(%s, 'x'::text)", [queue])
+    tick(queue)
+    b = browser(reader)
+    assert "Age of the oldest pending message" not in text(b.get("/queue", queue=queue))
+    conn.execute(
+        "insert into pgque.sample (smp_time, smp_queue, smp_sub, smp_lag, smp_pending, leaf)"
+        " select pgque.clock() - interval '1 hour', s.sub_queue, s.sub_id, 90, 1, l.last_value"
+        " from pgque.sample_leaf as l, pgque.subscription as s join pgque.queue as q on q.queue_id = s.sub_queue"
+        " where q.queue_name = %s",
+        [queue],
+    )
+    page = text(browser(reader).get("/queue", queue=queue))
+    assert "Age of the oldest pending message" in page
+    assert "1 min 30 s at most" in page
+
+
+def test_who_did_what_is_shown_to_administrators(
+    browser: NewBrowser, admin: Role, reader: Role, new_queue: Queues
+) -> None:
+    one, other = new_queue(NAME), new_queue()
+    b = browser(admin)
+    for name in (one, other):
+        b.post("/queue/setting", queue=name, setting="max_retries", value="3")
+    page = text(b.get("/actions", of=one))
+    assert f"{admin.name} pgque web {one}" in page
+    assert '"param_value": "3"' in page or '"max_retries": "3"' in page, page
+    assert other not in page
+    assert other in text(b.get("/actions"))
+    assert "No action is noted." in text(b.get("/actions", of=one, before="2001-01-01T00:00:00+00:00"))
+    b.get("/actions", 400, before="soon")
+    b = browser(reader)
+    assert "Actions" not in text(b.get("/"))
+    b.get("/actions", 403)
+
+
+def test_a_queue_that_is_locked_keeps_nobody_from_the_pages(
+    server: TestServer, own_dsn: str, admin: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgque.web.chart.LIMIT", 300)
+    site = Site(Config(databases([over_tcp(server.process, own_dsn)])))
+    try:
+        with psycopg.connect(own_dsn, autocommit=True) as conn, psycopg.connect(own_dsn) as holder:
+            conn.execute("select pgque.create_queue('orders'), pgque.create_queue('locked')")
+            holder.execute("select pgque.drop_queue('locked', true)")
+            b = Browser(site)
+            pages = [b.log_in(admin), b.get("/queue", queue="locked"), b.get("/queue", queue="orders")]
+            assert ['class="chart"' in page.text for page in pages] == [False, False, True]
+            assert all("orders" in text(page) or "locked" in text(page) for page in pages)
+            holder.rollback()
+        site.samples.forget(site.config.databases[0])
+        assert 'class="chart"' in b.get("/").text
+    finally:
+        site.close()
+
+
+def test_a_database_that_takes_too_long_for_its_checks_still_shows_its_queues(
+    server: TestServer, own_dsn: str, admin: Role
+) -> None:
+    with psycopg.connect(own_dsn, autocommit=True) as conn:
+        conn.execute("select pgque.create_queue('orders')")
+        conn.execute("alter function pgque.health() rename to slow_health")
+        conn.execute(
+            "create function pgque.health(out check_name text, out queue text, out status text, out detail text,"
+            " out advice text) returns setof record language sql as $$"
+            " select 'x', null, 'ok', null, pg_catalog.pg_sleep(60)::text $$"
+        )
+        conn.execute("grant execute on function pgque.health() to pgque_reader")
+    site = Site(
+        Config(databases([over_tcp(server.process, own_dsn)]), statement_timeout=1, figures_timeout=1)
+    )
+    try:
+        b = Browser(site)
+        page = text(b.log_in(admin))
+        assert "the checks took too long, so they are not shown" in page
+        assert "orders" in page
+    finally:
+        site.close()
