@@ -142,6 +142,7 @@ def environment(dsn: str, path: list[Path]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": "",
         "NO_COLOR": "1",
+        "COLUMNS": "80",
     }
 
 
@@ -165,15 +166,17 @@ def ticking(dsn: str) -> Iterator[None]:
 
 
 # Runs the cells of a page in one program. A cell arrives as a line of JSON; a line on the descriptor of
-# the first argument tells how it ended: "done", "stopped" by Ctrl-C, or "failed".
+# the first argument tells that it has begun, so that Ctrl-C reaches it, and another one how it ended: "done",
+# "stopped" by Ctrl-C, or "failed".
 _CELLS = r"""
 import json, os, signal, sys, traceback
 told = os.fdopen(int(sys.argv.pop()), "w", buffering=1)
 names = {"__name__": "__main__", "__builtins__": __builtins__}
 cells, sys.stdin = sys.stdin, open(os.devnull)
 for cell in map(json.loads, cells):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("begun", file=told)
         exec(compile(cell["code"], cell["name"], "exec"), names)
         how = "done"
     except KeyboardInterrupt:
@@ -337,13 +340,14 @@ class Page:
             self._python = self._session(sys.executable, "-c", _CELLS, str(told), pass_fds=[told])
             os.close(told)
             os.set_blocking(self._told, False)
-        python, how, asked_to_stop = self._python, "", False
+        python, reported, how, asked_to_stop = self._python, "", "", False
 
         def ended() -> bool:
-            nonlocal how, asked_to_stop
+            nonlocal reported, how, asked_to_stop
             with contextlib.suppress(BlockingIOError):
-                how = os.read(self._told, 100).decode().strip()
-            if not how and block.mark and not asked_to_stop and self._may_stop(block, python):
+                reported += os.read(self._told, 100).decode()
+            begun, _, how = reported.strip().partition("\n")
+            if begun and not how and block.mark and not asked_to_stop and self._may_stop(block, python):
                 asked_to_stop = True
                 python.process.send_signal(signal.SIGINT)
             return bool(how)
