@@ -111,9 +111,11 @@ def test_each_link_leads_to_a_file_and_a_heading(path: Path) -> None:
             assert fragment in anchors(file.read_text(encoding="utf-8")), link
 
 
-def test_each_page_is_in_the_index() -> None:
+def test_each_page_is_in_the_index_and_in_the_menu_of_the_site() -> None:
     index = (ROOT / "python" / "docs" / "README.md").read_text(encoding="utf-8")
+    menu = (ROOT / "python" / "mkdocs.yml").read_text(encoding="utf-8")
     assert [path.name for path in DOCS if path.name != "README.md" and f"({path.name})" not in index] == []
+    assert [name(path) for path in LINKED if f": {name(path)}\n" not in menu] == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name)
