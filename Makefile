@@ -21,7 +21,7 @@ NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo pipeline test test-all test-long verify verify-long test-spark test-spark-long check lint bench sql schema reference \
-        picture generate format docker matrix cron clean
+        picture generate format docs docker matrix cron clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^(# )?[a-z-]+:.*## / { sub(/^# /, "", $$1); printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,23 @@ generate: sql ## Write every generated file: the SQL file, the dump, the referen
 format: $(VENV)/.lint ## Format the Python files
 	@$(BIN)/ruff format --quiet $(NOT_FORMATTED) python tests
 	@$(BIN)/ruff check --quiet --fix python tests
+
+# The pages, and what they link to, in the folders that they have here
+PAGES := README.md CHANGELOG.md LICENSE sql python/README.md python/SPARK.md python/docs python/src/pgque/demo/pipeline/job.py \
+         tests/bench/results tests/examples tests/image/compose.yaml $(addprefix tests/support/,documents.py reference_examples.sql)
+
+docs: $(VENV)/docs/.ready ## Build the site of the documents in build/docs; fails for a link that leads nowhere
+	@rm -rf build/pages && mkdir -p build/pages
+	@tar -cf - --exclude __pycache__ $(PAGES) | tar -xf - -C build/pages
+	@cp $(VENV)/docs/package/shim/index.js build/pages/iframe-worker.js
+	@printf -- '---\nsearch: {boost: 0.1}\n---\n' | cat - CHANGELOG.md > build/pages/CHANGELOG.md   # found after all other pages
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict -f python/mkdocs.yml
+
+$(VENV)/docs/.ready: $(SUPPORT)/requirements-docs.txt $(SUPPORT)/venv.sh
+	@command -v npm >/dev/null || { echo "make docs needs npm. Debian and Ubuntu: sudo apt install npm" >&2; exit 1; }
+	@$(SUPPORT)/venv.sh $(VENV)/docs "$(PYTHON)" -r $<
+	@cd $(VENV)/docs && npm pack --silent iframe-worker@1.0.4 >/dev/null && tar -xzf iframe-worker-1.0.4.tgz
+	@touch $@
 
 # install: ## Install the extension into the server of PG_CONFIG (PGXS); then `create extension pgque`
 # The context is what the image needs, not the whole folder, which may hold .venv.

@@ -145,9 +145,9 @@ def test_status_and_health_name_the_failed_run_and_a_remedy_that_works(
     ticks(debian, wait_until)
 
 
-def test_the_settings_and_statements_of_readme_make_it_tick(debian: Debian, wait_until: WaitUntil) -> None:
-    text = (servers.REPOSITORY / "README.md").read_text()
-    section = text[text.index("### The ticker") : text.index("### Python")]
+def test_the_settings_and_statements_of_the_page_make_it_tick(debian: Debian, wait_until: WaitUntil) -> None:
+    text = (servers.REPOSITORY / "python" / "docs" / "ticker.md").read_text()
+    section = text[text.index("## pg_cron") : text.index("## The program")]
     settings = dict(re.findall(r"^([\w.]+) = '(.*)'$", section, re.MULTILINE))
     assert settings == {
         "shared_preload_libraries": "pg_cron",

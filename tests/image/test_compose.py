@@ -121,7 +121,7 @@ def test_each_file_is_there_each_port_is_bound_to_this_machine_and_secrets_come_
         "grafana",
     }
     command = "docker compose -f tests/image/compose.yaml up --build -d"
-    for file in (FILE, servers.REPOSITORY / "README.md"):
+    for file in (FILE, servers.REPOSITORY / "python" / "docs" / "docker.md"):
         assert command in file.read_text()
 
 

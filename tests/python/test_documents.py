@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from conftest import install
+from pgque.errors import BY_SQLSTATE
 from support.documents import ROOT, BadPage, Block, Page, difference, environment, read
 from support.servers import TestServer
 
@@ -23,16 +25,22 @@ EXAMPLES = sorted(
 # Where nothing is installed yet: the page does it.
 FROM_NOTHING = [ROOT / "README.md", ROOT / "python" / "README.md"]
 PAGES = [*FROM_NOTHING, *DOCS]
+LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "sql").glob("*.md"))]
 
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {
-    "README.md": 6,
+    "README.md": 3,
     "python/README.md": 3,
     "python/SPARK.md": 1,
+    "python/docs/benchmarks.md": 1,
+    "python/docs/docker.md": 3,
     "python/docs/frameworks.md": 2,
     "python/docs/monitoring.md": 5,
-    "python/docs/ticker.md": 1,
+    "python/docs/production.md": 1,
+    "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
+    "python/docs/tutorial.md": 1,
+    "python/docs/upgrade.md": 1,
     "python/docs/web.md": 1,
     "python/docs/workers.md": 2,
 }
@@ -63,6 +71,51 @@ def test_the_blocks_that_are_not_run_are_counted() -> None:
     blocks = {name(path): read(path.read_text(encoding="utf-8")) for path in pages}
     found = {page: sum(not block.runs for block in found) for page, found in blocks.items()}
     assert {page: count for page, count in found.items() if count} == NOT_RUN
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1200
+
+
+def test_the_runbook_has_a_section_for_each_alert() -> None:
+    rules = (ROOT / "python" / "src" / "pgque" / "monitoring" / "alerts.yml").read_text(encoding="utf-8")
+    runbook = (ROOT / "python" / "docs" / "runbook.md").read_text(encoding="utf-8")
+    alerts = re.findall(r"- alert: (\w+)", rules)
+    assert len(alerts) > 10
+    assert [alert for alert in alerts if f"\n## {alert}\n" not in runbook] == []
+
+
+def test_the_page_of_errors_has_each_code_with_its_class() -> None:
+    page = (ROOT / "python" / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = {code: f"| {code} | `{kind.__name__}` |" for code, kind in BY_SQLSTATE.items() if code[:2] == "PQ"}
+    assert [code for code, row in rows.items() if row not in page] == []
+
+
+def anchors(text: str) -> set[str]:
+    """Return the fragments that lead to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"(?ms)^```.*?^```$", "", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", LINKED, ids=name)
+def test_each_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    prose = re.sub(r"(?ms)^ *```.*?^ *```$|`[^`\n]*`", "", text)
+    for link in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", prose):
+        target, _, fragment = "".join(link).partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), link
+        if fragment:
+            assert fragment in anchors(file.read_text(encoding="utf-8")), link
+
+
+def test_each_page_is_in_the_index_and_in_the_menu_of_the_site() -> None:
+    index = (ROOT / "python" / "docs" / "README.md").read_text(encoding="utf-8")
+    menu = (ROOT / "python" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [path.name for path in DOCS if path.name != "README.md" and f"({path.name})" not in index] == []
+    assert [name(path) for path in LINKED if f": {name(path)}\n" not in menu] == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name)

@@ -142,7 +142,7 @@ def environment(dsn: str, path: list[Path]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": "",
         "NO_COLOR": "1",
-        "COLUMNS": "80",
+        "COLUMNS": "80",  # some runners of tests set it, and tables fit themselves to it
     }
 
 
