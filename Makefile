@@ -8,7 +8,7 @@ TESTS   := tests
 SUPPORT := tests/support
 # The tests wait more than they compute: two processes a core, each with a server of its own.
 JOBS    ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 4 ] && echo $$((2 * n)) || echo 8)
-PARALLEL = TMPDIR=$$($(SUPPORT)/tmpdir.sh) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PARALLEL = TMPDIR=$$($(SUPPORT)/tmpdir.sh) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --durations=25 --durations-min=15
 # What make verify runs. With REST=1 test-all leaves it out, so that CI runs no slow test twice.
 PROOF   := tests/faults tests/sql/test_model.py
 REST    ?=
