@@ -1093,6 +1093,15 @@ begin
     keep_actions interval default '30 days' constraint config_keep_actions check (keep_actions > '0');
     keep_lags interval default '7 days' constraint config_keep_lags check (keep_lags > '0')$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
+  -- Not in the statement that creates it: the leaves of an earlier version become its partitions first.
+  perform pgque._add_columns('pgque.sink_stage', $c$
+    key text;
+    delay text;
+    deliver_at timestamptz;
+    ttl text$c$);
+  -- Whether an attempt has rows with options.
+  create index if not exists sink_stage_options on pgque.sink_stage (attempt)
+    where key is not null or delay is not null or deliver_at is not null or ttl is not null;
   perform pgque._add_columns('pgque.queue', $c$
     queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0);
     queue_health_pending_warn interval not null default '5 minutes' constraint queue_health_pending_warn_range check (queue_health_pending_warn >= '0' and queue_health_pending_warn <= '100 years');
@@ -2544,19 +2553,35 @@ begin
 end
 $$;
 
--- Sends many messages with options, given as arrays of one length or null; all
--- or none.  Ids in input order; to take them first is faster than to have them
--- returned.  A delayed message is stored in the retry queue, for every consumer (owner 0).
+-- Sends many messages of one type with options, given as arrays of one length or
+-- null; all or none.
 create or replace function pgque._send_all(
   p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
   p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[], caller pgque.caller default current_user
 ) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_queue  pgque.queue := pgque._queue(p_queue, caller, 'produce');
+begin
+  return pgque._send_rows(v_queue, array_fill(p_type, array[coalesce(cardinality(p_data), cardinality(p_bytes))]),
+    p_data, p_bytes, p_headers, p_keys, p_delays, p_deliver_ats, p_ttls, p_partition_keys);
+end
+$$;
+
+-- The same with a type for each message; data and bytes may both be given, with
+-- one of them null in each message.  Ids in input order; to take them first is
+-- faster than to have them returned.  A delayed message is stored in the retry
+-- queue, for every consumer (owner 0).
+create or replace function pgque._send_rows(
+  p_queue pgque.queue, p_types text[], p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
+  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
+) returns bigint[]
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+declare
   v_count    int := coalesce(cardinality(p_data), cardinality(p_bytes));
   v_txid     xid8 := pg_current_xact_id();
   v_now      timestamptz := pgque.clock();
-  v_queue    pgque.queue := pgque._queue(p_queue, caller, 'produce');
+  v_queue    pgque.queue := p_queue;
   v_plain    boolean[];
   v_without  int;
   v_due      timestamptz[];
@@ -2587,29 +2612,31 @@ begin
 
   v_ids := array(select case when p then nextval(v_queue.queue_event_seq) end from unnest(v_plain) p);
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select q.slot, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  select q.slot, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
   from (
     select q.queue_id * 3 + q.queue_cur_table as slot
     from pgque.queue q
     where q.queue_id = v_queue.queue_id and not q.queue_restored
     offset 0
-  ) q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  ) q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+    m (id, type, data, bytes, headers, due, ends, partition_key)
   where m.id is not null and m.due is null;
   get diagnostics v_stored = row_count;
   insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select m.due, q.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from pgque.queue q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  select m.due, q.queue_id, 0, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from pgque.queue q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+    m (id, type, data, bytes, headers, due, ends, partition_key)
   where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
   get diagnostics v_delayed = row_count;
   if v_stored + v_delayed < v_without then
-    perform pgque._no_queue(p_queue);   -- it was dropped meanwhile
+    perform pgque._no_queue(v_queue.queue_name);   -- it was dropped meanwhile
   end if;
   if v_without < v_count then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
     v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
     for v_n in 1..v_count loop
       continue when v_plain[v_n];
-      v_ids[v_n] := pgque._send_keyed(v_queue, p_type, p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
+      v_ids[v_n] := pgque._send_keyed(v_queue, p_types[v_n], p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
     end loop;
   end if;
   -- Only now it is known which keys made a message; and what is delayed counts though
@@ -3153,7 +3180,8 @@ begin
   end if;
   create or replace view pgque.sink as
     select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers, null::bytea as payload_bytes,
-      null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts
+      null::text as partition_key, null::text as sink_id, null::bigint as epoch, null::int as part, null::int as parts,
+      null::text as key, null::text as delay, null::timestamptz as deliver_at, null::text as ttl
     where false;
   create or replace view pgque.sink_bulk as
     select null::pgque.sink_queue as queue, null::text as type, null::text as payload, null::text as headers
@@ -3165,9 +3193,10 @@ end
 $$;
 comment on view pgque.sink is
   'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text of '
-  'a JSON object), partition_key. With sink_id, epoch and part: rows of a part that another transaction has already written for this epoch are left '
-  'out. parts, if given, must be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 '
-  'under session_replication_role = replica, where the view cannot send.';
+  'a JSON object), partition_key; key, delay, deliver_at, ttl as in send(): delay and ttl are texts of intervals, a number is seconds. With sink_id, '
+  'epoch and part: rows of a part that another transaction has already written for this epoch are left out. parts, if given, must be the same each '
+  'time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under session_replication_role = replica, '
+  'where the view cannot send.';
 comment on view pgque.sink_bulk is
   'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
   'payload, headers.';
@@ -3241,35 +3270,57 @@ begin
 end
 $$;
 
+-- A text of a sink as an interval, or PQ005.
+create or replace function pgque._sink_interval(p_queue text, p_column text, p_text text) returns interval
+language plpgsql strict stable set search_path = pg_catalog, pgque, pg_temp as $$
+begin
+  return p_text::interval;
+exception
+  when data_exception then
+    perform pgque._fail('PQ005', format('the %s of a message for queue %I is not an interval', p_column, p_queue),
+      'For example 30 (seconds) or ''1 hour 30 minutes''.', left(p_text, 200));
+end
+$$;
+
 -- One row of sink: a message, unless it belongs to a part of an epoch that
--- another transaction wrote.  What _send() would refuse, or open the queue for,
--- is left to it; the rest is stored here, which is a third faster.
+-- another transaction wrote.  Rows of the first test are rare.  Others are stored
+-- here, which is faster; what finds no open queue with room is left to _send().
 create or replace function pgque._sink_row() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_txid  xid8 := pg_current_xact_id();
 begin
-  if new.sink_id is not null then
-    if not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
-      return null;
+  if num_nonnulls(new.sink_id, new.epoch, new.part, new.parts, new.payload_bytes, new.key, new.delay, new.deliver_at, new.ttl) > 0 then
+    if new.sink_id is not null then
+      if not pgque._claim_part(new.sink_id, new.epoch, new.part, new.parts) then
+        return null;
+      end if;
+    elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
+      -- Without the name of its sink a replay would be sent twice.
+      perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'),
+          coalesce(new.part::text, 'null'), coalesce(quote_ident(new.queue), 'null')),
+        'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.');
     end if;
-  elsif num_nonnulls(new.epoch, new.part, new.parts) > 0 then
-    -- Without the name of its sink a replay would be sent twice.
-    perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'), coalesce(new.part::text, 'null'),
-        coalesce(quote_ident(new.queue), 'null')),
-      'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.');
+    if new.payload is not null and new.payload_bytes is not null then
+      perform pgque._send(new.queue, new.type, new.payload, null, null, null, null, null, new.payload_bytes);
+    end if;
+    if num_nonnulls(new.key, new.delay, new.deliver_at, new.ttl) > 0 then
+      perform pgque._send_as(new.queue, coalesce(new.type, 'default'), new.payload, new.payload_bytes, pgque._headers(new.queue, new.headers),
+        new.key, pgque._sink_interval(new.queue, 'delay', new.delay), new.deliver_at, pgque._sink_interval(new.queue, 'ttl', new.ttl),
+        new.partition_key);
+      return new;
+    end if;
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select q.queue_id * 3 + q.queue_cur_table, nextval(q.queue_event_seq), pgque.clock(), v_txid, coalesce(new.type, 'default'),
     new.payload, new.partition_key, pgque._headers(new.queue, new.headers), new.payload_bytes,
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
-  where q.queue_name = new.queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1)) and (new.payload is null or new.payload_bytes is null);
-  if found then
-    return new;
+  where q.queue_name = new.queue and q.queue_open and (q.queue_max_depth = 0 or pgque._room(q, 1));
+  if not found then
+    perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, new.partition_key, null, null, null,
+      pgque._headers(new.queue, new.headers), new.payload_bytes);
   end if;
-  perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, new.partition_key, null, null, null,
-    pgque._headers(new.queue, new.headers), new.payload_bytes);
   return new;
 end
 $$;
@@ -3411,7 +3462,8 @@ end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
   'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
-  'attempt and n = 0, 1, 2, ... in the order to be sent. Nothing is sent before sink_commit(). epoch NULL: a write that is never repeated. Errors: '
+  'attempt and n = 0, 1, 2, ... in the order to be sent. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count from '
+  'sink_commit(). Nothing is sent before it. epoch NULL: a write that is never repeated. Errors: '
   'PQ005 invalid sink_id or epoch; PQ016 the epoch is older than the sink''s newest.';
 
 -- The attempts of both leaves.
@@ -3420,13 +3472,67 @@ language sql stable as $$
   select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
-create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+-- The rows that attempts staged, and their order in the epoch: what was staged
+-- for another epoch is left out.
+create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
+returns table (at bigint, queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
+  deliver_at timestamptz, ttl text)
+language sql stable as $$
+  select pg_catalog.row_number() over (order by a.n, s.n), s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key,
+    s.key, s.delay, s.deliver_at, s.ttl
+  from (
+    select u.attempt, min(u.n) as n
+    from pg_catalog.unnest(p_attempts) with ordinality u (attempt, n)
+    where exists (select from pgque._attempts() a where a.attempt = u.attempt and a.sink_id = p_sink and a.epoch is not distinct from p_epoch)
+    group by u.attempt
+  ) a
+  join pgque.sink_stage s on s.attempt = a.attempt
+$$;
+
+-- Sends staged rows of which some have options, as send_batch() does.  All keys
+-- are locked before the first row, so that two epochs cannot wait for each other.
+create or replace function pgque._send_staged(p_sink text, p_epoch bigint, p_attempts uuid[]) returns bigint
+language plpgsql as $$
 declare
-  v_txid   xid8 := pg_current_xact_id();
-  v_new    bigint;
-  v_all    bigint := 1;
-  v_count  bigint;
+  v_rows   record;
+  v_count  bigint := 0;
+begin
+  perform pgque._lock_keys(k.queue_id, k.keys)
+  from (
+    select q.queue_id, pg_catalog.array_agg(distinct s.key) as keys
+    from pgque._staged(p_sink, p_epoch, p_attempts) s
+    join pgque.queue q on q.queue_name = s.queue
+    where s.key is not null
+    group by q.queue_id
+    order by q.queue_id
+  ) k;
+  for v_rows in
+    select s.queue, pg_catalog.array_agg(s.type order by s.at) as types, pg_catalog.array_agg(s.payload order by s.at) as data,
+      pg_catalog.array_agg(s.payload_bytes order by s.at) as bytes, pg_catalog.array_agg(s.headers order by s.at) as headers,
+      pg_catalog.array_agg(s.key order by s.at) as keys, pg_catalog.array_agg(pgque._sink_interval(s.queue, 'delay', s.delay) order by s.at) as delays,
+      pg_catalog.array_agg(s.deliver_at order by s.at) as deliver_ats,
+      pg_catalog.array_agg(pgque._sink_interval(s.queue, 'ttl', s.ttl) order by s.at) as ttls,
+      pg_catalog.array_agg(s.partition_key order by s.at) as partition_keys
+    from pgque._staged(p_sink, p_epoch, p_attempts) s
+    group by s.queue, s.at / 1000
+    order by s.queue, s.at / 1000
+  loop
+    perform pgque._send_rows(pgque._queue(v_rows.queue), v_rows.types, v_rows.data, v_rows.bytes, v_rows.headers, v_rows.keys, v_rows.delays,
+      v_rows.deliver_ats, v_rows.ttls, v_rows.partition_keys);
+    v_count := v_count + pg_catalog.cardinality(v_rows.types);
+  end loop;
+  return v_count;
+end
+$$;
+
+create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_txid     xid8 := pg_current_xact_id();
+  v_new      bigint;
+  v_all      bigint := 1;
+  v_count    bigint;
+  v_options  boolean;
 begin
   perform pgque._need_read_committed('sink_commit');
   perform pgque._check_epoch($1, $2);
@@ -3444,6 +3550,19 @@ begin
   end if;
   -- Compaction moves rows from leaf to leaf.
   lock table pgque.sink_attempt, pgque.sink_stage in access share mode;
+  -- Before anything is stored: a full queue costs little, however often this is tried.
+  perform pgque._room(q, s.count)
+  from (
+    select s.queue, count(*)
+    from pgque.sink_stage s
+    where s.attempt = any ($3) and s.key is null and exists (select from pgque.queue q where q.queue_max_depth > 0)
+    group by s.queue
+  ) s
+  join pgque.queue q on q.queue_name = s.queue
+  where q.queue_max_depth > 0 and q.queue_open;
+  v_options := exists (
+    select from pgque.sink_stage s
+    where s.attempt = any ($3) and (s.key is not null or s.delay is not null or s.deliver_at is not null or s.ttl is not null));
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_extra1, ev_headers, ev_bytes, ev_expires)
   select coalesce(q.slot, pgque._open_slot(s.queue, q.event_seq is not null)), nextval(q.event_seq), pgque.clock(), v_txid,
     coalesce(s.type, 'default'), s.payload, s.partition_key, s.headers, s.payload_bytes, q.ends
@@ -3458,24 +3577,24 @@ begin
   cross join lateral (
     select * from pgque.sink_stage s where s.attempt = a.attempt order by n
   ) s
+  -- By this detour the planner remembers the look-up for the rows of one queue.
+  cross join lateral (select s.queue offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
       case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end as ends
     from pgque.queue q
-    where q.queue_name = s.queue
+    where q.queue_name = n.queue
     offset 0
   ) q on true
-  where v_new = v_all;
+  where v_new = v_all and not v_options;
   get diagnostics v_count = row_count;
+  if v_new = v_all and v_options then
+    v_count := pgque._send_staged($1, $2, $3);
+  end if;
   if v_count is distinct from $4 then
     perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
       'What is staged is kept for a day. Write the epoch again; nothing was sent.');
   end if;
-  perform pgque._room(q, 0)
-  from pgque.queue q
-  where q.queue_max_depth > 0
-    and q.queue_name = any (array(
-      select s.queue from pgque.sink_stage s where s.attempt = any ($3) group by s.queue));
   return 'applied';
 end
 $$;
@@ -3483,7 +3602,7 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
   'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
   'epoch before; then nothing is sent. row_count: the number of messages that must be staged. Attempts of the epoch that are not named are invalid '
   'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
-  'is paused; PQ016 rows are missing, or the epoch is older than the sink''s newest; 25000 not READ COMMITTED.';
+  'is paused; PQ005 invalid option; PQ016 rows are missing, or the epoch is older than the sink''s newest; 25000 not READ COMMITTED.';
 
 -- The attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
@@ -3515,8 +3634,8 @@ begin
     insert into pgque.sink_attempt (attempt, sink_id, epoch, started_at, leaf)
     select a.attempt, a.sink_id, a.epoch, a.started_at, v_cur from pgque._live_attempts() a
     on conflict do nothing;
-    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, leaf)
-    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, v_cur
+    insert into pgque.sink_stage (attempt, n, queue, type, payload, headers, payload_bytes, partition_key, key, delay, deliver_at, ttl, leaf)
+    select s.attempt, s.n, s.queue, s.type, s.payload, s.headers, s.payload_bytes, s.partition_key, s.key, s.delay, s.deliver_at, s.ttl, v_cur
     from pgque.sink_stage s
     join pgque._live_attempts() a on a.attempt = s.attempt
     where s.leaf = 1 - v_cur

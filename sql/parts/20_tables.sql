@@ -777,6 +777,15 @@ begin
     keep_actions interval default '30 days' constraint config_keep_actions check (keep_actions > '0');
     keep_lags interval default '7 days' constraint config_keep_lags check (keep_lags > '0')$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
+  -- Not in the statement that creates it: the leaves of an earlier version become its partitions first.
+  perform pgque._add_columns('pgque.sink_stage', $c$
+    key text;
+    delay text;
+    deliver_at timestamptz;
+    ttl text$c$);
+  -- Whether an attempt has rows with options.
+  create index if not exists sink_stage_options on pgque.sink_stage (attempt)
+    where key is not null or delay is not null or deliver_at is not null or ttl is not null;
   perform pgque._add_columns('pgque.queue', $c$
     queue_max_consumers int not null default 1000 constraint queue_max_consumers_range check (queue_max_consumers >= 0);
     queue_health_pending_warn interval not null default '5 minutes' constraint queue_health_pending_warn_range check (queue_health_pending_warn >= '0' and queue_health_pending_warn <= '100 years');

@@ -273,19 +273,35 @@ begin
 end
 $$;
 
--- Sends many messages with options, given as arrays of one length or null; all
--- or none.  Ids in input order; to take them first is faster than to have them
--- returned.  A delayed message is stored in the retry queue, for every consumer (owner 0).
+-- Sends many messages of one type with options, given as arrays of one length or
+-- null; all or none.
 create or replace function pgque._send_all(
   p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
   p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[], caller pgque.caller default current_user
 ) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
+  v_queue  pgque.queue := pgque._queue(p_queue, caller, 'produce');
+begin
+  return pgque._send_rows(v_queue, array_fill(p_type, array[coalesce(cardinality(p_data), cardinality(p_bytes))]),
+    p_data, p_bytes, p_headers, p_keys, p_delays, p_deliver_ats, p_ttls, p_partition_keys);
+end
+$$;
+
+-- The same with a type for each message; data and bytes may both be given, with
+-- one of them null in each message.  Ids in input order; to take them first is
+-- faster than to have them returned.  A delayed message is stored in the retry
+-- queue, for every consumer (owner 0).
+create or replace function pgque._send_rows(
+  p_queue pgque.queue, p_types text[], p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
+  p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
+) returns bigint[]
+language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+declare
   v_count    int := coalesce(cardinality(p_data), cardinality(p_bytes));
   v_txid     xid8 := pg_current_xact_id();
   v_now      timestamptz := pgque.clock();
-  v_queue    pgque.queue := pgque._queue(p_queue, caller, 'produce');
+  v_queue    pgque.queue := p_queue;
   v_plain    boolean[];
   v_without  int;
   v_due      timestamptz[];
@@ -316,29 +332,31 @@ begin
 
   v_ids := array(select case when p then nextval(v_queue.queue_event_seq) end from unnest(v_plain) p);
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select q.slot, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  select q.slot, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
   from (
     select q.queue_id * 3 + q.queue_cur_table as slot
     from pgque.queue q
     where q.queue_id = v_queue.queue_id and not q.queue_restored
     offset 0
-  ) q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  ) q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+    m (id, type, data, bytes, headers, due, ends, partition_key)
   where m.id is not null and m.due is null;
   get diagnostics v_stored = row_count;
   insert into pgque.retry_queue (ev_retry_after, ev_queue, ev_owner, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_bytes, ev_headers, ev_expires, ev_extra1)
-  select m.due, q.queue_id, 0, m.id, v_now, v_txid, p_type, m.data, m.bytes, m.headers, m.ends, m.partition_key
-  from pgque.queue q, unnest(v_ids, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys) m (id, data, bytes, headers, due, ends, partition_key)
+  select m.due, q.queue_id, 0, m.id, v_now, v_txid, m.type, m.data, m.bytes, m.headers, m.ends, m.partition_key
+  from pgque.queue q, unnest(v_ids, p_types, p_data, p_bytes, p_headers, v_due, v_ends, p_partition_keys)
+    m (id, type, data, bytes, headers, due, ends, partition_key)
   where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
   get diagnostics v_delayed = row_count;
   if v_stored + v_delayed < v_without then
-    perform pgque._no_queue(p_queue);   -- it was dropped meanwhile
+    perform pgque._no_queue(v_queue.queue_name);   -- it was dropped meanwhile
   end if;
   if v_without < v_count then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
     v_last := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0);
     for v_n in 1..v_count loop
       continue when v_plain[v_n];
-      v_ids[v_n] := pgque._send_keyed(v_queue, p_type, p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
+      v_ids[v_n] := pgque._send_keyed(v_queue, p_types[v_n], p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
     end loop;
   end if;
   -- Only now it is known which keys made a message; and what is delayed counts though

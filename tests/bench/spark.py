@@ -139,7 +139,7 @@ def jdbc_writes(session: Session) -> Iterator[Row]:
             return timed(lambda: writer.mode("append").save())
 
         frame = session.frame("spark_jdbc", count)
-        for view, target in (("pgque.sink", 0.25), ("pgque.sink_bulk", 0.55)):
+        for view, target in (("pgque.sink", 0.3), ("pgque.sink_bulk", 0.6)):
             bare, ours, ratio = paired(
                 session.rounds, partial(write, "bench.spark_plain"), partial(write, view)
             )
@@ -304,7 +304,7 @@ def sinks(session: Session) -> Iterator[Row]:
         bare_s,
         ours_s,
         ratio,
-        0.3,
+        0.45,
         "psycopg COPY of the same frame into a table without index, at least once",
     )
 

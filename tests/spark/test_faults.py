@@ -40,8 +40,11 @@ rows = (
     .options(url=url, consumer="job", startingAt="earliest", numPartitions="2")
     .load()
 )
-writer = rows.selectExpr("type", "concat('<', payload, '>') as payload").writeStream.format("pgque")
-writer = writer.options(url=url, queue=target, checkpointLocation=checkpoint)
+writer = rows.selectExpr(
+    "type", "concat('<', payload, '>') as payload", "if(crc32(payload) % 3 = 0, 0.2, null) as delay",
+    "if(crc32(payload) % 5 = 0, payload, null) as key", "3600 as ttl",
+).writeStream.format("pgque")
+writer = writer.options(url=url, queue=target, checkpointLocation=checkpoint, replaceByKey="true")
 if len(sys.argv) > 4:
     writer = writer.trigger(availableNow=True)
 query = writer.start()

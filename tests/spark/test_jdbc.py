@@ -161,6 +161,36 @@ def test_every_column_of_sink_reaches_the_message(
     assert (second.extra1, second.payload_bytes) == (None, b"\x00\xffA")
 
 
+DELAYS = {"'1 hour'": 3600, "'90'": 90, "90": 90, "90.5D": 90, "cast(90.5 as decimal(9,2))": 90, "90L": 90}
+
+
+def test_options_of_send_arrive_as_what_spark_has(
+    spark: SparkSession, jdbc: Any, conn: Connection, queue: str
+) -> None:
+    for delay in DELAYS:
+        jdbc.write(frame(spark, queue, 1, 1, delay=delay, payload="'delayed'", ttl="'1 day'"), "pgque.sink")
+    for at in ("timestamp'2099-01-01 00:00:00'", "timestamp_ntz'2099-01-01 00:00:00'"):
+        jdbc.write(frame(spark, queue, 1, 1, deliver_at=at), "pgque.sink")
+    jdbc.write(frame(spark, queue, 3, 1, key="'k'", payload="cast(id as string)"), "pgque.sink")
+    found = rows(
+        conn,
+        "select r.ev_data, r.ev_retry_after - r.ev_time, r.ev_retry_after, r.ev_expires - r.ev_time"
+        " from pgque.retry_queue as r join pgque.queue as q on q.queue_id = r.ev_queue where q.queue_name = %s"
+        " order by r.ev_id",
+        queue,
+    )
+    assert [r[1].seconds for r in found[:6]] == list(DELAYS.values())
+    assert {r[3].days for r in found[:6]} == {1}
+    assert {r[2].year for r in found[6:]} <= {2098, 2099} and len(found) == 8
+    forced_tick(conn, queue)
+    assert [(m.key, m.payload) for m in receive(conn, queue)] == [("k", "2")]
+    text = frame(spark, queue, 1, 1, deliver_at="'2099-01-01'")
+    assert "deliver_at" in failure(jdbc.write, text, "pgque.sink")
+    wrong = frame(spark, queue, 1, 1, delay="'soon'")
+    told = failure(jdbc.write, wrong, "pgque.sink")
+    assert queue in told and "delay" in told
+
+
 def test_every_column_of_sink_bulk_reaches_the_message(
     spark: SparkSession, jdbc: Any, conn: Connection, queue: str
 ) -> None:

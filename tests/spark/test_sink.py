@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 import pgque.spark
@@ -112,6 +115,37 @@ def test_every_column_reaches_the_message(
     assert (first.type, first.payload, first.extra1) == ("order.created", "text ✓ 🐘", "customer 7")
     assert first.headers == {"trace": 'a"1\n', "none": None}
     assert (second.type, second.payload, second.extra1, second.headers) == ("default", "second", None, None)
+
+
+OPTION_FRAME = (
+    "select 'a' as payload, 'k' as key, null as delay, null as deliver_at, '1 day' as ttl, 'p' as partition_key"
+    " union all select 'b', 'k', null, null, '0', null"
+    " union all select 'c', null, 3600.5, null, null, null"
+    " union all select 'd', null, null, timestamp '2000-01-01 00:00:00', null, null"
+    " union all select 'e', null, null, timestamp '2099-01-01 00:00:00', null, null"
+)
+
+
+@pytest.mark.parametrize("way", ["exactly-once", "at-least-once", "jdbc"])
+def test_options_of_send_are_columns(
+    spark: SparkSession, jdbc: Any, writer: Role, conn: Connection, queue: str, way: str
+) -> None:
+    frame = spark.sql(OPTION_FRAME).coalesce(1)
+    if way == "jdbc":
+        pgque.spark.write_jdbc(frame, queue, replace_by_key=True, **way_in(jdbc))
+    else:
+        write(frame, writer, queue, delivery=way, replaceByKey="true")
+    forced_tick(conn, queue)
+    found = {(m.payload, m.key, m.extra1, m.expires_at is None) for m in receive(conn, queue)}
+    assert found == {("b", "k", None, True), ("d", None, None, True)}
+    waiting = rows(
+        conn,
+        "select r.ev_data, round(extract(epoch from least(r.ev_retry_after - r.ev_time, '1 day')))::int"
+        " from pgque.retry_queue as r join pgque.queue as q on q.queue_id = r.ev_queue where q.queue_name = %s"
+        " order by 1",
+        queue,
+    )
+    assert waiting in ([("c", 3600), ("e", 86400)], [("c", 3601), ("e", 86400)])
 
 
 def test_texts_and_bytes_of_every_kind_survive(
@@ -271,6 +305,71 @@ def test_a_paused_queue_takes_nothing(
     assert arrived(conn, queue) == Counter()
 
 
+def fill(conn: Connection, queue: str) -> None:
+    """Leave room for five messages."""
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '10')", queue)
+    send_many(conn, queue, 5)
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_a_full_queue_takes_nothing(
+    spark: SparkSession, writer: Role, conn: Connection, queue: str, delivery: str
+) -> None:
+    fill(conn, queue)
+    told = failure(write, numbers(spark, 6, 1), writer, queue, delivery=delivery)
+    assert "PgqueQueueFull" in told and queue in told
+    write(numbers(spark, 5, 1), writer, queue, delivery=delivery)
+    forced_tick(conn, queue)
+    assert len(receive(conn, queue)) == 10
+
+
+def open_in_a_while(dsn: str, queue: str, change: str) -> bool:
+    """Wait for three refusals, change the queue; return whether a sink had no transaction open all the time."""
+    refusals = "select xact_rollback from pg_stat_database where datname = current_database()"
+    idle = (
+        "select count(*) from pg_stat_activity where datname = current_database()"
+        " and application_name like 'pgque-spark/%/sink' and state like 'idle in%'"
+        " and state_change < clock_timestamp() - interval '0.2 s'"
+    )
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        staged = "select count(*) from pgque.sink_stage as s where s.queue = %s"
+        while value(conn, staged, queue) == 0:
+            time.sleep(0.02)
+        until, closed = value(conn, refusals) + 3, True
+        while value(conn, refusals) < until:
+            closed = closed and value(conn, idle) == 0
+            time.sleep(0.02)
+        value(conn, change, queue)
+        return closed
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+@pytest.mark.parametrize("obstacle", ["full", "paused"])
+def test_a_write_waits_for_room_without_a_transaction(
+    spark: SparkSession, writer: Role, conn: Connection, dsn: str, queue: str, delivery: str, obstacle: str
+) -> None:
+    if obstacle == "full":
+        fill(conn, queue)
+        change = "select pgque.set_queue_config(%s, 'max_depth', '11')"
+    else:
+        value(conn, "select pgque.pause(%s)", queue)
+        change = "select pgque.resume(%s)"
+    with futures.ThreadPoolExecutor(1) as pool:
+        watched = pool.submit(open_in_a_while, dsn, queue, change)
+        write(numbers(spark, 6, 1), writer, queue, delivery=delivery, onFull="wait", onFullTimeout=60)
+        assert watched.result(60)
+    forced_tick(conn, queue)
+    assert len(receive(conn, queue)) == (11 if obstacle == "full" else 6)
+
+
+def test_a_write_that_waits_fails_after_its_time(
+    spark: SparkSession, writer: Role, conn: Connection, queue: str
+) -> None:
+    fill(conn, queue)
+    told = failure(write, numbers(spark, 6, 1), writer, queue, onFull="wait", onFullTimeout=1)
+    assert "PgqueQueueFull" in told and queue in told
+
+
 # --- What is refused ----------------------------------------------------------------------------------
 
 BAD = {
@@ -283,6 +382,11 @@ BAD = {
     "select 'x' as payload, current_timestamp() as type": "cast(type as string)",
     "select 'x' as payload, 'y' as payloAd": "comes twice",
     "select 'x' as payload, 'a' as extra": "drop('extra')",
+    "select 'x' as payload, 'a' as key, 'b' as partition_key": "replaceByKey=true",
+    "select 'x' as payload, true as delay": "column delay has type boolean",
+    "select 'x' as payload, '2030-01-01' as deliver_at": "cast(deliver_at as timestamp)",
+    "select 'x' as payload, 'soon' as ttl": "is not an interval",
+    "select 'x' as payload, 1 as delay, current_timestamp() as deliver_at": "has both delay and deliver_at",
 }
 
 
@@ -381,6 +485,20 @@ def pipe(
 
 def one_to(count: int) -> Counter[str | None]:
     return Counter(str(n) for n in range(1, count + 1))
+
+
+def test_a_micro_batch_waits_for_room_and_is_sent_once(pipe: Pipe, conn: Connection, dsn: str) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '500')", pipe.target)
+    assert "PgqueQueueFull" in failure(pipe.run, 2)
+    value(conn, "select pgque.maint_tables()")
+    with futures.ThreadPoolExecutor(1) as pool:
+        change = "select pgque.set_queue_config(%s, 'max_depth', '1000')"
+        watched = pool.submit(open_in_a_while, dsn, pipe.target, change)
+        pipe.run(3, onFull="wait", onFullTimeout="60")
+        assert watched.result(60)
+    pipe.forget_the_last_commit()
+    pipe.run(parts=5)
+    assert arrived(conn, pipe.target) == one_to(1000)
 
 
 def test_micro_batches_arrive(pipe: Pipe, conn: Connection) -> None:

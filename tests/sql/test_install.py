@@ -217,6 +217,43 @@ def test_an_upgrade_keeps_what_was_granted_on_the_views(
     value(own, "select pgque.uninstall()")
 
 
+def test_an_upgrade_adds_columns_to_the_sinks_and_keeps_grants_views_and_what_is_staged(
+    fresh_dsn: str, connect: Callable[..., Connection], roles: Any
+) -> None:
+    install_earlier(fresh_dsn, "0.6.0")
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    role = roles("writer", dbname=own.info.dbname)
+    own.execute("create view public.mine as select queue, payload from pgque.sink")
+    acl = "select relacl::text from pg_class where oid = 'pgque.sink'::regclass"
+    before = value(own, acl)
+    staged = "insert into {} (attempt, n, queue, payload) values (%s, %s, 'q', %s)"
+    (attempt, stage) = rows(own, "select * from pgque.sink_begin('s', 0)")[0]
+    own.execute(staged.format(stage).encode(), [attempt, 0, "staged before"])
+    install(fresh_dsn)
+    assert value(own, acl) == before
+    own.execute(staged.format(stage).encode(), [attempt, 1, "staged after"])
+    with psycopg.connect(role.dsn, autocommit=True) as writer:
+        assert value(writer, "select pgque.sink_commit('s', 0, array[%s]::uuid[], 2)", attempt) == "applied"
+        (attempt, stage) = rows(writer, "select * from pgque.sink_begin('s', 1)")[0]
+        keyed = f"copy {stage} (attempt, n, queue, payload, key, ttl) from stdin"
+        with writer.cursor().copy(keyed.encode()) as stream:
+            stream.write_row([attempt, 0, "q", "keyed", "k", "1 day"])
+        assert value(writer, "select pgque.sink_commit('s', 1, array[%s]::uuid[], 1)", attempt) == "applied"
+        writer.execute("insert into pgque.sink (queue, payload, delay) values ('q', 'delayed', '1 hour')")
+    own.execute("insert into public.mine values ('q', 'through a view')")
+    forced_tick(own, "q")
+    found = [(m.payload, m.key) for m in receive(own, "q")]
+    assert found == [
+        ("staged before", None),
+        ("staged after", None),
+        ("keyed", "k"),
+        ("through a view", None),
+    ]
+    value(own, "select pgque.uninstall()")
+
+
 def test_an_upgrade_that_would_drop_a_view_on_the_sinks_is_refused_whole(
     fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:

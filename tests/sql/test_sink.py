@@ -1653,3 +1653,233 @@ def test_a_replay_with_and_without_a_number_of_parts_is_refused(
     error = refused("PQ016", insert, connect(), "sink", part_of(subscribed, "d", 1, 1, 2))
     assert "any number" in str(error)
     assert sent_texts(conn, subscribed) == ["a", "c"]
+
+
+# --- the options of send() --------------------------------------------------------------------------------
+
+OPTIONS = ("queue", "type", "payload", "payload_bytes", "key", "delay", "deliver_at", "ttl", "partition_key")
+
+
+def put_option_rows(conn: Connection, way: str, queue: str, *records: dict[str, Any]) -> None:
+    """Send rows with options through the view, by COPY, or staged as one epoch."""
+    if way == "insert":
+        for record in records:
+            insert(conn, "sink", {"queue": queue} | record)
+        return
+    table, given = [(queue, *(r.get(name) for name in OPTIONS[1:])) for r in records], ", ".join(OPTIONS)
+    if way == "copy":
+        copy(conn, "pgque.sink", given, table)
+        return
+    sink = str(uuid.uuid4())
+    attempt, where = begin(conn, sink)
+    copy(conn, where, "attempt, n, " + given, ((attempt, n, *row) for n, row in enumerate(table)))
+    assert commit(conn, sink, [attempt], len(table)) == "applied"
+
+
+OPTION_WAYS = pytest.mark.parametrize("way", ["insert", "copy", "staged"])
+
+
+@OPTION_WAYS
+def test_options_mean_in_every_sink_what_they_mean_in_send(
+    conn: Connection, subscribed: str, way: str
+) -> None:
+    put_option_rows(
+        conn,
+        way,
+        subscribed,
+        {"payload": "plain", "type": "t"},
+        {"payload": "a", "key": "k", "type": "first"},
+        {"payload": "b", "key": "k", "type": "second", "partition_key": "p"},
+        {"payload": "60 s", "delay": "60"},
+        {"payload": "2 h", "delay": "2 hours", "ttl": "1 day"},
+        {"payload": "at", "deliver_at": "2020-01-01 00:00:00+00"},
+        {"payload": "later", "deliver_at": "2099-01-01 00:00:00+00"},
+        {"payload_bytes": b"\x00", "ttl": "3600.5"},
+        {"payload": "gone", "ttl": "0.000001"},
+        {"payload": "for ever", "ttl": "0"},
+    )
+    found = sent_back(conn, subscribed)
+    # send_batch() gives messages with a key their ids last, and so does an epoch.
+    assert {(m.type, m.payload, m.key, m.extra1) for m in found if m.payload_bytes is None} == {
+        ("t", "plain", None, None),
+        ("second", "b", "k", "p"),
+        ("default", "at", None, None),
+        ("default", "for ever", None, None),
+    }
+    assert len(found) == 5
+    assert [bytes(m.payload_bytes) for m in found if m.payload_bytes is not None] == [b"\x00"]
+    (expires,) = (m.expires_at for m in found if m.payload_bytes is not None)
+    assert value(conn, "select %s - clock_timestamp() between '55 minutes' and '61 minutes'", expires)
+    waiting = rows(
+        conn,
+        "select r.ev_data, extract(epoch from r.ev_retry_after - r.ev_time)::int, r.ev_expires is not null"
+        " from pgque.retry_queue as r join pgque.queue as q on q.queue_id = r.ev_queue"
+        " where q.queue_name = %s and r.ev_data <> 'later' order by 2",
+        subscribed,
+    )
+    assert waiting == [("60 s", 60, False), ("2 h", 7200, True)]
+
+
+@OPTION_WAYS
+def test_an_option_that_send_refuses_is_refused_and_nothing_is_sent(
+    conn: Connection, subscribed: str, way: str
+) -> None:
+    for wrong in (
+        {"delay": "-1"},
+        {"delay": "tomorrow"},
+        {"delay": "1", "deliver_at": "2099-01-01 00:00:00+00"},
+        {"ttl": "-1 day"},
+        {"ttl": ""},
+        {"ttl": "200 years"},
+        {"deliver_at": "infinity"},
+        {"key": ""},
+        {"key": "k" * 1001},
+    ):
+        with conn.transaction(force_rollback=True):
+            error = refused("PQ005", put_option_rows, conn, way, subscribed, {"payload": "x"}, wrong)
+        assert subscribed in str(error) and error.diag.message_hint, wrong
+    both = {"payload": "x", "payload_bytes": b"x", "delay": "1"}
+    refused("23514" if way == "staged" else "PQ005", put_option_rows, conn, way, subscribed, both)
+    assert sent_texts(conn, subscribed) == []
+
+
+@OPTION_WAYS
+def test_rows_with_options_stop_at_the_limit_and_at_a_pause(
+    conn: Connection, subscribed: str, way: str
+) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '3')", subscribed)
+    put_option_rows(
+        conn, way, subscribed, {"payload": "a", "key": "k"}, {"payload": "b", "delay": "3600"}, {"ttl": "60"}
+    )
+    for one in (
+        {"payload": "c"},
+        {"payload": "c", "key": "other"},
+        {"payload": "c", "ttl": "60"},
+        {"delay": "60"},
+    ):
+        refused("PQ003", put_option_rows, conn, way, subscribed, one)
+    put_option_rows(conn, way, subscribed, {"payload": "replaced", "key": "k"})
+    value(conn, "select pgque.pause(%s)", subscribed)
+    for one in ({"payload": "c"}, {"payload": "c", "key": "k"}):
+        refused("PQ013", put_option_rows, conn, way, subscribed, one)
+    value(conn, "select pgque.resume(%s)", subscribed)
+    assert sorted(map(str, sent_texts(conn, subscribed))) == ["None", "replaced"]
+
+
+def test_an_epoch_that_finds_a_full_queue_stores_nothing_before_it_is_refused(
+    conn: Connection, subscribed: str
+) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'max_depth', '5')", subscribed)
+    attempt = stage(conn, subscribed, subscribed, numbers(6))
+    last = "select pg_sequence_last_value(q.queue_event_seq) from pgque.queue as q where q.queue_name = %s"
+    before = value(conn, last, subscribed)
+    for _ in range(3):
+        refused("PQ003", commit, conn, subscribed, [attempt], 6)
+    assert value(conn, last, subscribed) == before
+
+
+def test_an_epoch_looks_its_queue_up_once(conn: Connection, subscribed: str) -> None:
+    count = 20_000
+    attempt = stage(conn, subscribed, subscribed, numbers(count))
+    scans = "select pg_stat_get_xact_numscans('pgque.queue_name_key'::regclass)"
+    with conn.transaction():
+        before = value(conn, scans)
+        assert commit(conn, subscribed, [attempt], count) == "applied"
+        assert value(conn, scans) - before < 10
+    assert sent_texts(conn, subscribed) == numbers(count)
+
+
+def test_a_key_replaces_what_another_epoch_or_another_way_sent(conn: Connection, subscribed: str) -> None:
+    value(conn, "select pgque.send(%s, 't', 'sent', key => 'k')", subscribed)
+    for payload, way in (("inserted", "insert"), ("copied", "copy"), ("staged", "staged")):
+        put_option_rows(conn, way, subscribed, {"payload": payload, "key": "k"})
+    assert sent_texts(conn, subscribed) == ["staged"]
+
+
+def test_a_part_with_options_is_written_once(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str
+) -> None:
+    first = part_of(subscribed, "a") | {"delay": "3600"}
+    assert insert(conn, "sink", first) == 1
+    assert insert(connect(), "sink", first) == 0
+    assert (
+        value(
+            conn,
+            "select count(*) from pgque.retry_queue as r join pgque.queue as q on q.queue_id = r.ev_queue where q.queue_name = %s",
+            subscribed,
+        )
+        == 1
+    )
+
+
+def test_an_epoch_with_options_keeps_its_order_over_many_rows_types_and_queues(
+    conn: Connection, new_queue: Callable[..., str], subscribed: str
+) -> None:
+    other = new_queue()
+    subscribe(conn, other)
+    attempts = []
+    for share in range(2):
+        attempt, table = begin(conn, subscribed)
+        attempts.append(attempt)
+        copy(
+            conn,
+            table,
+            "attempt, n, queue, type, payload, ttl",
+            (
+                (
+                    attempt,
+                    n,
+                    (subscribed, other)[n % 2],
+                    f"t{n % 3}",
+                    f"{share} {n}",
+                    "1 day" if n % 5 == 0 else None,
+                )
+                for n in range(2_500)
+            ),
+        )
+    assert commit(conn, subscribed, attempts, 5_000) == "applied"
+    assert commit(conn, subscribed, attempts, 5_000) == "duplicate"
+    for at, queue in enumerate((subscribed, other)):
+        found = sent_back(conn, queue)
+        expected = [(f"t{n % 3}", f"{share} {n}") for share in range(2) for n in range(at, 2_500, 2)]
+        assert [(m.type, m.payload) for m in found] == expected
+        assert sum(m.expires_at is not None for m in found) == 500
+
+
+def test_two_epochs_with_the_same_keys_in_other_orders_do_not_wait_for_each_other(
+    conn: Connection, connect: Callable[..., Connection], subscribed: str, transaction: Callable[..., Connection],
+    background: Callable[..., Any], wait_for_lock: Callable[..., None],
+) -> None:  # fmt: skip
+    attempts = []
+    for share in range(2):
+        attempt, table = begin(conn, f"{subscribed} {share}")
+        attempts.append(attempt)
+        keys = range(3_000) if share else range(3_000)[::-1]
+        copy(
+            conn,
+            table,
+            "attempt, n, queue, payload, key",
+            ((attempt, n, subscribed, str(share), f"k{key}") for n, key in enumerate(keys)),
+        )
+    first = transaction()
+    assert commit(first, f"{subscribed} 0", [attempts[0]], 3_000) == "applied"
+    second = background(lambda c: commit(c, f"{subscribed} 1", [attempts[1]], 3_000))
+    wait_for_lock(second.pid)
+    first.execute("commit")
+    assert second.result() == "applied"
+    assert sent_texts(conn, subscribed) == ["1"] * 3_000
+
+
+def test_compaction_keeps_options_of_what_is_staged(ready: Connection) -> None:
+    attempt, table = begin(ready, "s")
+    copy(
+        ready,
+        table,
+        "attempt, n, queue, payload, key, delay, ttl",
+        [(attempt, 0, "q", "x", "k", None, "1 day"), (attempt, 1, "q", "y", None, "60", None)],
+    )
+    turn_stage(ready, 4)
+    assert commit(ready, "s", [attempt], 2) == "applied"
+    (message,) = sent_back(ready, "q")
+    assert (message.payload, message.key) == ("x", "k") and message.expires_at is not None
+    assert value(ready, "select count(*) from pgque.retry_queue where ev_data = 'y'") == 1

@@ -42,18 +42,20 @@ def write_jdbc(
     *,
     batch_size: int = 1000,
     num_partitions: int | None = None,
+    replace_by_key: bool = False,
     **connection: str,
 ) -> None:
     """Send the rows of a frame through Spark's JDBC, at least once: each partition is one transaction.
 
-    Columns are those of the sink: payload, and type, headers, key, queue. Plain messages go into
-    `pgque.sink_bulk`, those with a key or bytes into `pgque.sink`. `num_partitions` bounds the connections;
-    `connection` is url, host, port, dbname, user, password and so on, as for `format("pgque")`. The password
-    travels as a property, never in the url.
+    Columns are those of the sink: payload, and type, headers, key, partition_key, delay, deliver_at, ttl,
+    queue. Frames of payload, type, headers and queue go into `pgque.sink_bulk`, others into `pgque.sink`.
+    With `replace_by_key`, the column key is the key of send(), otherwise the partition key.
+    `num_partitions` bounds the connections; `connection` is url, host, port, dbname, user, password and so
+    on, as for `format("pgque")`. The password travels as a property, never in the url.
 
     Raises PgqueBadArgument before anything is sent when a column does not fit.
     """
-    rows, table = _rows(df, queue)
+    rows, table = _rows(df, queue, replace_by_key)
     _jdbc(rows, table, queue, batch_size, num_partitions, connection)
 
 
@@ -63,6 +65,7 @@ def foreach_batch(
     sink_id: str | None = None,
     batch_size: int = 1000,
     num_partitions: int | None = None,
+    replace_by_key: bool = False,
     **connection: str,
 ) -> Callable[[DataFrame, int], None]:
     """Return a function for `writeStream.foreachBatch` that sends micro-batches through JDBC.
@@ -84,7 +87,7 @@ def foreach_batch(
         sink = sink_id or f"{query}/{queue or ''}"
         if num_partitions is not None:
             df = df.coalesce(num_partitions)
-        rows, _ = _rows(df, queue)
+        rows, _ = _rows(df, queue, replace_by_key)
         rows = (
             rows.withColumn("sink_id", f.lit(sink))
             .withColumn("epoch", f.lit(epoch).cast("bigint"))
@@ -159,14 +162,14 @@ def dead(
     return found
 
 
-def _rows(df: DataFrame, queue: str | None) -> tuple[DataFrame, str]:
+def _rows(df: DataFrame, queue: str | None, replace_by_key: bool) -> tuple[DataFrame, str]:
     """Return the frame with the columns of the views, and the view that takes them."""
     from pyspark.sql import functions as f
     from pyspark.sql.types import BinaryType, MapType
 
     from ._schema import NULL_QUEUE, check_schema
 
-    names = check_schema(df.schema, queue)
+    names = check_schema(df.schema, queue, replace_by_key)
     columns: list[Column] = []
     table = "pgque.sink_bulk"
     queues = [f.col(f"`{names['queue']}`")] if "queue" in names else []
@@ -175,17 +178,13 @@ def _rows(df: DataFrame, queue: str | None) -> tuple[DataFrame, str]:
     for name, theirs in names.items():
         column = f.col(f"`{theirs}`")
         kind = df.schema[theirs].dataType
-        view_name = name
         if name == "queue":
             continue
-        if name == "payload":
-            if isinstance(kind, BinaryType):
-                table, view_name = "pgque.sink", "payload_bytes"
-        elif name == "key":
-            table, view_name = "pgque.sink", "partition_key"
-        elif name == "headers" and isinstance(kind, MapType):
+        if name not in {"type", "payload", "headers"} or isinstance(kind, BinaryType):
+            table = "pgque.sink"
+        if name == "headers" and isinstance(kind, MapType):
             column = f.to_json(column)
-        columns.append(column.alias(view_name))
+        columns.append(column.alias("payload_bytes" if isinstance(kind, BinaryType) else name))
     return df.select(*columns), table
 
 

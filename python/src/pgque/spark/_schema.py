@@ -9,22 +9,32 @@ from ..errors import PgqueBadArgument
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-_CONTENTS = "payload (string or binary), type, headers (map<string,string> or string), key, queue"
+_CONTENTS = (
+    "payload (string or binary), type, headers (map<string,string> or string), key, partition_key, delay"
+    " and ttl (seconds, or a string such as '1 hour'), deliver_at (timestamp), queue"
+)
 NULL_QUEUE = "column queue has a null. Fill it, or say option queue for the rows that have none"
 
 
-def check_schema(schema: StructType, queue: str | None) -> dict[str, str]:
-    """Return the frame's names of the columns by ours, after checking that they are what a sink takes.
+def check_schema(schema: StructType, queue: str | None, replace_by_key: bool) -> dict[str, str]:
+    """Return the frame's names of the columns by those of pgque.sink, after checking that they fit.
 
-    Raises PgqueBadArgument that names the column.
+    Without `replace_by_key`, the column key is the partition key. Raises PgqueBadArgument that names the
+    column.
     """
     found: dict[str, str] = {}
     for column in schema.fields:
         name = column.name.lower()
-        if name in found:
-            raise PgqueBadArgument(f"column {column.name} comes twice")
         _check_column(name, column.dataType)
-        found[name] = column.name
+        target = "partition_key" if name == "key" and not replace_by_key else name
+        if target in found:
+            if found[target].lower() != name:
+                raise PgqueBadArgument(
+                    "columns key and partition_key are the same here: set option replaceByKey=true if a"
+                    " message replaces the pending one with its key, or drop one of the columns"
+                )
+            raise PgqueBadArgument(f"column {column.name} comes twice")
+        found[target] = column.name
     if "payload" not in found:
         raise PgqueBadArgument(
             "column payload is missing. Make one, for example selectExpr('to_json(struct(*)) as payload')"
@@ -35,7 +45,7 @@ def check_schema(schema: StructType, queue: str | None) -> dict[str, str]:
 
 
 def _check_column(name: str, kind: DataType) -> None:
-    from pyspark.sql.types import BinaryType, MapType, StringType
+    from pyspark.sql.types import BinaryType, MapType, NumericType, StringType, TimestampType
 
     text = isinstance(kind, StringType)
     if name == "payload":
@@ -47,8 +57,12 @@ def _check_column(name: str, kind: DataType) -> None:
             and isinstance(kind.valueType, StringType)
         )
         cure = "to_json(headers) or map(…)"
-    elif name in {"type", "key", "queue"}:
+    elif name in {"type", "key", "partition_key", "queue"}:
         good, cure = text, f"cast({name} as string)"
+    elif name in {"delay", "ttl"}:
+        good, cure = text or isinstance(kind, NumericType), "give seconds"
+    elif name == "deliver_at":
+        good, cure = isinstance(kind, TimestampType), "cast(deliver_at as timestamp)"
     else:
         raise PgqueBadArgument(
             f"unknown column {name}; a sink takes {_CONTENTS}. Put the rest into payload or drop it, for"

@@ -21,6 +21,8 @@ _ALL = _READ | _WRITE
 
 EXACTLY_ONCE = "exactly-once"
 AT_LEAST_ONCE = "at-least-once"
+FAIL = "fail"
+WAIT = "wait"
 
 # What can be read, in this order
 READ_COLUMNS = ("queue", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers")
@@ -63,6 +65,12 @@ def _count(value: str) -> int:
     if number < 1:
         raise ValueError("a whole number of at least 1")
     return number
+
+
+def _half_a_day(value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= 43200:
+        raise ValueError("1 to 43200 seconds")
+    return int(value)
 
 
 def _not_negative(value: str) -> int:
@@ -148,6 +156,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name that micro-batches are remembered by; a fixed one outlives the checkpoint, whose numbers begin at 0 again", _text),
     Option("sinkId", "none", frozenset({BATCH_WRITE}), "with epoch: name that epochs are remembered by", _text),
     Option("epoch", "none", frozenset({BATCH_WRITE}), "with sinkId: number of this write, such as foreachBatch's; written once", _not_negative),
+    Option("replaceByKey", "false", _WRITE, "true: column key is the key of send(): a message replaces the pending one with its key. false: it is the partition key", _truth),
+    Option("onFull", FAIL, _WRITE, "fail: a write to a queue that is full (max_depth) or paused fails with PQ003 or PQ013. wait: it tries again, without an open transaction", _one_of(FAIL, WAIT)),
+    Option("onFullTimeout", "300", _WRITE, "with onFull=wait: seconds until the write fails, at most 43200, since what is staged is kept for a day", _half_a_day),
     Option("batchSize", "10000", _WRITE, "rows per piece of COPY", _count),
 )  # fmt: skip
 
@@ -177,6 +188,9 @@ class Options:
     delivery: str = EXACTLY_ONCE
     sinkId: str | None = None
     epoch: int | None = None
+    replaceByKey: bool = False
+    onFull: str = FAIL
+    onFullTimeout: int = 300
     batchSize: int = 10_000
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import re
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..errors import PgqueBadArgument, PgqueError
 from . import _connect
 from ._compat import DataSourceStreamArrowWriter
 from ._schema import NULL_QUEUE, check_schema
-from .options import AT_LEAST_ONCE, Options
+from .options import AT_LEAST_ONCE, WAIT, Options
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgque.spark")
 
 _STAGE = re.compile(r"pgque\.\w+")
+# In the order of `_csv`, after attempt, n and queue
+_COLUMNS = ("type", "payload", "headers", "partition_key", "key", "delay", "deliver_at", "ttl")
+# Full, paused: consumers or an administrator end it
+_NO_ROOM = frozenset({"PQ003", "PQ013"})
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class _Writer:
                 " stream; complete and overwrite would send every row again"
             )
         self._options = parsed
-        self._columns = check_schema(schema, parsed.queue)
+        self._columns = check_schema(schema, parsed.queue, parsed.replaceByKey)
         self._binary = isinstance(schema[self._columns["payload"]].dataType, BinaryType)
 
     def _stage(self, batches: Iterator[pa.RecordBatch], sink_id: str, epoch: int | None) -> Staged:
@@ -84,8 +90,8 @@ class _Writer:
                         piece = batch.slice(start, parsed.batchSize)
                         copy.write(_csv(piece, self._columns, parsed.queue, self._binary, attempt, rows))
                         rows += piece.num_rows
-            if direct and self._commit(conn, [sink_id, epoch, [attempt], rows]) != "applied":
-                raise PgqueError(f"sink {sink_id} was used before")
+        if direct and self._commit([sink_id, epoch, [attempt], rows]) != "applied":
+            raise PgqueError(f"sink {sink_id} was used before")
         return Staged(sink_id, epoch, None if direct else attempt, rows)
 
     def _apply(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -98,12 +104,12 @@ class _Writer:
         sink_id, epoch = staged[0].sink_id, staged[0].epoch
         arguments = [sink_id, epoch, [s.attempt for s in staged], sum(s.rows for s in staged)]
         try:
-            done = self._connect_and_commit(arguments)
+            done = self._commit(arguments)
         except PgqueError as error:
             if not _connect.is_lost(error):
                 raise
             # It may have been done: the second call finds out.
-            done = self._connect_and_commit(arguments)
+            done = self._commit(arguments)
         log.log(
             logging.INFO if done == "applied" else logging.WARNING,
             "pgque: epoch %s of sink %s: %s",
@@ -112,13 +118,29 @@ class _Writer:
             done,
         )
 
-    def _connect_and_commit(self, arguments: Sequence[object]) -> str:
-        with _connect.errors(self._options.queue), self._session() as conn:
-            return self._commit(conn, arguments)
+    def _commit(self, arguments: Sequence[object]) -> str:
+        """Call `pgque.sink_commit`; with onFull=wait again while a queue is full or paused.
 
-    def _commit(self, conn: _connect.Connection, arguments: Sequence[object]) -> str:
-        done = conn.execute("select pgque.sink_commit(%s, %s, %s::uuid[], %s)", arguments)
-        return str(_connect.one(done)[0])
+        No session is open during a pause. A commit that is late is left out or refused by the server, also
+        after the query was started again.
+        """
+        end = time.monotonic() + self._options.onFullTimeout
+        pause = _SHORTEST_PAUSE
+        while True:
+            try:
+                return self._commit_once(arguments)
+            except PgqueError as error:
+                left = end - time.monotonic()
+                if self._options.onFull != WAIT or error.sqlstate not in _NO_ROOM or left <= 0:
+                    raise
+                log.log(logging.INFO, "pgque: %s; trying again for %.0f s", error, left)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _commit_once(self, arguments: Sequence[object]) -> str:
+        with _connect.errors(self._options.queue), self._session() as conn:
+            done = conn.execute("select pgque.sink_commit(%s, %s, %s::uuid[], %s)", arguments)
+            return str(_connect.one(done)[0])
 
     def _session(self) -> _connect.Connection:
         return _connect.connect(
@@ -174,9 +196,10 @@ def _chain(first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> Iterator[pa
 
 def _table_columns(columns: Mapping[str, str], binary: bool) -> list[str]:
     """Return the staging table's columns in the order of `_csv`."""
-    names = {"type": "type", "payload": "payload_bytes" if binary else "payload"}
-    names |= {"headers": "headers", "key": "partition_key"}
-    return ["attempt", "n", "queue", *(theirs for ours, theirs in names.items() if ours in columns)]
+    found = [
+        "payload_bytes" if binary and name == "payload" else name for name in _COLUMNS if name in columns
+    ]
+    return ["attempt", "n", "queue", *found]
 
 
 def _csv(
@@ -195,19 +218,19 @@ def _csv(
     from pyarrow import csv
 
     count = batch.num_rows
-    payload = batch.column(columns["payload"])
     arrays = [
         pa.repeat(attempt, count),
         pa.array(range(first, first + count), pa.int32()),
         _queues(batch, columns, queue),
     ]
-    if "type" in columns:
-        arrays.append(batch.column(columns["type"]))
-    arrays.append(_hexadecimal(payload) if binary else payload)
-    if "headers" in columns:
-        arrays.append(_headers(batch.column(columns["headers"])))
-    if "key" in columns:
-        arrays.append(batch.column(columns["key"]))
+    for name in _COLUMNS:
+        if name in columns:
+            column = batch.column(columns[name])
+            if name == "payload" and binary:
+                column = _hexadecimal(column)
+            elif name == "headers":
+                column = _headers(column)
+            arrays.append(column)
     names = [str(number) for number in range(len(arrays))]
     out = io.BytesIO()
     csv.write_csv(
