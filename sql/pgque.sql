@@ -3472,13 +3472,18 @@ language sql stable as $$
   select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
--- The rows that attempts staged, and their order in the epoch: what was staged
--- for another epoch is left out.
+-- The rows that attempts staged, their order in the epoch, and pieces of it that
+-- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  What was staged for
+-- another epoch is left out.
 create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
-returns table (at bigint, queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
+returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
   deliver_at timestamptz, ttl text)
 language sql stable as $$
-  select pg_catalog.row_number() over (order by a.n, s.n), s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key,
+  select pg_catalog.row_number() over w,
+    array[pg_catalog.row_number() over w / 1000,
+      pg_catalog.sum(coalesce(pg_catalog.octet_length(s.payload), pg_catalog.octet_length(s.payload_bytes), 0)
+        + coalesce(pg_catalog.octet_length(s.headers::text), 0)) over w / 16777216],
+    s.queue, coalesce(s.type, 'default'), s.payload, s.headers, s.payload_bytes, s.partition_key,
     s.key, s.delay, s.deliver_at, s.ttl
   from (
     select u.attempt, min(u.n) as n
@@ -3487,6 +3492,7 @@ language sql stable as $$
     group by u.attempt
   ) a
   join pgque.sink_stage s on s.attempt = a.attempt
+  window w as (order by a.n, s.n)
 $$;
 
 -- Sends staged rows of which some have options, as send_batch() does.  All keys
@@ -3514,8 +3520,8 @@ begin
       pg_catalog.array_agg(pgque._sink_interval(s.queue, 'ttl', s.ttl) order by s.at) as ttls,
       pg_catalog.array_agg(s.partition_key order by s.at) as partition_keys
     from pgque._staged(p_sink, p_epoch, p_attempts) s
-    group by s.queue, s.at / 1000
-    order by s.queue, s.at / 1000
+    group by s.queue, s.piece
+    order by s.queue, s.piece
   loop
     perform pgque._send_rows(pgque._queue(v_rows.queue), v_rows.types, v_rows.data, v_rows.bytes, v_rows.headers, v_rows.keys, v_rows.delays,
       v_rows.deliver_ats, v_rows.ttls, v_rows.partition_keys);

@@ -139,3 +139,21 @@ def test_a_lease_on_more_than_1_gb_that_expired_keeps_nobody_from_it(hundred: St
     elif how == "reclaim":
         assert value(hundred.conn, "select pgque.reclaim('q', %s)", how) == 1
     assert consumer.receive(100)[1:] == (got, 100 * hundred.size)
+
+
+@pytest.mark.long  # as the others, for a path that few take
+def test_an_epoch_of_more_than_1_gb_with_options_is_sent(server: TestServer, installed: str) -> None:
+    name = create_database(server, "pgque_large", installed)
+    try:
+        with psycopg.connect(server.dsn_for(name), autocommit=True) as conn:
+            value(conn, "select pgque.create_queue('q')")
+            ((attempt, stage),) = rows(conn, "select * from pgque.sink_begin('s', 1)")
+            conn.execute(
+                f"insert into {stage} (attempt, n, queue, payload, ttl)"
+                " select %s, n, 'q', repeat('x', 1150000), '1 day' from generate_series(0, 999) n".encode(),
+                [attempt],
+            )
+            assert value(conn, "select pgque.sink_commit('s', 1, array[%s]::uuid[], 1000)", attempt) == "applied"
+            assert rows(conn, "select count(*), min(length(ev_data)) from pgque.event") == [(1000, 1150000)]
+    finally:
+        drop_database(server, name)
