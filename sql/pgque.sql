@@ -9424,6 +9424,7 @@ begin
   v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
+    perform pgque._promote_dead(v_sub, $1, $2, $3, caller);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- A stream that goes on is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
@@ -9435,7 +9436,7 @@ end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
-  'nothing. An open batch is dropped. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
+  'nothing. An open batch is dropped. What stage_dead() noted up to the tick becomes dead letters. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
 
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
@@ -9504,6 +9505,109 @@ comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'Dead-letters messages that the consumer has passed, each with its reason. Returns one row a message: msg_id, ok, and the reason if not ok. A '
   'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
   'not subscribed.';
+-- ---------------------------------------------------------------------------
+-- stream: how far behind a reader of offsets is, and what it could not parse
+-- ---------------------------------------------------------------------------
+
+create or replace function pgque.stream_lag(
+  queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user,
+  out newest_tick bigint, out ticks_behind bigint, out events_behind bigint, out oldest_pending interval
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_tick   pgque.tick := pgque._need_tick(v_queue, $3);
+  v_last   pgque.tick := pgque._last_tick(v_queue);
+begin
+  newest_tick := v_last.tick_id;
+  execute format('select count(*) from (%s) t where t.tick_id > $1', pgque._ticks_sql(v_queue.queue_id)) into ticks_behind using $3;
+  events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_tick.tick_event_seq, 0);
+  oldest_pending := greatest(coalesce(pgque.clock()
+    - pgque._pending_since(v_sub, pgque._at_tick(pgque._position(v_sub.sub_id), v_tick), v_last), '0'), '0');
+end
+$$;
+comment on function pgque.stream_lag(text, text, bigint, pgque.caller) is
+  'Returns what a consumer that keeps its own offsets has not read when it has read up to a tick: the newest tick of the queue; how many ticks '
+  '(ticks_behind) and events (events_behind, at most) come after the tick; the age of the oldest pending event (oldest_pending; 0 if none is pending). '
+  'Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is gone.';
+
+-- Rows live from the task that found them until the commit of its micro-batch, or
+-- until the micro-batch is read again.  No foreign key: adding one by an upgrade
+-- would wait for everybody who writes to subscriber.
+create table if not exists pgque.bad_record (
+  bad_sub     int not null,
+  bad_tick    bigint not null,
+  bad_ev_id   bigint not null,
+  bad_reason  text,
+  constraint bad_record_pkey primary key (bad_sub, bad_tick, bad_ev_id)
+);
+comment on table pgque.bad_record is 'Messages that a stream could not parse, until it commits its offsets. Internal: see stage_dead().';
+
+create or replace function pgque.stage_dead(
+  queue_name text, consumer_name text, tick_id bigint, msg_ids bigint[], reasons text[], caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_count  int;
+begin
+  perform pgque._need_alone(v_sub, $1, $2);
+  if cardinality($4) is distinct from cardinality($5) or $4 is null then
+    perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, v_queue.queue_name),
+      'Pass two arrays: the ids, and a reason for each.');
+  end if;
+  insert into pgque.bad_record (bad_sub, bad_tick, bad_ev_id, bad_reason)
+  select v_sub.sub_id, $3, b.id, b.reason
+  from unnest($4, $5) b (id, reason)
+  where b.id is not null
+  on conflict do nothing;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque.caller) is
+  'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were read '
+  'from. seek() makes dead letters of them when it moves the consumer to that tick or beyond; unstage_dead() forgets them. Errors: PQ001 no such queue; PQ005 '
+  'not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
+
+create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_count  int;
+begin
+  perform pgque._need_alone(v_sub, $1, $2);
+  delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
+  'Forgets the messages that stage_dead() noted for windows that end after after_tick, because they are read again, and returns their number. '
+  'Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
+
+-- The staged messages of windows up to a tick become dead letters.  The caller has not
+-- moved the consumer yet: behind its position the messages may be gone.
+create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint, p_caller name) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_ids      bigint[];
+  v_reasons  text[];
+begin
+  with gone as (
+    delete from pgque.bad_record b
+    where b.bad_sub = p_sub.sub_id and b.bad_tick <= p_tick
+    returning b.bad_ev_id, b.bad_reason
+  )
+  select pg_catalog.array_agg(g.bad_ev_id), pg_catalog.array_agg(g.bad_reason) into v_ids, v_reasons from gone g;
+  if v_ids is not null then
+    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons, p_caller);
+  end if;
+end
+$$;
 -- ---------------------------------------------------------------------------
 -- maintain: rotation, compaction, retention, restore
 -- ---------------------------------------------------------------------------
@@ -10360,6 +10464,10 @@ begin
       select (select min(o.ev_queue) from pgque.retry_queue o where o.ev_queue > w.id) from queue w where w.id is not null
     )
     select w.id from queue w where w.id is not null and not exists (select from pgque.queue q where q.queue_id = w.id));
+  delete from pgque.bad_record b where not exists (select from pgque.subscriber s where s.sub_id = b.bad_sub);
+  if pg_relation_size('pgque.bad_record') > 0 and not exists (select from pgque.bad_record) then
+    v_count := v_count + pgque._empty('pgque.bad_record', 'true');
+  end if;
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;
@@ -13154,7 +13262,7 @@ language sql immutable as $$
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
-      tick_for next_tick split_window read_window read_window_cursor seek open_stream dead get_queue_info
+      tick_for next_tick split_window read_window read_window_cursor seek open_stream stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
       _ack _dead _next_batch'),
     ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue

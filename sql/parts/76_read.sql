@@ -212,6 +212,7 @@ begin
   v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
+    perform pgque._promote_dead(v_sub, $1, $2, $3, caller);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- A stream that goes on is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
@@ -223,7 +224,7 @@ end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
-  'nothing. An open batch is dropped. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
+  'nothing. An open batch is dropped. What stage_dead() noted up to the tick becomes dead letters. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
 
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;

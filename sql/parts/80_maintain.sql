@@ -854,6 +854,10 @@ begin
       select (select min(o.ev_queue) from pgque.retry_queue o where o.ev_queue > w.id) from queue w where w.id is not null
     )
     select w.id from queue w where w.id is not null and not exists (select from pgque.queue q where q.queue_id = w.id));
+  delete from pgque.bad_record b where not exists (select from pgque.subscriber s where s.sub_id = b.bad_sub);
+  if pg_relation_size('pgque.bad_record') > 0 and not exists (select from pgque.bad_record) then
+    v_count := v_count + pgque._empty('pgque.bad_record', 'true');
+  end if;
   if pg_relation_size('pgque.retry_queue') > 0 and not exists (select from pgque.retry_queue) then
     v_count := v_count + pgque._empty('pgque.retry_queue', 'true');
   end if;

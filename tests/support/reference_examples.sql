@@ -372,6 +372,15 @@ select ev_id, ev_type, ev_data from pgque.read_window('orders', :from_tick, :to_
 select pgque.read_window_cursor('events', 'orders', :from_tick, :to_tick);
 fetch 1000 from events;
 
+-- stream_lag
+select ticks_behind, events_behind, oldest_pending from pgque.stream_lag('orders', 'spark', :from_tick);
+
+-- stage_dead
+select pgque.stage_dead('orders', 'spark', :to_tick, array[:msg_id], array['no JSON']);
+
+-- unstage_dead
+select pgque.unstage_dead('orders', 'spark', :from_tick);
+
 -- sink
 insert into pgque.sink (queue, type, payload, headers) values ('orders', 'order.created', '{"id": 5}', '{"trace": "4bf9"}');
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import psycopg
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 
-from ..errors import PgqueBadArgument, PgqueQueueInUse, PgqueQueueNotFound, PgqueTickNotFound
+from ..errors import PgqueBadArgument, PgqueError, PgqueQueueInUse, PgqueQueueNotFound, PgqueTickNotFound
 from . import _connect, _window, options
 from ._compat import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from ._lag import lags
 from ._window import Task, Window
 from .options import Options
 
@@ -138,8 +139,9 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
     """Read a stream, window after window.
 
     The offsets are in Spark's checkpoint: {"tick": 17} with option queue, {"ticks": {"orders": 17}} with
-    option queues. The consumer in the database keeps the messages that a replay may need: its position
-    follows one micro-batch behind.
+    option queues. Names of queue and consumer are beside them for people who read Spark's progress. The
+    consumer in the database keeps the messages that a replay may need: its position follows one micro-batch
+    behind.
     """
 
     def __init__(self, parsed: Options) -> None:
@@ -148,6 +150,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         self._driver: _Driver | None = None
         self._upto: Ticks = {}
         self._reached: Ticks | None = None
+        self._replayed = 0
 
     def _connected(self) -> _Driver:
         if self._driver is None:
@@ -155,7 +158,10 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         return self._driver
 
     def _offset(self, ticks: Ticks) -> dict[str, Any]:
-        return {"ticks": ticks} if self._options.queue is None else {"tick": ticks[self._options.queue]}
+        consumer, queue = self._options.consumer, self._options.queue
+        if queue is None:
+            return {"consumer": consumer, "ticks": ticks}
+        return {"consumer": consumer, "queue": queue, "tick": ticks[queue]}
 
     def _ticks(self, offset: Mapping[str, Any]) -> Ticks:
         queue = self._options.queue
@@ -198,12 +204,19 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         return self._offset(self._reached)
 
     def reportLatestOffset(self) -> dict[str, Any]:
-        """Return the newest ticks, for Spark's progress reports."""
-        return self._offset(self._connected().newest())
+        """Return the newest ticks, and how far from them the stream is behind the next micro-batch, for
+        Spark's progress. Nothing is read up to it."""
+        driver = self._connected()
+        found = driver.report(self._reached or driver.positions())
+        queues = {queue: {**figures, "replayedEpochs": self._replayed} for queue, figures in found.items()}
+        return {"consumer": self._options.consumer, "queues": queues}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Split what lies between the ticks of two offsets."""
         begins, ends = self._ticks(start), self._ticks(end)
+        if ends != self._reached:
+            # Planned by a run before this one, which did not finish it
+            self._replayed += 1
         self._reached = ends
         if begins == ends:
             return []
@@ -233,6 +246,7 @@ class _Driver:
         self._streams: dict[str, _Stream] = {}
         self._newest: Ticks = {}
         self._looked = float("-inf")
+        self._reported: tuple[Ticks, dict[str, dict[str, Any]]] = ({}, {})
 
     def positions(self) -> Ticks:
         """Return where the consumer stood in each queue when the stream was opened."""
@@ -258,6 +272,22 @@ class _Driver:
             ).fetchall()
         )
         return dict(rows)
+
+    def report(self, reached: Ticks) -> dict[str, dict[str, Any]]:
+        """Return how far the stream is behind when it has read up to `reached`, by queue. Asked for once a
+        micro-batch: while nothing is new, Spark calls a hundred times a second."""
+        before, found = self._reported
+        if before != reached:
+            try:
+                found = self.do(lambda conn: lags(conn, str(self._options.consumer), reached))
+            except PgqueError as error:
+                # Figures are no reason to end a query.
+                log.warning("pgque: the lag of consumer %s is not known: %s", self._options.consumer, error)
+                found = {queue: {"tick": tick} for queue, tick in self.newest().items()}
+            for queue, figures in found.items():
+                figures["lostTicks"] = self._streams[queue].lost
+            self._reported = dict(reached), found
+        return found
 
     def next_ticks(self, after: Ticks, limited: bool, upto: Ticks) -> Ticks:
         """Return the ends of the next micro-batch behind `after`. The queues that have something new share
@@ -363,6 +393,9 @@ class _Stream:
         self._queue = queue
         self.position = -1
         self._committed = -1
+        # Ticks that were gone before they were read, and up to which they are counted
+        self.lost = 0
+        self._lost_upto = -1
         # Whether the consumer was made by this stream, as long as nothing was read
         self._anew = False
 
@@ -431,6 +464,11 @@ class _Stream:
                 queue=self._queue,
             )
         log.warning("pgque: %s", text)
+        self._lose(start, stands)
+
+    def _lose(self, start: int, upto: int) -> None:
+        self.lost += max(upto - max(start, self._lost_upto), 0)
+        self._lost_upto = max(self._lost_upto, upto)
 
     def split(self, start: int, end: int) -> list[Window]:
         """Cut a window into what the tasks read."""
@@ -502,6 +540,7 @@ class _Stream:
             earliest,
             max(earliest - start, 0) or "some",
         )
+        self._lose(start, earliest)
         return earliest
 
 

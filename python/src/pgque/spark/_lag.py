@@ -1,0 +1,30 @@
+"""How far behind a stream is: figures for Spark's progress, for the log and for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import _connect
+
+
+def lags(conn: _connect.Connection, consumer: str, ticks: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Return what a consumer that has read up to these ticks has not read, by queue. Calls
+    `pgque.stream_lag`."""
+    with _connect.errors():
+        found = conn.execute(
+            "select s.queue, l.newest_tick, l.ticks_behind, l.events_behind,"
+            " extract(epoch from l.oldest_pending)"
+            " from unnest(%s::text[], %s::bigint[]) as s (queue, tick)"
+            " cross join lateral pgque.stream_lag(s.queue, %s, s.tick) as l",
+            [list(ticks), list(ticks.values()), consumer],
+        ).fetchall()
+    return {
+        queue: {
+            "tick": newest,
+            "ticksBehind": ticks_behind,
+            "eventsBehind": events_behind,
+            "oldestPendingSeconds": round(float(oldest), 3),
+        }
+        for queue, newest, ticks_behind, events_behind, oldest in found
+    }

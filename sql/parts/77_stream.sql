@@ -1,0 +1,103 @@
+-- ---------------------------------------------------------------------------
+-- stream: how far behind a reader of offsets is, and what it could not parse
+-- ---------------------------------------------------------------------------
+
+create or replace function pgque.stream_lag(
+  queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user,
+  out newest_tick bigint, out ticks_behind bigint, out events_behind bigint, out oldest_pending interval
+)
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_tick   pgque.tick := pgque._need_tick(v_queue, $3);
+  v_last   pgque.tick := pgque._last_tick(v_queue);
+begin
+  newest_tick := v_last.tick_id;
+  execute format('select count(*) from (%s) t where t.tick_id > $1', pgque._ticks_sql(v_queue.queue_id)) into ticks_behind using $3;
+  events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_tick.tick_event_seq, 0);
+  oldest_pending := greatest(coalesce(pgque.clock()
+    - pgque._pending_since(v_sub, pgque._at_tick(pgque._position(v_sub.sub_id), v_tick), v_last), '0'), '0');
+end
+$$;
+comment on function pgque.stream_lag(text, text, bigint, pgque.caller) is
+  'Returns what a consumer that keeps its own offsets has not read when it has read up to a tick: the newest tick of the queue; how many ticks '
+  '(ticks_behind) and events (events_behind, at most) come after the tick; the age of the oldest pending event (oldest_pending; 0 if none is pending). '
+  'Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is gone.';
+
+-- Rows live from the task that found them until the commit of its micro-batch, or
+-- until the micro-batch is read again.  No foreign key: adding one by an upgrade
+-- would wait for everybody who writes to subscriber.
+create table if not exists pgque.bad_record (
+  bad_sub     int not null,
+  bad_tick    bigint not null,
+  bad_ev_id   bigint not null,
+  bad_reason  text,
+  constraint bad_record_pkey primary key (bad_sub, bad_tick, bad_ev_id)
+);
+comment on table pgque.bad_record is 'Messages that a stream could not parse, until it commits its offsets. Internal: see stage_dead().';
+
+create or replace function pgque.stage_dead(
+  queue_name text, consumer_name text, tick_id bigint, msg_ids bigint[], reasons text[], caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_count  int;
+begin
+  perform pgque._need_alone(v_sub, $1, $2);
+  if cardinality($4) is distinct from cardinality($5) or $4 is null then
+    perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, v_queue.queue_name),
+      'Pass two arrays: the ids, and a reason for each.');
+  end if;
+  insert into pgque.bad_record (bad_sub, bad_tick, bad_ev_id, bad_reason)
+  select v_sub.sub_id, $3, b.id, b.reason
+  from unnest($4, $5) b (id, reason)
+  where b.id is not null
+  on conflict do nothing;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque.caller) is
+  'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were read '
+  'from. seek() makes dead letters of them when it moves the consumer to that tick or beyond; unstage_dead() forgets them. Errors: PQ001 no such queue; PQ005 '
+  'not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
+
+create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
+  v_count  int;
+begin
+  perform pgque._need_alone(v_sub, $1, $2);
+  delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
+  'Forgets the messages that stage_dead() noted for windows that end after after_tick, because they are read again, and returns their number. '
+  'Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
+
+-- The staged messages of windows up to a tick become dead letters.  The caller has not
+-- moved the consumer yet: behind its position the messages may be gone.
+create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint, p_caller name) returns void
+language plpgsql set enable_seqscan = off as $$
+declare
+  v_ids      bigint[];
+  v_reasons  text[];
+begin
+  with gone as (
+    delete from pgque.bad_record b
+    where b.bad_sub = p_sub.sub_id and b.bad_tick <= p_tick
+    returning b.bad_ev_id, b.bad_reason
+  )
+  select pg_catalog.array_agg(g.bad_ev_id), pg_catalog.array_agg(g.bad_reason) into v_ids, v_reasons from gone g;
+  if v_ids is not null then
+    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons, p_caller);
+  end if;
+end
+$$;
