@@ -9424,7 +9424,7 @@ begin
   v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
-    perform pgque._promote_dead(v_sub, $1, $2, $3, caller);
+    perform pgque._promote_dead(v_sub, $1, $2, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- A stream that goes on is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
@@ -9591,7 +9591,7 @@ comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
 
 -- The staged messages of windows up to a tick become dead letters.  The caller has not
 -- moved the consumer yet: behind its position the messages may be gone.
-create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint, p_caller name) returns void
+create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
   v_ids      bigint[];
@@ -9604,7 +9604,7 @@ begin
   )
   select pg_catalog.array_agg(g.bad_ev_id), pg_catalog.array_agg(g.bad_reason) into v_ids, v_reasons from gone g;
   if v_ids is not null then
-    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons, p_caller);
+    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons);
   end if;
 end
 $$;

@@ -212,7 +212,7 @@ begin
   v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
-    perform pgque._promote_dead(v_sub, $1, $2, $3, caller);
+    perform pgque._promote_dead(v_sub, $1, $2, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- A stream that goes on is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))

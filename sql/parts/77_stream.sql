@@ -84,7 +84,7 @@ comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
 
 -- The staged messages of windows up to a tick become dead letters.  The caller has not
 -- moved the consumer yet: behind its position the messages may be gone.
-create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint, p_caller name) returns void
+create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
   v_ids      bigint[];
@@ -97,7 +97,7 @@ begin
   )
   select pg_catalog.array_agg(g.bad_ev_id), pg_catalog.array_agg(g.bad_reason) into v_ids, v_reasons from gone g;
   if v_ids is not null then
-    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons, p_caller);
+    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons);
   end if;
 end
 $$;

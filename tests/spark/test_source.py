@@ -345,9 +345,9 @@ def test_reading_a_batch_twice_changes_nothing(source: Source, conn: Connection)
     assert rows(conn, "select * from pgque.get_consumer_info(%s)", source.queue) == []
 
 
-def test_a_schema_of_ones_own_is_refused(source: Source) -> None:
-    reader = source.spark.read.format("pgque").schema("payload string").options(**source.options({}))
-    assert "leave out schema()" in failure(lambda: reader.load().collect())
+def test_a_schema_of_ones_own_must_have_the_types_of_the_message(source: Source) -> None:
+    reader = source.spark.read.format("pgque").schema("payload int").options(**source.options({}))
+    assert "column payload of a message is string, not int" in failure(lambda: reader.load().collect())
 
 
 def test_an_unknown_queue_is_named(source: Source) -> None:
@@ -892,10 +892,14 @@ def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
 def test_the_reader_connects_only_when_it_is_asked(source: Source, conn: Connection) -> None:
     import pickle
 
+    from pyspark.sql.types import StructType
+
     from pgque.spark import options
     from pgque.spark.source import PgqueStreamReader
 
-    reader = PgqueStreamReader(options.parse(source.options({"consumer": "c"}), options.STREAM_READ))
+    reader = PgqueStreamReader(
+        options.parse(source.options({"consumer": "c"}), options.STREAM_READ), StructType([])
+    )
     pickle.loads(pickle.dumps(reader))  # noqa: S301
     assert sessions(conn, source.queue) == []
     assert reader.initialOffset() == reader.initialOffset()
@@ -906,11 +910,13 @@ def test_the_reader_connects_only_when_it_is_asked(source: Source, conn: Connect
 def test_the_server_is_soon_to_notice_that_the_driver_s_host_is_lost(
     source: Source, jdbc_as: Callable[[Role], Any]
 ) -> None:
+    from pyspark.sql.types import StructType
+
     from pgque.spark import options
     from pgque.spark.source import PgqueStreamReader
 
     given = {**source.options({"consumer": "c"}), "url": jdbc_as(source.role).dsn}
-    reader = PgqueStreamReader(options.parse(given, options.STREAM_READ))
+    reader = PgqueStreamReader(options.parse(given, options.STREAM_READ), StructType([]))
     reader.initialOffset()
     # Only the session itself can tell, and only through TCP.
     (seconds,) = reader._connected().do(
@@ -926,10 +932,14 @@ def test_the_server_is_soon_to_notice_that_the_driver_s_host_is_lost(
 def test_a_position_that_cannot_be_moved_is_logged(
     source: Source, conn: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from pyspark.sql.types import StructType
+
     from pgque.spark import options
     from pgque.spark.source import PgqueStreamReader
 
-    reader = PgqueStreamReader(options.parse(source.options({"consumer": "c"}), options.STREAM_READ))
+    reader = PgqueStreamReader(
+        options.parse(source.options({"consumer": "c"}), options.STREAM_READ), StructType([])
+    )
     reader.initialOffset()
     with caplog.at_level(logging.WARNING, "pgque.spark"):
         reader.commit({"tick": 999_999})

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from psycopg import sql
 from pyspark.sql.datasource import InputPartition
 
-from ..errors import PgqueError, PgqueTickNotFound
-from . import _connect
-from .options import READ_COLUMNS, Options
+from ..errors import PgqueBadArgument, PgqueError, PgqueTickNotFound
+from . import _connect, _typed
+from .options import DEAD, READ_COLUMNS, Options
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from adbc_driver_manager import AdbcConnection, AdbcDatabase
+    from pyspark.sql.types import StructField, StructType
 
 log = logging.getLogger("pgque.spark")
 
@@ -58,17 +60,96 @@ def names(parsed: Options) -> tuple[str, ...]:
     """Return the names of the columns that are read."""
     if parsed.columns is not None:
         return parsed.columns
-    wanted = {"queue": parsed.queues is not None, "headers": parsed.includeHeaders}
+    wanted = {
+        "queue": parsed.queues is not None,
+        "payload": parsed.payloadSchema is None,
+        "headers": parsed.includeHeaders,
+    }
     return tuple(name for name in READ_COLUMNS if wanted.get(name, True))
 
 
 def ddl(parsed: Options) -> str:
     """Return the columns that are read, in Spark's notation."""
-    return ", ".join(f"{name} {_type(parsed, name)}" for name in names(parsed))
+    found = [f"{name} {_type(parsed, name)}" for name in names(parsed)]
+    if parsed.payloadSchema is not None:
+        found.append(parsed.payloadSchema)
+        if parsed.badRecords != DEAD:
+            found.append(f"{_typed.CORRUPT} {_TEXT}")
+    return ", ".join(found)
 
 
 def _type(parsed: Options, name: str) -> str:
     return _BINARY if name == "payload" and parsed.payloadFormat == "binary" else _COLUMNS[name][0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say where the columns of a frame come from: the message, its payload, or what did not parse."""
+
+    schema: StructType
+    message: tuple[str, ...]
+    payload: tuple[str, ...]
+
+
+def layout(parsed: Options, schema: StructType) -> Layout:
+    """Return the layout of a schema, which is ours or the user's. Raises PgqueBadArgument that names the
+    column."""
+    fields = schema.fields
+    seen: set[str] = set()
+    for column in fields:
+        if column.name.lower() in seen:
+            raise PgqueBadArgument(
+                f"column {column.name} is of the message and of the payload, or comes twice: choose the"
+                " message's columns with option columns"
+            )
+        seen.add(column.name.lower())
+    if parsed.payloadSchema is not None:
+        given = names(parsed)
+        message, payload = fields[: len(given)], fields[len(given) :]
+        if [column.name for column in message] != list(given):
+            raise PgqueBadArgument("schema() and option payloadSchema exclude each other")
+    else:
+        message = [column for column in fields if column.name in _COLUMNS]
+        payload = [column for column in fields if column.name not in _COLUMNS]
+        for column in payload:
+            if column.name.lower() in _COLUMNS:
+                raise PgqueBadArgument(
+                    f"column {column.name}: the message's is {column.name.lower()}; a column of the payload"
+                    " with this name needs option payloadSchema"
+                )
+        if parsed.columns is not None and [column.name for column in fields] != list(parsed.columns):
+            raise PgqueBadArgument("schema() and option columns exclude each other")
+    for column in message:
+        if column.dataType.simpleString() != _type(parsed, column.name):
+            raise PgqueBadArgument(
+                f"column {column.name} of a message is {_type(parsed, column.name)}, not"
+                f" {column.dataType.simpleString()}"
+            )
+    wanted = [column for column in payload if column.name != _typed.CORRUPT]
+    for column in payload:
+        _check_payload_column(column)
+    if parsed.badRecords == DEAD and not wanted:
+        raise PgqueBadArgument(
+            "option badRecords=dead needs payloadSchema, or schema() with columns of the payload"
+        )
+    if wanted and len(wanted) == len(payload) and parsed.badRecords != DEAD:
+        raise PgqueBadArgument(
+            f"column {wanted[0].name} is of the payload (those of a message are {', '.join(READ_COLUMNS)}):"
+            f" schema() then needs a column {_typed.CORRUPT} string too, for payloads that do not parse. A"
+            " stream can make dead letters of these with option badRecords=dead instead"
+        )
+    return Layout(schema, tuple(column.name for column in message), tuple(column.name for column in wanted))
+
+
+def _check_payload_column(column: StructField) -> None:
+    if not column.nullable:
+        raise PgqueBadArgument(
+            f"column {column.name} of the payload cannot be NOT NULL: it is null where a payload does not"
+            " parse"
+        )
+    if column.name == _typed.CORRUPT and column.dataType.simpleString() != _TEXT:
+        raise PgqueBadArgument(f"column {_typed.CORRUPT} is {_TEXT}, not {column.dataType.simpleString()}")
+    _typed.check_type(column.name, column.dataType)
 
 
 class Window(InputPartition):
@@ -91,27 +172,27 @@ class Task(InputPartition):
         self.windows = windows
 
 
-def read(parsed: Options, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator[pa.RecordBatch]:
     """Read the windows of a task in their order, each in the order of the messages' ids."""
     # Spark gives a partition without a window where a batch read has none.
     for window in partition.windows if isinstance(partition, Task) else ():
         try:
-            yield from _read(parsed, window)
+            yield from _read(parsed, wanted, window)
         except PgqueTickNotFound as error:
             if parsed.failOnDataLoss:
                 raise
             log.warning("pgque: %s: its messages are left out", error)
 
 
-def _read(parsed: Options, window: Window) -> Iterator[pa.RecordBatch]:
+def _read(parsed: Options, wanted: Layout, window: Window) -> Iterator[pa.RecordBatch]:
     import adbc_driver_manager as adbc
     from adbc_driver_manager._reader import AdbcRecordBatchReader
 
-    make = _BatchMaker(parsed, window.queue)
+    make = _BatchMaker(parsed, wanted, window.queue)
     failed: PgqueError
     try:
         with _connection(parsed, window.queue) as conn, adbc.AdbcStatement(conn) as statement:
-            for query in (_SETTINGS, _query(parsed, window)):
+            for query in (_SETTINGS, _query(parsed, wanted, window)):
                 statement.set_sql_query(query)
                 stream, _ = statement.execute_query()
                 # Its errors are ADBC's, with SQLSTATE, where those of pyarrow's own reader are only text.
@@ -119,13 +200,28 @@ def _read(parsed: Options, window: Window) -> Iterator[pa.RecordBatch]:
                 if query is _SETTINGS:
                     batches.read_all()
             for found in batches:
-                made = make(found)
+                made, bad = make(found)
+                if bad:
+                    _stage(parsed, window, bad)
                 for start in range(0, made.num_rows, parsed.fetchSize):
                     yield made.slice(start, parsed.fetchSize)
             return
     except adbc.Error as error:
         failed = _connect.explained_arrow(error, window.queue)
     raise failed
+
+
+def _stage(parsed: Options, window: Window, bad: dict[int, str]) -> None:
+    """Note messages that do not parse. They become dead letters when Spark has committed the micro-batch."""
+    name = _connect.session_name(window.queue, parsed.consumer)
+    with (
+        _connect.errors(window.queue),
+        _connect.connect(parsed.connection, name, autocommit=True) as conn,
+    ):
+        conn.execute(
+            "select pgque.stage_dead(%s, %s, %s, %s::bigint[], %s::text[])",
+            [window.queue, parsed.consumer, window.to_tick, list(bad), list(bad.values())],
+        )
 
 
 def _connection(parsed: Options, queue: str) -> AdbcConnection:
@@ -144,15 +240,17 @@ def _database(dsn: str) -> AdbcDatabase:
     return adbc_driver_postgresql.connect(dsn)
 
 
-def _query(parsed: Options, window: Window) -> str:
+def _query(parsed: Options, wanted: Layout, window: Window) -> str:
     fields = []
-    for name in names(parsed):
+    for name in wanted.message:
         if name == "headers":
             fields += [f"{_HEADERS.format(part)} as {part}" for part in ("key", "value")]
         elif name == "payload" and parsed.payloadFormat == "binary":
             fields.append(f"{_PAYLOAD_BYTES} as payload")
         elif name != "queue":
             fields.append(f"{_COLUMNS[name][1]} as {name}")
+    if wanted.payload:
+        fields += ["w.ev_data as text", "w.ev_bytes as bytes", "w.ev_id as id"]
     arguments: list[Any] = [
         window.queue,
         window.from_tick,
@@ -175,33 +273,58 @@ def _query(parsed: Options, window: Window) -> str:
 class _BatchMaker:
     """Make the record batches that Spark expects of those that ADBC makes."""
 
-    def __init__(self, parsed: Options, queue: str) -> None:
-        import pyarrow as pa
-
-        types = {
-            "bigint": pa.int64(),
-            "int": pa.int32(),
-            _TEXT: pa.string(),
-            _BINARY: pa.binary(),
-            "timestamp": pa.timestamp("us", tz="UTC"),
-            _MAP: pa.map_(pa.string(), pa.string()),
-        }
+    def __init__(self, parsed: Options, wanted: Layout, queue: str) -> None:
         self._queue = queue
-        self._schema = pa.schema([(name, types[_type(parsed, name)]) for name in names(parsed)])
+        self._wanted = wanted
+        self._schema = _arrow_schema(wanted.schema)
+        self._leaves_bad_out = parsed.badRecords == DEAD
+        self._parse = (
+            _typed.Parser([self._schema.field(name) for name in wanted.payload]) if wanted.payload else None
+        )
 
-    def __call__(self, found: pa.RecordBatch) -> pa.RecordBatch:
+    def __call__(self, found: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, str]]:
+        """Return a batch, and of what is left out of it why, by the message's id."""
         import pyarrow as pa
 
-        arrays = []
         columns = iter(found.columns)
-        for field in self._schema:
-            if field.name == "queue":
-                arrays.append(pa.repeat(pa.scalar(self._queue, field.type), found.num_rows))
-            elif field.name == "headers":
-                arrays.append(_map(next(columns), next(columns), field.type))
+        arrays: dict[str, pa.Array] = {}
+        for name in self._wanted.message:
+            kind = self._schema.field(name).type
+            if name == "queue":
+                arrays[name] = pa.repeat(pa.scalar(self._queue, kind), found.num_rows)
+            elif name == "headers":
+                arrays[name] = _map(next(columns), next(columns), kind)
             else:
-                arrays.append(next(columns))
-        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+                arrays[name] = next(columns)
+        bad: dict[int, str] = {}
+        if self._parse is not None:
+            payloads = _typed.text(next(columns), next(columns))
+            parsed, bad = self._parse(payloads)
+            arrays.update(zip(self._wanted.payload, parsed, strict=True))
+        if _typed.CORRUPT in self._schema.names:
+            arrays[_typed.CORRUPT] = (
+                pa.array(
+                    [payloads[row].as_py() if row in bad else None for row in range(found.num_rows)],
+                    pa.string(),
+                )
+                if bad
+                else pa.nulls(found.num_rows, pa.string())
+            )
+        made = pa.RecordBatch.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema)
+        if not (bad and self._leaves_bad_out):
+            return made, {}
+        ids = next(columns)
+        good = pa.array([row not in bad for row in range(found.num_rows)], pa.bool_())
+        return made.filter(good), {ids[row].as_py(): reason for row, reason in bad.items()}
+
+
+def _arrow_schema(schema: StructType) -> pa.Schema:
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    try:
+        return to_arrow_schema(schema, timezone="UTC")
+    except TypeError:  # before 4.2, which know no other zone
+        return to_arrow_schema(schema)
 
 
 def _map(keys: pa.ListArray, values: pa.ListArray, kind: pa.MapType) -> pa.MapArray:

@@ -24,6 +24,9 @@ AT_LEAST_ONCE = "at-least-once"
 FAIL = "fail"
 WAIT = "wait"
 
+KEEP = "keep"
+DEAD = "dead"
+
 # What can be read, in this order
 READ_COLUMNS = ("queue", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers")
 
@@ -150,6 +153,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the others are not fetched", _columns),
     Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
     Option("payloadFormat", "text", _READ, "text: payload is a string, and null for a message of bytes; binary: bytes of either", _one_of("text", "binary")),
+    Option("payloadSchema", "none", _READ, "columns of a JSON payload, in Spark's notation: `id bigint, total double`. They take the place of the column payload", _text),
+    Option("badRecords", KEEP, frozenset({STREAM_READ}), "payloads that do not parse. keep: they are in column _corrupt; dead: they become dead letters of the consumer", _one_of(KEEP, DEAD)),
     Option("failOnDataLoss", "true", _READ, "false: where ticks are gone, warn and go on with the earliest there is", _truth),
     Option("pollIntervalMs", "200", frozenset({STREAM_READ}), "how long the newest tick is taken for granted", _not_negative),
     Option("delivery", EXACTLY_ONCE, _WRITE, "exactly-once: all or nothing, and a replayed micro-batch is left out; at-least-once: each task by itself", _one_of(EXACTLY_ONCE, AT_LEAST_ONCE)),
@@ -183,6 +188,8 @@ class Options:
     queues: tuple[str, ...] | None = None
     includeHeaders: bool = False
     payloadFormat: str = "text"
+    payloadSchema: str | None = None
+    badRecords: str = KEEP
     failOnDataLoss: bool = True
     pollIntervalMs: int = 200
     delivery: str = EXACTLY_ONCE

@@ -50,7 +50,8 @@ _POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 class PgqueDataSource(DataSource):
     """Read and write the queues of pgque: `spark.read.format("pgque")`, and so on.
 
-    Columns when reading: msg_id, type, payload, key, created_at, retry_count, and headers if asked for.
+    Columns when reading: msg_id, type, payload, key, created_at, retry_count, and others if asked for; with
+    payloadSchema or schema(), columns of the payload.
     """
 
     @classmethod
@@ -64,15 +65,11 @@ class PgqueDataSource(DataSource):
 
     def reader(self, schema: StructType) -> PgqueReader:
         """Return a reader of a batch."""
-        parsed = options.parse(self.options, options.BATCH_READ)
-        _check_schema(parsed, schema)
-        return PgqueReader(parsed)
+        return PgqueReader(options.parse(self.options, options.BATCH_READ), schema)
 
     def streamReader(self, schema: StructType) -> PgqueStreamReader:
         """Return a reader of a stream."""
-        parsed = options.parse(self.options, options.STREAM_READ)
-        _check_schema(parsed, schema)
-        return PgqueStreamReader(parsed)
+        return PgqueStreamReader(options.parse(self.options, options.STREAM_READ), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> PgqueWriter:
         """Return a writer of a batch."""
@@ -87,19 +84,12 @@ class PgqueDataSource(DataSource):
         return PgqueStreamWriter(options.parse(self.options, options.STREAM_WRITE), schema, overwrite)
 
 
-def _check_schema(parsed: Options, schema: StructType) -> None:
-    given = ", ".join(f"{column.name} {column.dataType.simpleString()}" for column in schema)
-    if given != _window.ddl(parsed):
-        raise PgqueBadArgument(
-            f"the columns of pgque are {_window.ddl(parsed)}; leave out schema(), and select() afterwards"
-        )
-
-
 class PgqueReader(DataSourceReader):
     """Read what lies between two ticks of each queue once."""
 
-    def __init__(self, parsed: Options) -> None:
+    def __init__(self, parsed: Options, schema: StructType) -> None:
         self._options = parsed
+        self._layout = _window.layout(parsed, schema)
 
     def partitions(self) -> Sequence[InputPartition]:
         """Look the ticks up and split what lies between them."""
@@ -132,7 +122,7 @@ class PgqueReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the windows of one task."""
-        return _window.read(self._options, partition)
+        return _window.read(self._options, self._layout, partition)
 
 
 class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
@@ -144,9 +134,10 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
     behind.
     """
 
-    def __init__(self, parsed: Options) -> None:
+    def __init__(self, parsed: Options, schema: StructType) -> None:
         # Spark also makes readers only to take `read` from them: connect later.
         self._options = parsed
+        self._layout = _window.layout(parsed, schema)
         self._driver: _Driver | None = None
         self._upto: Ticks = {}
         self._reached: Ticks | None = None
@@ -224,7 +215,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the windows of one task."""
-        return _window.read(self._options, partition)
+        return _window.read(self._options, self._layout, partition)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Move the consumer's position. Failing is no error: the next call makes up for it."""
@@ -317,6 +308,9 @@ class _Driver:
             if start != end:
                 stream.keeps(start)
                 found += stream.split(start, end)
+                if self._options.badRecords == options.DEAD:
+                    # What a run before this one found there is looked for again, maybe by another schema.
+                    stream.unstage(start)
         return found
 
     def _left_out(self, queue: str) -> None:
@@ -496,6 +490,11 @@ class _Stream:
         named = [self._queue, self._options.consumer]
         row = self._driver.do(lambda conn: conn.execute(f"select ({_POSITION})", named).fetchone())
         self._check(start, row[0])
+
+    def unstage(self, start: int) -> None:
+        """Forget which messages behind `start` did not parse."""
+        named = [self._queue, self._options.consumer, start]
+        self._driver.do(lambda conn: conn.execute("select pgque.unstage_dead(%s, %s, %s)", named))
 
     def commit(self, tick: int) -> None:
         """Move the position to `tick`; a failure is logged."""
