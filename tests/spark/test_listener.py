@@ -106,6 +106,8 @@ def test_each_progress_is_logged_with_queue_consumer_and_lag(
 ) -> None:
     ticks = three_batches(conn, stream.queue)
     progress = stream.run()
+    while len(progress) < 3:  # 4.0: a micro-batch a run
+        progress += stream.run()
     first, _, last = lines(caplog, 3)
     assert (
         f"micro-batch 0 of 10 rows: queue {stream.queue}, consumer c at tick {ticks[0]}, 7 events behind, 2"
@@ -154,12 +156,11 @@ def test_prometheus_gets_the_figures_while_the_query_runs(
 
     listening.onQueryTerminated = terminated
     three_batches(conn, stream.queue)
-    stream.run()
+    stream.run(maxTicksPerTrigger="3")
     deadline = time.monotonic() + 20
     while len(shown) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     labels = f'{{consumer="c",query="large",queue="{stream.queue}"}}'
     assert f"pgque_spark_events_behind{labels} 0.0" in shown[0]
     assert f"pgque_spark_oldest_pending_seconds{labels} 0.0" in shown[0]
-    assert f"pgque_spark_replayed_epochs_total{labels} 0.0" in shown[0]
     assert "consumer=" not in shown[1]

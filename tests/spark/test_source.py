@@ -870,14 +870,18 @@ def test_an_idle_query_has_one_connection_and_asks_little(
 def test_a_task_reads_in_a_read_only_transaction_under_the_query_s_name(
     source: Source, conn: Connection, wait_until: Callable[..., None]
 ) -> None:
+    from pyspark.sql.types import StructType
+
     from pgque.spark import options
-    from pgque.spark._window import Task, Window, read
+    from pgque.spark._window import Task, Window, ddl, layout, read
 
     send_many(conn, source.queue, 100)
     tick = forced_tick(conn, source.queue)
     subscribe(conn, source.queue)
     given = options.parse(source.options({"consumer": "c", "fetchSize": 10}), options.STREAM_READ)
-    reading = read(given, Task([Window(source.queue, tick - 1, tick)]))
+    reading = read(
+        given, layout(given, StructType.fromDDL(ddl(given))), Task([Window(source.queue, tick - 1, tick)])
+    )
     assert next(reading).num_rows == 10
     (pid,) = sessions(conn, source.queue)
     locks = (

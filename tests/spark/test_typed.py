@@ -129,7 +129,7 @@ def test_what_parses_is_what_python_s_json_takes_for_an_object() -> None:
 
     from pgque.spark._typed import Parser
 
-    random = Random(5)
+    random = Random(5)  # noqa: S311
     atoms = ['{"id": 1}', '{"id":', '"id"', "{", "}", "[", "]", ":", ",", "1", "\n", "\\"]
     payloads = ["".join(random.choices(atoms, k=random.randint(0, 5))) for _ in range(5000)]
     _, bad = Parser([pa.field("id", pa.int64())])(pa.array(payloads))
@@ -184,7 +184,7 @@ def dead_letters(conn: Connection, queue: str) -> list[str]:
 
 def test_bad_records_are_dead_when_their_micro_batch_is_committed(typed: Typed, conn: Connection) -> None:
     subscribe(conn, typed.queue)
-    options = {"payloadSchema": "id bigint", "badRecords": "dead", "maxTicksPerTrigger": "1"}
+    options: Any = {"payloadSchema": "id bigint", "badRecords": "dead"}
     put(conn, typed.queue, '{"id": 1}', "bad 1", '{"id": "2"}')
     # Its micro-batch was not finished: nothing is dead, and with another schema the last one is good.
     assert typed.stream(fail=0, **options) == [1]
