@@ -250,7 +250,9 @@ def _query(parsed: Options, wanted: Layout, window: Window) -> str:
         elif name != "queue":
             fields.append(f"{_COLUMNS[name][1]} as {name}")
     if wanted.payload:
-        fields += ["w.ev_data as text", "w.ev_bytes as bytes", "w.ev_id as id"]
+        fields += ["w.ev_data as text", "w.ev_bytes as bytes"]
+        if parsed.badRecords == DEAD:
+            fields.append("w.ev_id as id")
     arguments: list[Any] = [
         window.queue,
         window.from_tick,
@@ -311,7 +313,7 @@ class _BatchMaker:
                 else pa.nulls(found.num_rows, pa.string())
             )
         made = pa.RecordBatch.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema)
-        if not (bad and self._leaves_bad_out):
+        if not bad or not self._leaves_bad_out:
             return made, {}
         ids = next(columns)
         good = pa.array([row not in bad for row in range(found.num_rows)], pa.bool_())

@@ -7,6 +7,7 @@ Works in a driver and in a client of Spark Connect: Spark calls listeners where 
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -109,12 +110,9 @@ class PgqueListener(StreamingQueryListener):
     def onQueryIdle(self, event: QueryIdleEvent) -> None:
         """Ask for the figures again."""
         run = str(event.runId)
-        self._seen[run] = [
-            one._replace(
-                figures=one.figures | self._ask(one.consumer, {one.queue: one.tick}).get(one.queue, {})
-            )
-            for one in self._seen.get(run, [])
-        ]
+        for number, one in enumerate(self._seen.get(run, [])):
+            found = self._ask(one.consumer, {one.queue: one.tick}).get(one.queue, {})
+            self._seen[run][number] = one._replace(figures=one.figures | found)
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
         """Forget the query's figures."""
@@ -147,8 +145,9 @@ class PgqueListener(StreamingQueryListener):
 def _offset(text: Any) -> dict[str, Any]:
     """Return an offset of the progress; empty for one of another kind."""
     try:
-        found = json.loads(text)
-    except (TypeError, ValueError):
+        # Spark Connect on 4.0 and 4.1 has Python's text of a dictionary in place of JSON.
+        found = ast.literal_eval(text) if text.startswith("{'") else json.loads(text)
+    except (AttributeError, SyntaxError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

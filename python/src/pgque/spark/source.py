@@ -145,7 +145,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
     def _connected(self) -> _Driver:
         if self._driver is None:
-            self._driver = _Driver(self._options)
+            self._driver = _Driver(self._options, bool(self._layout.payload))
         return self._driver
 
     def _offset(self, ticks: Ticks) -> dict[str, Any]:
@@ -231,8 +231,9 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 class _Driver:
     """The driver's side of a stream: one connection, which holds the consumer's lock on each queue."""
 
-    def __init__(self, parsed: Options) -> None:
+    def __init__(self, parsed: Options, typed: bool) -> None:
         self._options = parsed
+        self._typed = typed
         self._conn: _connect.Connection | None = None
         self._streams: dict[str, _Stream] = {}
         self._newest: Ticks = {}
@@ -308,8 +309,8 @@ class _Driver:
             if start != end:
                 stream.keeps(start)
                 found += stream.split(start, end)
-                if self._options.badRecords == options.DEAD:
-                    # What a run before this one found there is looked for again, maybe by another schema.
+                if self._typed:
+                    # What a run before this one could not parse is parsed again, maybe with other options.
                     stream.unstage(start)
         return found
 
