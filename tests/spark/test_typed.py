@@ -178,6 +178,24 @@ def test_a_temporary_view_is_typed_in_sql(typed: Typed, spark: SparkSession, con
     assert spark.read.table("typed").where("total > 3").select("id").first() == (2,)
 
 
+def test_a_table_of_the_catalog_keeps_the_columns_and_gets_its_options_at_each_read(
+    typed: Typed, spark: SparkSession, conn: Connection
+) -> None:
+    put(conn, typed.queue, '{"id": 1}', "bad")
+    spark.sql("create table typed_orders (id bigint, _corrupt string) using pgque")
+    try:
+        given = f"url = '{typed.role.dsn}', queue = '{typed.queue}'"
+        found = spark.sql(f"select id from typed_orders with ({given}) where _corrupt is null")
+        assert found.collect() == [(1,)]
+        options = {"url": typed.role.dsn, "queue": typed.queue}
+        assert spark.read.options(**options).table("typed_orders").where("id is null").first() == (
+            None,
+            "bad",
+        )
+    finally:
+        spark.sql("drop table typed_orders")
+
+
 def dead_letters(conn: Connection, queue: str) -> list[str]:
     return column(conn, "select d.ev_data from pgque.dlq_inspect(%s) as d order by d.ev_id", queue)
 

@@ -49,8 +49,10 @@ class Option:
 # Of `create table … using pgque`, Spark hands the options to schema(), with its own beside them, and none to
 # the reader or writer of the table.
 _IN_CATALOG = (
-    "option queue is missing. Spark does not pass the options of a table in its catalog on: read with `create"
-    " temporary view … using pgque options (…)` or spark.read, write with df.write"
+    "option queue is missing. Spark does not pass the options of a table in its catalog on: give a table with"
+    " columns its options at each read, `select … from t with (queue = '…', …)` or"
+    " spark.read.options(…).table('t'); or read with `create temporary view … using pgque options (…)`. Write"
+    " with df.write"
 )
 
 
