@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from conftest import Role
-from sql.helpers import Connection, column, forced_tick, subscribe, value
+from sql.helpers import Connection, column, forced_tick, payloads, subscribe, value
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -197,7 +198,7 @@ def test_a_table_of_the_catalog_keeps_the_columns_and_gets_its_options_at_each_r
 
 
 def dead_letters(conn: Connection, queue: str) -> list[str]:
-    return column(conn, "select d.ev_data from pgque.dlq_inspect(%s) as d order by d.ev_id", queue)
+    return column(conn, "select d.ev_data from pgque.dlq_inspect(%s, null) as d order by d.ev_id", queue)
 
 
 def test_bad_records_are_dead_when_their_micro_batch_is_committed(typed: Typed, conn: Connection) -> None:
@@ -216,3 +217,62 @@ def test_bad_records_are_dead_when_their_micro_batch_is_committed(typed: Typed, 
     assert value(conn, "select d.dl_reason from pgque.dlq_inspect(%s, 1) as d", typed.queue) == (
         "payload does not parse: Invalid value."
     )
+
+
+JOB = """
+import os
+source, target, checkpoint = sys.argv[1:4]
+url = os.environ["JOB_URL"]
+writer = (
+    spark.readStream.format("pgque")
+    .options(url=url, queue=source, consumer="c", payloadSchema="id bigint", badRecords="dead", numPartitions="2")
+    .load()
+    .selectExpr("cast(id as string) as payload")
+    .writeStream.format("pgque")
+    .options(url=url, queue=target, checkpointLocation=checkpoint)
+)
+if len(sys.argv) > 4:
+    writer = writer.trigger(availableNow=True)
+query = writer.start()
+print("RUNNING", flush=True)
+query.awaitTermination()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_killed_drivers_lose_and_double_no_message_and_no_dead_letter(
+    run_driver: Callable[..., Any],
+    roles: Callable[..., Role],
+    new_queue: Callable[[], str],
+    conn: Connection,
+    queue: str,
+    tmp_path: Path,
+) -> None:
+    target = new_queue()
+    subscribe(conn, queue)
+    subscribe(conn, target, "check")
+    random = Random(1)  # noqa: S311
+    arguments = (queue, target, str(tmp_path / "checkpoint"))
+    env = {"JOB_URL": roles("reader", "writer").dsn}
+    good, bad = [], []
+
+    def send(count: int) -> None:
+        for _ in range(count):
+            number = len(good) + len(bad)
+            (bad if number % 5 == 0 else good).append(number)
+            put(conn, queue, f"bad {number}" if number % 5 == 0 else f'{{"id": {number}}}')
+            time.sleep(0.02)
+
+    for _ in range(4):
+        driver = run_driver(JOB, *arguments, env=env)
+        driver.wait_for("RUNNING", 120)
+        send(random.randint(150, 400))
+        driver.kill()
+    for _ in range(2):  # an availableNow run leaves its last micro-batch to the next one
+        run_driver(JOB, *arguments, "to the end", env=env).finish()
+        send(5)
+    forced_tick(conn, target)
+    assert sorted(int(str(p)) for p in payloads(conn, target, "check", 10_000)) == good[:-4]
+    dead = [int(letter.removeprefix("bad ")) for letter in dead_letters(conn, queue)]
+    assert sorted(dead) == bad[:-2]
