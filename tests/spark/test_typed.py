@@ -255,7 +255,8 @@ def test_killed_drivers_lose_and_double_no_message_and_no_dead_letter(
     random = Random(1)  # noqa: S311
     arguments = (queue, target, str(tmp_path / "checkpoint"))
     env = {"JOB_URL": roles("reader", "writer").dsn}
-    good, bad = [], []
+    good: list[int] = []
+    bad: list[int] = []
 
     def send(count: int) -> None:
         for _ in range(count):

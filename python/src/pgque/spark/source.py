@@ -269,6 +269,8 @@ class _Driver:
         """Return how far the stream is behind when it has read up to `reached`, by queue. Asked for once a
         micro-batch: while nothing is new, Spark calls a hundred times a second."""
         before, found = self._reported
+        # A checkpoint may have queues that are not asked for any more.
+        reached = {queue: tick for queue, tick in reached.items() if queue in self._streams}
         if before != reached:
             try:
                 found = self.do(lambda conn: lags(conn, str(self._options.consumer), reached))
@@ -278,7 +280,7 @@ class _Driver:
                 found = {queue: {"tick": tick} for queue, tick in self.newest().items()}
             for queue, figures in found.items():
                 figures["lostTicks"] = self._streams[queue].lost
-            self._reported = dict(reached), found
+            self._reported = reached, found
         return found
 
     def next_ticks(self, after: Ticks, limited: bool, upto: Ticks) -> Ticks:
