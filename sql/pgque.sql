@@ -9554,9 +9554,9 @@ declare
   v_count  int;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
-  if cardinality($4) is distinct from cardinality($5) or $4 is null then
-    perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, v_queue.queue_name),
-      'Pass two arrays: the ids, and a reason for each.');
+  if cardinality($4) is distinct from cardinality($5) or $4 is null or $3 is null then
+    perform pgque._fail('PQ005', format('stage_dead needs a tick, and as many reasons as msg_ids, for consumer %I of queue %I', $2, v_queue.queue_name),
+      'Pass the end of the window, and two arrays: the ids, and a reason for each.');
   end if;
   insert into pgque.bad_record (bad_sub, bad_tick, bad_ev_id, bad_reason)
   select v_sub.sub_id, $3, b.id, b.reason
@@ -9570,7 +9570,7 @@ $$;
 comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque.caller) is
   'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were read '
   'from. seek() makes dead letters of them when it moves the consumer to that tick or beyond; unstage_dead() forgets them. Errors: PQ001 no such queue; PQ005 '
-  'not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
+  'no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$

@@ -22,7 +22,7 @@ LAG = (
 )
 
 
-def stage(conn: Connection, queue: str, tick: int, *ids: int) -> int:
+def stage(conn: Connection, queue: str, tick: int | None, *ids: int) -> int:
     """Note messages as not usable, each for the reason 'bad <id>'."""
     reasons = [f"bad {number}" for number in ids]
     found: int = value(conn, "select pgque.stage_dead(%s, 'c', %s, %s, %s)", queue, tick, list(ids), reasons)
@@ -66,6 +66,7 @@ def test_staged_messages_are_dead_when_the_consumer_passes_their_tick(conn: Conn
     assert stage(conn, queue, one, first, second) == 2
     assert stage(conn, queue, one, first) == 0  # a task that runs again
     assert stage(conn, queue, two, fourth) == 1
+    refused("PQ005", stage, conn, queue, None, first)
     assert dead(conn, queue) == []
     seek(conn, queue, one)
     assert dead(conn, queue) == [f"bad {first}", f"bad {second}"]
