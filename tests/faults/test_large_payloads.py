@@ -153,7 +153,9 @@ def test_an_epoch_of_more_than_1_gb_with_options_is_sent(server: TestServer, ins
                 " select %s, n, 'q', repeat('x', 1150000), '1 day' from generate_series(0, 999) n".encode(),
                 [attempt],
             )
-            assert value(conn, "select pgque.sink_commit('s', 1, array[%s]::uuid[], 1000)", attempt) == "applied"
+            assert (
+                value(conn, "select pgque.sink_commit('s', 1, array[%s]::uuid[], 1000)", attempt) == "applied"
+            )
             assert rows(conn, "select count(*), min(length(ev_data)) from pgque.event") == [(1000, 1150000)]
     finally:
         drop_database(server, name)
