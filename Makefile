@@ -16,11 +16,14 @@ LEFT    := $(if $(REST),$(PROOF:%=--ignore=%))
 # What of tests/bench is measured then: small in make verify, in full in make verify-long.
 VERIFY_BENCH      ?= send,receive,late,nack,peers,drain,latency,idle,soak
 VERIFY_LONG_BENCH ?= $(VERIFY_BENCH),workers-long
+# What depends on the version of PySpark, and the main paths of that
+SPARK_PATHS := tests/spark/test_source.py tests/spark/test_sink.py tests/spark/test_once.py tests/spark/test_package.py
+SMOKE       := every_column or failed_is_read_again_as_it_was or available_now_reads or micro_batch or told_apart or finds
 # Markdown, and what make_sync.py generates
 NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pipeline test test-all test-long verify verify-long test-spark test-spark-long check lint bench sql schema reference \
+.PHONY: help demo pipeline test test-all test-long verify verify-long test-spark test-spark-long smoke-spark check lint bench sql schema reference \
         picture generate format docs docker matrix cron clean
 
 help: ## List the targets
@@ -75,13 +78,20 @@ test-spark: ## Run the Spark tests on the newest PySpark, what depends on its ve
 	@$(SUPPORT)/spark.sh newest && $(SUPPORT)/spark.sh 4.0
 	@failed=0; \
 	echo "--- PySpark, newest"; $(VENV)/spark/bin/python -m pytest tests/spark -m "not long" $(ARGS) || failed=1; \
-	echo "--- PySpark 4.0"; $(VENV)/spark-4.0/bin/python -m pytest tests/spark/test_source.py tests/spark/test_sink.py -m "not long and not slow" \
-	  -k "test_source or micro_batch" $(ARGS) || failed=1; \
+	echo "--- PySpark 4.0"; $(VENV)/spark-4.0/bin/python -m pytest $(SPARK_PATHS) -m "not long and not slow" \
+	  -k "test_source or micro_batch or told_apart" $(ARGS) || failed=1; \
 	exit $$failed
 
-test-spark-long: ## The long ones of the Spark tests: more rows, more kills
+test-spark-long: smoke-spark ## The long ones of the Spark tests: more rows, more kills, the versions of Spark between the oldest and the newest
 	@$(SUPPORT)/spark.sh newest
 	@$(VENV)/spark/bin/python -m pytest tests/spark -m long $(ARGS)
+
+smoke-spark: ## The main paths on PySpark 4.1 and 4.2 (the first time builds a wheel of 450 MB for each)
+	@failed=0; for version in 4.1 4.2; do \
+	  echo "--- PySpark $$version"; \
+	  { $(SUPPORT)/spark.sh $$version && $(VENV)/spark-$$version/bin/python -m pytest $(SPARK_PATHS) -m "not long and not slow" -k "$(SMOKE)"; } \
+	    || failed=1; \
+	done; exit $$failed
 
 check: $(VENV)/.lint ## Are the generated files current, do the linters find anything?
 	@$(SUPPORT)/check.sh $(BIN)

@@ -19,10 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from conftest import Role
+from support.documents import Page
 from support.servers import TestServer
 
 if TYPE_CHECKING:
@@ -148,6 +150,12 @@ def spark(request: pytest.FixtureRequest, scratch: Path) -> Iterator[SparkSessio
 
 
 @pytest.fixture
+def spark_conf(scratch: Path) -> dict[str, str]:
+    """The tests' settings."""
+    return settings(scratch)
+
+
+@pytest.fixture
 def spark_variables(scratch: Path) -> dict[str, str]:
     """Variables with which a program that asks for any session gets one with the tests' settings."""
     conf = [word for name, value in settings(scratch).items() for word in ("--conf", f"{name}={value}")]
@@ -158,6 +166,41 @@ def spark_variables(scratch: Path) -> dict[str, str]:
 def tcp_dsn(server: TestServer, fresh_dsn: str) -> str:
     """A connection string of a new, empty database through TCP."""
     return tcp(server, fresh_dsn)
+
+
+@pytest.fixture
+def spark_page(
+    server: TestServer, tcp_dsn: str, roles: Callable[..., Role], tmp_path: Path
+) -> Iterator[Callable[..., Page]]:
+    """spark_page(path, variables): a document whose blocks run in a database of their own, by a role that
+    may read and write. page.fill(code) puts in what stands for the database, the role and folders."""
+
+    role = roles("reader", "writer")
+
+    def do(path: Path, variables: Mapping[str, str]) -> Page:
+        parts = conninfo_to_dict(role.dsn)
+        passwords = tmp_path / "pgpass"
+        passwords.write_text(f"*:*:*:{role.name}:{parts['password']}\n")
+        passwords.chmod(0o600)
+        at = conninfo_to_dict(tcp_dsn)
+        return Page(
+            path,
+            tcp_dsn,
+            tmp_path,
+            server.process.bindir if server.process is not None else None,
+            replace={
+                '"user": "spark"': f'"user": "{role.name}"',
+                '"user", "spark"': f'"user", "{role.name}"',
+                "user=spark": f"user={role.name}",
+                "/var/lib/spark": str(tmp_path),
+                "//localhost/": f"//{at['host']}:{at['port']}/",
+            },
+            env={**variables, "PGPASSFILE": str(passwords)},
+        )
+
+    yield do
+    with psycopg.connect(tcp_dsn) as conn:
+        conn.execute(f"drop owned by {role.name}".encode())
 
 
 def tcp(server: TestServer, dsn: str) -> str:

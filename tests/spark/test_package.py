@@ -89,7 +89,14 @@ def test_the_helpers_import_without_pyspark_and_pyarrow() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert sorted(pgque.spark.__all__) == ["dead", "foreach_batch", "parse_payload", "register", "write_jdbc"]
+    assert sorted(pgque.spark.__all__) == [
+        "dead",
+        "foreach_batch",
+        "foreach_batch_once",
+        "parse_payload",
+        "register",
+        "write_jdbc",
+    ]
     for name in pgque.spark.__all__:
         assert callable(getattr(pgque.spark, name))
 

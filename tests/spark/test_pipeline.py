@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -54,9 +56,19 @@ def test_a_few_records_go_through_with_a_kill_on_the_way(tmp_path: Path) -> None
     assert code == 0, output
     assert _answers(output) == ["yes"] * 3, output
     assert "kill -9" in output
+    for stage in ("load: Spark JDBC", "changes: Spark", "totals: Spark", "tally: queue changes"):
+        assert re.search(rf"{stage}[^│]*│ +\d+ │ +[\d.]+ │ +[\d,]+ │", output), output
     drawing = ElementTree.parse(plot).getroot()  # noqa: S314
     bars = [rect for rect in drawing.iter("{http://www.w3.org/2000/svg}rect") if list(rect)]
     assert len(bars) >= 2
+    lines = Counter(line.get("class") for line in drawing.iter("{http://www.w3.org/2000/svg}path"))
+    assert {name: lines[name] for name in ("sent", "changes", "totals", "tally", "kill")} == {
+        "sent": 1,  # in the first panel
+        "changes": 2,  # and how far it is behind
+        "totals": 2,
+        "tally": 2,
+        "kill": 3,
+    }
 
 
 @pytest.mark.timeout(420)

@@ -268,8 +268,8 @@ class Page:
         self.blocks = read(path.read_text(encoding="utf-8"))
         self._dsn = dsn
         self._scratch = scratch
-        self._replace = {**(replace or {}), "mydb": str(conninfo_to_dict(dsn)["dbname"])}
-        self._env = {**environment(dsn, [Path(sys.executable).parent, psql]), **(env or {})}
+        self.replace = {**(replace or {}), "mydb": str(conninfo_to_dict(dsn)["dbname"])}
+        self.env = {**environment(dsn, [Path(sys.executable).parent, psql]), **(env or {})}
         self._passwords()
         self._sessions: list[_Session] = []
         self._psql: _Session | None = None
@@ -277,10 +277,16 @@ class Page:
 
     def _passwords(self) -> None:
         """Let every program find the passwords in a file: one in PGPASSWORD would be taken for every role."""
-        file = Path(self._env.setdefault("PGPASSFILE", str(self._scratch / "pgpass")))
+        file = Path(self.env.setdefault("PGPASSFILE", str(self._scratch / "pgpass")))
         with file.open("a") as out:
-            out.write(f"*:*:*:{self._env.get('PGUSER', '*')}:{self._env.pop('PGPASSWORD', '')}\n")
+            out.write(f"*:*:*:{self.env.get('PGUSER', '*')}:{self.env.pop('PGPASSWORD', '')}\n")
         file.chmod(0o600)
+
+    def fill(self, code: str) -> str:
+        """Return code with what stands here for the page's names."""
+        for old, new in self.replace.items():
+            code = code.replace(old, new)
+        return code
 
     def run(self, wanted: Callable[[Block], bool] = lambda block: True) -> int:
         """Run the blocks that are wanted and can be run; return how many. Raises BadPage for the first
@@ -303,9 +309,7 @@ class Page:
         return count
 
     def _run(self, block: Block) -> None:
-        code = block.code
-        for old, new in self._replace.items():
-            code = code.replace(old, new)
+        code = self.fill(block.code)
         if block.mark and block.language != "python":
             raise BadPage("only Python blocks can be stopped")
         if block.language == "sql":
@@ -317,7 +321,7 @@ class Page:
             raise BadPage(told)
 
     def _session(self, *command: str, **how: Any) -> _Session:
-        session = _Session(list(command), self._scratch / f"session-{len(self._sessions)}", self._env, **how)
+        session = _Session(list(command), self._scratch / f"session-{len(self._sessions)}", self.env, **how)
         self._sessions.append(session)
         return session
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# spark.sh newest|4.0 [pip requirement...]: make the virtual environment .venv/spark (newest) or .venv/spark-4.0
-# with PySpark, pyarrow, this package and what the tests need, besides the requirements given; see that Java and
+# spark.sh newest|4.0|4.1|4.2 [pip requirement...]: make the virtual environment .venv/spark (newest) or .venv/spark-4.0
+# and so on with PySpark, pyarrow, this package and what the tests need, besides the requirements given; see that Java and
 # PostgreSQL's JDBC driver are there, and install them where we are root on Debian. Prints only what takes time.
 #   spark.sh jdbc   print where the JDBC driver is
 # PYTHON names the Python to use, PGQUE_JDBC_JAR a JDBC driver, JAVA_HOME a Java.
@@ -58,9 +58,9 @@ fi
 
 case $which in
   newest) dir=.venv/spark requirements=$support/requirements-spark.txt minor=11 ;;
-  4.0) dir=.venv/spark-4.0 requirements=$support/requirements-spark-4.0.txt minor=10 ;;
+  4.[012]) dir=.venv/spark-$which requirements=$support/requirements-spark-$which.txt minor=10 ;;
   jdbc) jar; exit ;;
-  *) say "spark.sh: newest, 4.0 or jdbc, not '$which'"; exit 2 ;;
+  *) say "spark.sh: newest, 4.0, 4.1, 4.2 or jdbc, not '$which'"; exit 2 ;;
 esac
 
 # One at a time; nothing to do when a run before us had the same input, in this folder, with a Python still there.
@@ -79,7 +79,7 @@ python=
 for candidate in "${PYTHON:-python3}" python3 python3.14 python3.13 python3.12 python3.11; do
   if new_enough "$candidate"; then python=$candidate; break; fi
 done
-spark=$(sed -n 's/^pyspark==//p' "$requirements")
+spark=$(sed -n 's/^pyspark.*==//p' "$requirements")
 if [ -z "$python" ]; then
   say "PySpark $spark needs Python 3.$minor or newer, and found only: $("${PYTHON:-python3}" --version 2>&1 || echo 'no python3')."
   say "Install one, or name it: make PYTHON=/path/to/python3.12 ..."

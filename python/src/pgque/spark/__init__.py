@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import PgqueBadArgument
 from ..types import Outcome
+from ._once import foreach_batch_once, stream_id
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["dead", "foreach_batch", "parse_payload", "register", "write_jdbc"]
+__all__ = ["dead", "foreach_batch", "foreach_batch_once", "parse_payload", "register", "write_jdbc"]
 
 _CHUNK = 1000
 
@@ -81,7 +82,12 @@ def foreach_batch(
     def send(df: DataFrame, epoch: int) -> None:
         from pyspark.sql import functions as f
 
-        query = df.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
+        if not hasattr(df.sparkSession, "sparkContext"):
+            raise PgqueBadArgument(
+                "foreach_batch cannot count partitions in Spark Connect: use writeStream.format('pgque')",
+                sqlstate="PQ005",
+            )
+        query = stream_id(df)
         if not (sink_id or query):
             raise PgqueBadArgument("foreach_batch cannot see the query's id: say sink_id")
         sink = sink_id or f"{query}/{queue or ''}"

@@ -14,7 +14,6 @@ import shlex
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
@@ -30,9 +29,9 @@ from ..report import tuples
 from ..servers import Driver, Place, find_place
 from ..signals import clean_ends
 from .plot import save_plot
-from .processes import Program, environment, micro_batches, missing, unfinished
+from .processes import Program, environment, micro_batches, missing, seconds_told, unfinished
 from .records import Records, find_records
-from .report import Run, report
+from .report import Counts, Run, report
 
 ROLE = "pgque_pipeline"
 STALLED = 180.0  # seconds without any progress until the pipeline gives up
@@ -45,10 +44,6 @@ create table pipeline.total (
   packages      bigint not null,
   installed_kb  bigint not null,
   primary key (section, maintainer)
-);
-create table pipeline.epoch (
-  query  text primary key,
-  epoch  bigint not null
 );
 create table pipeline.received (
   package       text not null,
@@ -100,10 +95,8 @@ def run_pipeline(
             with connect(place.dsn, autocommit=True) as client:
                 good = report(client, records, run, console)
             path = plot or Path(tempfile.gettempdir(), "pgque-pipeline.svg")
-            save_plot(
-                path, f"{len(records.stanzas):,} records through Spark", run.batches, run.began, run.kills
-            )
-            console.print(f"Throughput per micro-batch: {visible(str(path))}", soft_wrap=True)
+            save_plot(path, f"{len(records.stanzas):,} records through Spark", run)
+            console.print(f"Load, lag and micro-batches over time: {visible(str(path))}", soft_wrap=True)
             _farewell(place, driver, keep, console)
             return 0 if good else 1
     except (PgqueError, psycopg.Error, EmbeddedServerError) as error:
@@ -139,13 +132,6 @@ def _prepare(place: Place) -> dict[str, str]:
             "PGUSER": ROLE,
             "PGPASSWORD": password,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    added: int = 0
-    dead: int = 0
-    received: int = 0
 
 
 class _Pipeline:
@@ -191,11 +177,12 @@ class _Pipeline:
     ) -> None:
         checkpoints = self._folder / "checkpoints"
         plan = [(n + random.uniform(-0.3, 0.3)) / (kills + 1) for n in range(1, kills + 1)]  # noqa: S311
-        counts, moved, next_line, restarts = _Counts(), time.monotonic(), 0.0, 0
+        counts, moved, next_line, restarts = Counts(), time.monotonic(), 0.0, 0
         while True:
             time.sleep(0.1)
             before, counts = counts, _counts(client)
             done, now = counts.added + counts.dead, time.monotonic()
+            run.samples.append((time.time(), counts))
             if counts != before:
                 moved = now
                 if now >= next_line:
@@ -229,23 +216,29 @@ class _Pipeline:
         self._show(counts)
         job.kill()
         _drain(client)
-        words = load.output().rpartition("SENT ")[2].split()
-        run.sending = float(words[1]) if len(words) > 1 else 0.0
+        run.sending, run.receiving = seconds_told(load, "SENT"), seconds_told(tally, "RECEIVED")
 
-    def _show(self, counts: _Counts) -> None:
+    def _show(self, counts: Counts) -> None:
         self._console.print(
             f"added up {counts.added:,}, dead letters {counts.dead:,}, of {self._total:,};"
             f" changes received {counts.received:,}"
         )
 
 
-def _counts(client: PgqueClient) -> _Counts:
-    row = tuples(
-        client,
-        "select (select coalesce(sum(t.packages), 0)::bigint from pipeline.total t),"
-        " (select count(*) from pipeline.received)",
-    )[0]
-    return _Counts(row[0], len(client.dlq_inspect("packages", 1_000_000)), row[1])
+_COUNTS = """
+select
+  coalesce(max(t.tick_event_seq) filter (where q.queue_name = 'packages'), 0),
+  coalesce(max(t.tick_event_seq) filter (where q.queue_name = 'changes'), 0),
+  (select coalesce(sum(t.packages), 0)::bigint from pipeline.total t),
+  (select count(*) from pgque.dead_letter),
+  (select count(*) from pipeline.received)
+from pgque.tick t
+join pgque.queue q on q.queue_id = t.tick_queue
+"""
+
+
+def _counts(client: PgqueClient) -> Counts:
+    return Counts(*tuples(client, _COUNTS)[0])
 
 
 def _drain(client: PgqueClient) -> None:

@@ -9,22 +9,17 @@ good package; query `totals` adds them up in a table, and puts bad ones among it
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import psycopg
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from pgque.spark import dead
+from pgque.spark import dead, foreach_batch_once
 
 VERSION = r"^([0-9]+:)?[0-9][A-Za-z0-9.+~-]*$"
 WEB_PAGE = r"^https?://[^/ ]+\.[^/ ]+"
 REQUIRED = {"Package": "package", "Version": "version", "Section": "section", "Maintainer": "maintainer"}
 
-# Says no to a micro-batch that was added up before, in the transaction that adds it up.
-ONCE = """
-    insert into pipeline.epoch as e (query, epoch) values (%s, %s)
-    on conflict (query) do update set epoch = excluded.epoch where e.epoch < excluded.epoch
-"""
 ADD = """
     insert into pipeline.total as t (section, maintainer, packages, installed_kb) values (%s, %s, %s, %s)
     on conflict (section, maintainer) do update
@@ -64,9 +59,9 @@ def parse(stanzas: DataFrame) -> DataFrame:
     )
 
 
-def add_up(batch: DataFrame, epoch: int) -> None:
+@foreach_batch_once("", "totals", table="pipeline.epoch")  # "": PGHOST and so on
+def add_up(conn: Any, batch: DataFrame, epoch: int) -> None:
     """Put the bad rows of a micro-batch among the dead letters, and add the good ones up, once."""
-    query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
     rows = parse(batch).persist()
     for outcome in dead(rows.where("reason != ''"), "packages", "totals"):
         if not outcome.ok and outcome.reason != "dead already":
@@ -75,9 +70,7 @@ def add_up(batch: DataFrame, epoch: int) -> None:
         rows.where("reason = ''").groupBy("section", "maintainer").agg(f.count("*"), f.sum("kb")).collect()
     )
     rows.unpersist()
-    with psycopg.connect() as conn:  # one transaction
-        if conn.execute(ONCE, [query, epoch]).rowcount:
-            conn.cursor().executemany(ADD, groups)
+    conn.cursor().executemany(ADD, groups)
 
 
 def main(checkpoints: str, at_once: str = "5000") -> None:

@@ -149,6 +149,12 @@ def micro_batches(folder: Path) -> list[MicroBatch]:
     return sorted(found, key=lambda batch: batch.start)
 
 
+def seconds_told(program: Program, word: str) -> float:
+    """Return the sum of the seconds in a program's lines of the form WORD count seconds."""
+    lines = (line.split() for line in program.output().splitlines())
+    return sum(float(words[2]) for words in lines if len(words) == 3 and words[0] == word)
+
+
 def unfinished(checkpoints: Path) -> dict[str, int]:
     """Return the micro-batch of each query that is begun and not finished, as the checkpoint tells."""
     found = {}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -19,6 +17,18 @@ from .processes import MicroBatch
 from .records import Records
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Hold how far the messages have come: into queue packages and into queue changes, as of their newest
+    ticks, and out of both."""
+
+    sent: int = 0
+    changed: int = 0
+    added: int = 0
+    dead: int = 0
+    received: int = 0
+
+
 @dataclass(slots=True)
 class Run:
     """Hold what is known of a run besides what is in the database; times in seconds since 1970."""
@@ -26,6 +36,8 @@ class Run:
     began: float
     seconds: float = 0.0
     sending: float = 0.0
+    receiving: float = 0.0
+    samples: list[tuple[float, Counts]] = field(default_factory=list)
     kills: list[float] = field(default_factory=list)
     in_flight: list[dict[str, int]] = field(default_factory=list)
     batches: list[MicroBatch] = field(default_factory=list)
@@ -86,11 +98,6 @@ def report(client: PgqueClient, sent: Records, run: Run, console: Console) -> bo
     total = len(sent.stanzas)
     rows = [
         ("records", f"{total:,}" + (f", {sent.damaged} of them damaged on purpose" if sent.damaged else "")),
-        (
-            "Spark JDBC into queue packages",
-            f"{run.sending:.1f} s, {total / max(run.sending, 0.001):,.0f} records/s",
-        ),
-        *((f"micro-batches of query {query}", _pace(run.batches, query)) for query in ("changes", "totals")),
     ]
     for kill, caught in zip(run.kills, run.in_flight, strict=True):
         where = " and ".join(f"{n} of {query}" for query, n in caught.items())
@@ -105,6 +112,7 @@ def report(client: PgqueClient, sent: Records, run: Run, console: Console) -> bo
     for name, text in rows:
         table.add_row(name, text)
     console.print(table)
+    console.print(_stages(run, total))
 
     table = Table(title="Exactly once?", title_justify="left")
     for heading in ("", "expected", "found", ""):
@@ -165,9 +173,32 @@ limit 5
 """
 
 
-def _pace(batches: Sequence[MicroBatch], query: str) -> str:
-    own = [batch for batch in batches if batch.query == query and batch.seconds]
-    if not own:
-        return "none"
-    rates = [batch.rows / batch.seconds for batch in own]
-    return f"{len(own)}; messages/s: median {statistics.median(rates):,.0f}, best {max(rates):,.0f}"
+def _stages(run: Run, total: int) -> Table:
+    """Return how many rows a second each stage takes while it works, and all of them together."""
+    table = Table(title="Stages, while they work", title_justify="left")
+    for heading in ("stage", "messages", "seconds", "messages/s", "micro-batches reported"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+
+    def stage(name: str, messages: int, seconds: float, batches: str = "") -> None:
+        rate = f"{messages / seconds:,.0f}" if seconds else "none"
+        table.add_row(name, f"{messages:,}", f"{seconds:.1f}", rate, batches)
+
+    last = run.samples[-1][1] if run.samples else Counts()
+    stage("load: Spark JDBC into queue packages", total, run.sending)
+    for query, name in QUERIES.items():
+        own = [batch for batch in run.batches if batch.query == query and batch.seconds]
+        best = max((batch.rows / batch.seconds for batch in own), default=0.0)
+        stage(
+            f"{query}: {name}",
+            sum(batch.rows for batch in own),
+            sum(batch.seconds for batch in own),
+            f"{len(own)}, best {best:,.0f}/s" if own else "none",
+        )
+    stage("tally: queue changes to a table, plain Python", last.received, run.receiving)
+    first = next((time for time, counts in run.samples if counts.sent), 0.0)
+    if first:
+        stage("all, from the first message sent to the last one received", total, run.samples[-1][0] - first)
+    return table
+
+
+QUERIES = {"changes": "Spark, queue to queue", "totals": "Spark, queue to a table"}

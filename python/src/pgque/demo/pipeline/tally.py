@@ -14,6 +14,7 @@ def main() -> None:
     """Receive until killed; being killed loses and doubles nothing."""
     with pgque.connect() as client:
         while True:
+            began = time.monotonic()
             messages = client.receive("changes", "tally", max_messages=2000)
             if messages:
                 with client.conn.cursor().copy(
@@ -24,7 +25,9 @@ def main() -> None:
                         copy.write_row([change[column] for column in COLUMNS])
                 client.ack(messages[0].batch_id)
             client.conn.commit()
-            if not messages:
+            if messages:
+                print(f"RECEIVED {len(messages)} {time.monotonic() - began:.4f}", flush=True)
+            else:
                 time.sleep(0.1)
 
 
