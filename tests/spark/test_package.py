@@ -93,7 +93,6 @@ def test_every_public_name_is_there() -> None:
         "dead",
         "foreach_batch",
         "foreach_batch_once",
-        "parse_payload",
         "register",
         "write_jdbc",
     ]

@@ -317,26 +317,6 @@ def test_only_the_columns_that_are_asked_for_are_read(source: Source, conn: Conn
     assert "some of queue, msg_id" in failure(source.batch, columns="payload,body")
 
 
-def test_a_payload_is_parsed_into_columns(source: Source, conn: Connection) -> None:
-    from pgque.errors import PgqueBadArgument
-    from pgque.spark import parse_payload
-
-    texts = ['{"id": 1, "at": {"x": [2]}}', '{"id": "x"}', "no JSON", "[1", None]
-    for text in texts:
-        value(conn, "select pgque.send(%s, 'order', %s::text)", source.queue, text)
-    forced_tick(conn, source.queue)
-    frame = source.batch(columns="payload,msg_id")
-    typed = parse_payload(frame, "id bigint, at struct<x array<int>>").orderBy("msg_id").drop("msg_id")
-    assert typed.columns == ["id", "at", "_corrupt"]
-    found = typed.collect()
-    assert (found[0].id, found[0]["at"].x, found[0]._corrupt) == (1, [2], None)
-    assert [row._corrupt for row in found] == [None, *texts[1:4], None]
-    with pytest.raises(PgqueBadArgument, match="column msg_id is of the message"):
-        parse_payload(frame, "MSG_ID int")
-    with pytest.raises(PgqueBadArgument, match="payload is missing"):
-        parse_payload(typed, "id int")
-
-
 def test_reading_a_batch_twice_changes_nothing(source: Source, conn: Connection) -> None:
     send_many(conn, source.queue, 10)
     forced_tick(conn, source.queue)

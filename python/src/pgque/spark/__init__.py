@@ -18,7 +18,7 @@ from ._once import foreach_batch_once, stream_id
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["dead", "foreach_batch", "foreach_batch_once", "parse_payload", "register", "write_jdbc"]
+__all__ = ["dead", "foreach_batch", "foreach_batch_once", "register", "write_jdbc"]
 
 _CHUNK = 1000
 
@@ -103,36 +103,6 @@ def foreach_batch(
         _jdbc(rows, "pgque.sink", queue, batch_size, None, given)
 
     return send
-
-
-def parse_payload(df: DataFrame, schema: str, corrupt: str = "_corrupt") -> DataFrame:
-    """Return the frame with columns of the payload's JSON in place of the column payload.
-
-    `schema` names them in Spark's notation: "id bigint, total double". Spark's from_json parses. Column
-    `corrupt` is null, or the payload that is no JSON or does not fit; what did parse of it is kept.
-
-    Raises PgqueBadArgument for a column that is there already, or a frame without payload.
-    """
-    from pyspark.sql import functions as f
-
-    if "payload" not in df.columns:
-        raise PgqueBadArgument(f"column payload is missing; the frame has {', '.join(df.columns)}")
-    described = f"{schema}, `{corrupt}` string"
-    payload = f.from_json(
-        f.col("payload").cast("string"),
-        described,
-        {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt},
-    )
-    others = [name for name in df.columns if name != "payload"]
-    found = df.select(*(f.col(f"`{name}`") for name in others), payload.alias("payload"))
-    parsed = [column.name for column in found.schema["payload"].dataType]
-    twice = sorted({name.lower() for name in others} & {name.lower() for name in parsed})
-    if twice:
-        raise PgqueBadArgument(
-            f"column {twice[0]} is of the message and of the payload: drop('{twice[0]}') the message's"
-            " before, or rename it with withColumnRenamed"
-        )
-    return found.select(*(f.col(f"`{name}`") for name in others), "payload.*")
 
 
 def dead(

@@ -31,7 +31,7 @@ def check_type(name: str, kind: DataType) -> None:
     ):
         raise PgqueBadArgument(
             f"column {name} of the payload has type {kind.simpleString()}, which the source does not parse."
-            " Leave the schema out, and use pgque.spark.parse_payload"
+            " Read the payload, and use from_json"
         )
 
 

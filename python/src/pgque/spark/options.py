@@ -44,6 +44,7 @@ class Option:
     modes: frozenset[str]
     meaning: str
     parse: Callable[[str], object]
+    since: str = "0.3"
 
 
 # Of `create table … using pgque`, Spark hands the options to schema(), with its own beside them, and none to
@@ -125,48 +126,48 @@ def _columns(value: str) -> tuple[str, ...]:
 
 _CONNECTION = (
     Option("url", "libpq's", _ALL, "connection string: postgresql://…, jdbc:postgresql://… or host=… dbname=…", _text),
-    Option("host", "PGHOST", _ALL, "server; these here go before what the url says", _text),
+    Option("host", "PGHOST", _ALL, "server; takes precedence over `url`, as do the options below", _text),
     Option("port", "PGPORT", _ALL, "port", _text),
     Option("dbname", "PGDATABASE", _ALL, "database", _text),
     Option("user", "PGUSER", _ALL, "role", _text),
     Option("password", "PGPASSWORD", _ALL, "password; Spark masks an option of this name", _text),
     Option("passfile", "~/.pgpass", _ALL, "file with passwords, on every node", _text),
     Option("service", "PGSERVICE", _ALL, "name in the service file, on every node", _text),
-    Option("sslmode", "prefer", _ALL, "as libpq has it", _text),
-    Option("sslrootcert", "", _ALL, "as libpq has it, on every node", _text),
-    Option("sslcert", "", _ALL, "as libpq has it, on every node", _text),
-    Option("sslkey", "", _ALL, "as libpq has it, on every node", _text),
+    Option("sslmode", "prefer", _ALL, "as in libpq", _text),
+    Option("sslrootcert", "", _ALL, "file as in libpq, on every node", _text),
+    Option("sslcert", "", _ALL, "file as in libpq, on every node", _text),
+    Option("sslkey", "", _ALL, "file as in libpq, on every node", _text),
 )  # fmt: skip
 
 OPTIONS: tuple[Option, ...] = (
     *_CONNECTION,
-    Option("queue", "required", _ALL, "queue; for writes where the frame has no column `queue`, or a null there", _text),
-    Option("queues", "none", _READ, "in place of queue: names with commas between them, * stands for any text; adds the column queue. Queues that are new join when the query starts again", _words),
-    Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps what is still to be read; one query each", _text),
-    Option("consumer", "none", frozenset({BATCH_READ}), "whose retries to read too, if it is a stream's", _text),
-    Option("startingAt", "committed", frozenset({STREAM_READ}), "where a consumer that is new begins: committed and latest are what comes from now on, earliest, a tick id, a time; one that is there begins at its position", _text),
+    Option("queue", "required", _ALL, "queue to read, or to write where the frame has no column `queue` or a null in it", _text),
+    Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them, `*` stands for any text", _words, "0.7"),
+    Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream; one query each", _text),
+    Option("consumer", "none", frozenset({BATCH_READ}), "reads the retries of this consumer of a stream, too", _text),
+    Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time. An existing consumer starts at its position", _text),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
-    Option("endingAt", "latest", frozenset({BATCH_READ}), "the same; latest is looked up by an action on the frame, see below", _text),
-    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages per micro-batch, by whole ticks and at least one", _count),
-    Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks per micro-batch", _count),
-    Option("numPartitions", "4", _READ, "upper bound of tasks, each with a connection; 1 keeps the order", _count),
-    Option("fetchSize", "10000", _READ, "rows per fetch", _count),
-    Option("types", "all", _READ, "message types to read, with commas between them", _words),
-    Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the others are not fetched", _columns),
+    Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _text),
+    Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages in a micro-batch: whole ticks, at least one", _count),
+    Option("maxTicksPerTrigger", "none", frozenset({STREAM_READ}), "ticks in a micro-batch", _count),
+    Option("numPartitions", "4", _READ, "tasks at most, each with a connection; 1 keeps the order", _count),
+    Option("fetchSize", "10000", _READ, "rows in a record batch", _count),
+    Option("types", "all", _READ, "message types to read, with commas between them; the server sends no others", _words),
+    Option("columns", "all", _READ, "columns to read, with commas between them, in this order; the server sends no others", _columns, "0.7"),
     Option("includeHeaders", "false", _READ, "adds the column headers map<string,string>", _truth),
-    Option("payloadFormat", "text", _READ, "text: payload is a string, and null for a message of bytes; binary: bytes of either", _one_of("text", "binary")),
-    Option("payloadSchema", "none", _READ, "columns of a JSON payload, in Spark's notation: `id bigint, total double`. They take the place of the column payload", _text),
-    Option("badRecords", KEEP, frozenset({STREAM_READ}), "payloads that do not parse. keep: they are in column _corrupt; dead: they become dead letters of the consumer", _one_of(KEEP, DEAD)),
-    Option("failOnDataLoss", "true", _READ, "false: where ticks are gone, warn and go on with the earliest there is", _truth),
-    Option("pollIntervalMs", "200", frozenset({STREAM_READ}), "how long the newest tick is taken for granted", _not_negative),
-    Option("delivery", EXACTLY_ONCE, _WRITE, "exactly-once: all or nothing, and a replayed micro-batch is left out; at-least-once: each task by itself", _one_of(EXACTLY_ONCE, AT_LEAST_ONCE)),
-    Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name that micro-batches are remembered by; a fixed one outlives the checkpoint, whose numbers begin at 0 again", _text),
-    Option("sinkId", "none", frozenset({BATCH_WRITE}), "with epoch: name that epochs are remembered by", _text),
-    Option("epoch", "none", frozenset({BATCH_WRITE}), "with sinkId: number of this write, such as foreachBatch's; written once", _not_negative),
-    Option("replaceByKey", "false", _WRITE, "true: column key is the key of send(): a message replaces the pending one with its key. false: it is the partition key", _truth),
-    Option("onFull", FAIL, _WRITE, "fail: a write to a queue that is full (max_depth) or paused fails with PQ003 or PQ013. wait: it tries again, without an open transaction", _one_of(FAIL, WAIT)),
-    Option("onFullTimeout", "300", _WRITE, "with onFull=wait: seconds until the write fails, at most 43200, since what is staged is kept for a day", _half_a_day),
-    Option("batchSize", "10000", _WRITE, "rows per piece of COPY", _count),
+    Option("payloadFormat", "text", _READ, "text: a string, null for a message of bytes; binary: bytes for both", _one_of("text", "binary")),
+    Option("payloadSchema", "none", _READ, "columns of a JSON payload in place of the column payload: `id bigint, total double`", _text, "0.7"),
+    Option("badRecords", KEEP, frozenset({STREAM_READ}), "payloads that do not parse: keep them in column `_corrupt`, or make dead letters of them", _one_of(KEEP, DEAD), "0.7"),
+    Option("failOnDataLoss", "true", _READ, "false: if ticks are gone, log a warning and go on with the earliest tick", _truth),
+    Option("pollIntervalMs", "200", frozenset({STREAM_READ}), "milliseconds for which the newest tick is remembered", _not_negative),
+    Option("delivery", EXACTLY_ONCE, _WRITE, "exactly-once: a micro-batch is sent whole and once; at-least-once: each task sends its rows", _one_of(EXACTLY_ONCE, AT_LEAST_ONCE)),
+    Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name under which the numbers of micro-batches are stored; see Exactly once", _text),
+    Option("sinkId", "none", frozenset({BATCH_WRITE}), "with `epoch`: name under which the numbers are stored", _text),
+    Option("epoch", "none", frozenset({BATCH_WRITE}), "with `sinkId`: number of this write, such as that of `foreachBatch`; it is written once", _not_negative),
+    Option("replaceByKey", "false", _WRITE, "true: column `key` is the key of `send()`, so a message replaces the pending message with its key. false: it is the partition key", _truth, "0.7"),
+    Option("onFull", FAIL, _WRITE, "fail: a write to a queue that is full or paused fails. wait: it tries again", _one_of(FAIL, WAIT), "0.7"),
+    Option("onFullTimeout", "300", _WRITE, "with `onFull=wait`: seconds until the write fails, at most 43200", _half_a_day, "0.7"),
+    Option("batchSize", "10000", _WRITE, "rows in a piece of COPY", _count),
 )  # fmt: skip
 
 _CONNECTION_NAMES = frozenset(option.name for option in _CONNECTION)
@@ -283,11 +284,13 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
 
 def markdown() -> str:
     """Return the table of options for the documentation."""
-    lines = ["| option | default | for | meaning |", "|---|---|---|---|"]
+    lines = ["| option | default | for | meaning | since |", "|---|---|---|---|---|"]
     names = {_ALL: "all", _READ: "read", _WRITE: "write"}
     for option in OPTIONS:
         modes = names.get(option.modes) or ", ".join(sorted(option.modes))
-        lines.append(f"| `{option.name}` | {option.default or 'none'} | {modes} | {option.meaning} |")
+        lines.append(
+            f"| `{option.name}` | {option.default or 'none'} | {modes} | {option.meaning} | {option.since} |"
+        )
     return "\n".join(lines)
 
 
