@@ -103,7 +103,7 @@ def test_what_is_needed_is_asked_for() -> None:
 def test_the_table_prints_every_option_and_breaks_no_line() -> None:
     lines = options.markdown().splitlines()
     assert len(lines) == len(OPTIONS) + 2
-    assert all(line.count("|") == 5 for line in lines)
+    assert all(line.count("|") == 6 for line in lines)
 
 
 # --- Connections --------------------------------------------------------------------------------------
