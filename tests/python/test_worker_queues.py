@@ -92,7 +92,7 @@ def test_messages_of_all_queues_are_handled_over_one_connection(
         wait_until(lambda: sorted(runner.seen) == sorted(queues * 3))
         for queue in reversed(queues):
             _send(client, tick, queue, 1)
-            wait_until(lambda queue=queue: runner.seen[-1] == queue)
+            wait_until(lambda queue=queue: runner.seen.count(queue) == 4)
         [(count,)] = conn.execute(
             "select count(*) from pg_stat_activity where application_name = 'many'"
         ).fetchall()

@@ -312,6 +312,8 @@ class Page:
         code = self.fill(block.code)
         if block.mark and block.language != "python":
             raise BadPage("only Python blocks can be stopped")
+        if block.mark == "stopped after its output" and block.output is None:
+            raise BadPage("it is to be stopped after its output, and none is shown")
         if block.language == "sql":
             found = self._sql(code)
         else:
@@ -370,6 +372,4 @@ class Page:
             with psycopg.connect(self._dsn) as conn:
                 row = conn.execute(block.mark.removeprefix("stopped when: ").encode()).fetchone()
                 return bool(row and row[0])
-        if block.output is None:
-            raise BadPage("it is to be stopped after its output, and none is shown")
-        return difference(block.output, python.output.read_text()) is None
+        return difference(str(block.output), python.output.read_text()) is None
