@@ -6216,6 +6216,7 @@ begin
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   perform pgque._depth_grows(v_queue.queue_id);
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
+  perform pgque._promote_dead(v_sub, v_queue, (pgque._position(v_sub.sub_id)).pos_tick, register_consumer_at.tick_id);
   perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
   perform pgque._did('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
   return 0;
@@ -8896,6 +8897,11 @@ $$;
 create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
 language plpgsql as $$
 begin
+  -- A reader of offsets gets each body of a key that it has not read yet, under one id: the newest is kept.
+  if p_item.ev_key is not null then
+    delete from pgque.dead_letter d
+    where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
+  end if;
   insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,
     ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
   values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, coalesce(p_item.ev_error, p_reason),
@@ -9424,7 +9430,7 @@ begin
   v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
-    perform pgque._promote_dead(v_sub, $1, $2, $3);
+    perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- A stream that goes on is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
@@ -9478,27 +9484,34 @@ comment on function pgque.open_stream(text, text, text, pgque.caller) is
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_position  pgque.position := pgque._position(v_sub.sub_id);
-  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot);
+  v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
     perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
       'Pass two arrays: the ids, and a reason for each.');
   end if;
-  return query execute format(
+  return query select * from pgque._dead_upto(v_sub, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot, $3, $4);
+end
+$$;
+
+-- Of a key's bodies (owner 0) the newest up to the snapshot.  Arrays may be long, and the planner knows
+-- nothing of a young table: without the settings it compares each id with each.
+create or replace function pgque._dead_upto(p_sub pgque.subscriber, p_upto pg_snapshot, p_ids bigint[], p_reasons text[]) returns setof pgque.outcome
+language plpgsql set enable_nestloop = off set jit = off as $$
+begin
+  return query execute pg_catalog.format(
     $q$
     select i.id, b.ok is true, case when b.ok then null when b.ok is null then 'not found behind the position' else 'dead already' end
     from unnest($1, $2) with ordinality i (id, reason, n)
-    left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e on e.ev_id = i.id
+    left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry desc) e on e.ev_id = i.id
     left join lateral (
-      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, coalesce(e.ev_retry, 0) + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
+      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
       where e.ev_id is not null offset 0) b on true
     order by i.n
-    $q$, pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(
-      coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
-  using $3, $4, v_sub;
+    $q$, pgque._rows_sql(p_sub.sub_queue, coalesce(pgque._xid_condition((pgque._position(p_sub.sub_id)).pos_snapshot, p_upto), 'false')
+      || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id)))
+  using p_ids, p_reasons, p_sub;
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
@@ -9590,22 +9603,28 @@ comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
   'Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
 -- The staged messages of windows up to a tick become dead letters.  The caller has not
--- moved the consumer yet: behind its position the messages may be gone.
-create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint) returns void
-language plpgsql set enable_seqscan = off as $$
+-- moved the consumer yet: behind its position the messages may be gone.  Notes up to the
+-- position are older than a restored dump or a seek back, and the messages are read again.
+create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue pgque.queue, p_stands bigint, p_tick bigint) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_ids      bigint[];
-  v_reasons  text[];
+  v_bad  record;
 begin
-  with gone as (
-    delete from pgque.bad_record b
-    where b.bad_sub = p_sub.sub_id and b.bad_tick <= p_tick
-    returning b.bad_ev_id, b.bad_reason
-  )
-  select pg_catalog.array_agg(g.bad_ev_id), pg_catalog.array_agg(g.bad_reason) into v_ids, v_reasons from gone g;
-  if v_ids is not null then
-    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons);
-  end if;
+  for v_bad in
+    with gone as (
+      delete from pgque.bad_record b
+      where b.bad_sub = p_sub.sub_id and b.bad_tick <= p_tick
+      returning b.*
+    )
+    select g.bad_tick, pg_catalog.array_agg(g.bad_ev_id) as ids, pg_catalog.array_agg(g.bad_reason) as reasons
+    from gone g
+    where g.bad_tick > p_stands
+    group by g.bad_tick
+    order by g.bad_tick
+  loop
+    perform pgque._dead_upto(p_sub, coalesce((pgque._tick(p_queue.queue_id, v_bad.bad_tick)).tick_snapshot,
+      (pgque._tick(p_queue.queue_id, p_tick)).tick_snapshot), v_bad.ids, v_bad.reasons);
+  end loop;
 end
 $$;
 -- ---------------------------------------------------------------------------

@@ -260,6 +260,7 @@ begin
   perform from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   perform pgque._depth_grows(v_queue.queue_id);
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
+  perform pgque._promote_dead(v_sub, v_queue, (pgque._position(v_sub.sub_id)).pos_tick, register_consumer_at.tick_id);
   perform pgque._move_to(v_sub, pgque._position(v_sub.sub_id), pgque._find_tick(v_queue, register_consumer_at.tick_id::text));
   perform pgque._did('register_consumer_at', v_queue.queue_name, jsonb_build_object('consumer_name', register_consumer_at.consumer_name, 'tick_id', register_consumer_at.tick_id));
   return 0;

@@ -212,7 +212,7 @@ begin
   v_position := pgque._position(v_sub.sub_id);
   v_tick := (pgque._standing(v_sub, v_position)).pos_tick;
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
-    perform pgque._promote_dead(v_sub, $1, $2, $3);
+    perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
     -- A stream that goes on is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
@@ -266,27 +266,34 @@ comment on function pgque.open_stream(text, text, text, pgque.caller) is
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
-  v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
-  v_position  pgque.position := pgque._position(v_sub.sub_id);
-  v_xids      text := pgque._xid_condition(v_position.pos_snapshot, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot);
+  v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
     perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
       'Pass two arrays: the ids, and a reason for each.');
   end if;
-  return query execute format(
+  return query select * from pgque._dead_upto(v_sub, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot, $3, $4);
+end
+$$;
+
+-- Of a key's bodies (owner 0) the newest up to the snapshot.  Arrays may be long, and the planner knows
+-- nothing of a young table: without the settings it compares each id with each.
+create or replace function pgque._dead_upto(p_sub pgque.subscriber, p_upto pg_snapshot, p_ids bigint[], p_reasons text[]) returns setof pgque.outcome
+language plpgsql set enable_nestloop = off set jit = off as $$
+begin
+  return query execute pg_catalog.format(
     $q$
     select i.id, b.ok is true, case when b.ok then null when b.ok is null then 'not found behind the position' else 'dead already' end
     from unnest($1, $2) with ordinality i (id, reason, n)
-    left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc) e on e.ev_id = i.id
+    left join (select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry desc) e on e.ev_id = i.id
     left join lateral (
-      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, coalesce(e.ev_retry, 0) + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
+      select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
       where e.ev_id is not null offset 0) b on true
     order by i.n
-    $q$, pgque._rows_sql(v_sub.sub_queue, pgque._slice_condition(
-      coalesce(v_xids, 'false') || format(' and e.ev_id = any (%L::bigint[])', pg_catalog.array_remove($3, null)), v_sub.sub_id, null, null)))
-  using $3, $4, v_sub;
+    $q$, pgque._rows_sql(p_sub.sub_queue, coalesce(pgque._xid_condition((pgque._position(p_sub.sub_id)).pos_snapshot, p_upto), 'false')
+      || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id)))
+  using p_ids, p_reasons, p_sub;
 end
 $$;
 comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is

@@ -83,21 +83,27 @@ comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
   'Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
 -- The staged messages of windows up to a tick become dead letters.  The caller has not
--- moved the consumer yet: behind its position the messages may be gone.
-create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue text, p_consumer text, p_tick bigint) returns void
-language plpgsql set enable_seqscan = off as $$
+-- moved the consumer yet: behind its position the messages may be gone.  Notes up to the
+-- position are older than a restored dump or a seek back, and the messages are read again.
+create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue pgque.queue, p_stands bigint, p_tick bigint) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_ids      bigint[];
-  v_reasons  text[];
+  v_bad  record;
 begin
-  with gone as (
-    delete from pgque.bad_record b
-    where b.bad_sub = p_sub.sub_id and b.bad_tick <= p_tick
-    returning b.bad_ev_id, b.bad_reason
-  )
-  select pg_catalog.array_agg(g.bad_ev_id), pg_catalog.array_agg(g.bad_reason) into v_ids, v_reasons from gone g;
-  if v_ids is not null then
-    perform pgque.dead(p_queue, p_consumer, v_ids, v_reasons);
-  end if;
+  for v_bad in
+    with gone as (
+      delete from pgque.bad_record b
+      where b.bad_sub = p_sub.sub_id and b.bad_tick <= p_tick
+      returning b.*
+    )
+    select g.bad_tick, pg_catalog.array_agg(g.bad_ev_id) as ids, pg_catalog.array_agg(g.bad_reason) as reasons
+    from gone g
+    where g.bad_tick > p_stands
+    group by g.bad_tick
+    order by g.bad_tick
+  loop
+    perform pgque._dead_upto(p_sub, coalesce((pgque._tick(p_queue.queue_id, v_bad.bad_tick)).tick_snapshot,
+      (pgque._tick(p_queue.queue_id, p_tick)).tick_snapshot), v_bad.ids, v_bad.reasons);
+  end loop;
 end
 $$;

@@ -119,6 +119,31 @@ def test_what_a_write_did_before_it_failed_is_taken_back_with_its_epoch(
     assert target.lines() == ["a"]
 
 
+def test_a_write_that_hides_its_failed_transaction_does_not_lose_its_epoch(
+    target: Target, frame: Callable[..., DataFrame]
+) -> None:
+    def hides(connection: Any, batch: DataFrame, epoch: int) -> None:
+        target.write(connection, batch, epoch)
+        if isinstance(connection, psycopg.Connection):
+            with pytest.raises(psycopg.errors.UndefinedTable):
+                connection.execute("select from nowhere")
+        else:
+            connection.rollback()
+
+    with pytest.raises((PgqueError, psycopg.errors.InFailedSqlTransaction)):
+        foreach_batch_once(target.database, "lines", query_id="q")(hides)(frame("a"), 0)
+    target.guarded(query_id="q")(frame("a"), 0)
+    assert target.lines() == ["a"]
+
+
+def test_rows_of_a_connection_may_be_mappings(shop: str, frame: Callable[..., DataFrame]) -> None:
+    def connect() -> psycopg.Connection[Any]:
+        return psycopg.connect(shop, row_factory=psycopg.rows.dict_row)
+
+    for epoch in (0, 1):
+        foreach_batch_once(connect, "n", query_id="q")(lambda *_: None)(frame("a"), epoch)
+
+
 def test_streams_are_told_apart_by_their_checkpoints(
     spark: SparkSession, target: Target, tmp_path: Path
 ) -> None:

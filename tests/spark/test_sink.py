@@ -126,6 +126,23 @@ OPTION_FRAME = (
 )
 
 
+def test_a_delay_of_zero_and_a_time_in_any_zone_are_sent(
+    spark: SparkSession, writer: Role, conn: Connection, queue: str
+) -> None:
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "GMT+3")  # which Arrow does not know
+    try:
+        write(spark.sql("select 'now' as payload, cast(0 as decimal(38, 18)) as delay"), writer, queue)
+        frame = spark.sql("select 'later' as payload, timestamp '2099-01-01 03:00:00' as deliver_at")
+        write(frame, writer, queue)
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", str(zone))
+    forced_tick(conn, queue)
+    assert [m.payload for m in receive(conn, queue)] == ["now"]
+    found = rows(conn, "select ev_data, ev_retry_after = '2099-01-01 00:00:00+00' from pgque.retry_queue")
+    assert ("later", True) in found
+
+
 @pytest.mark.parametrize("way", ["exactly-once", "at-least-once", "jdbc"])
 def test_options_of_send_are_columns(
     spark: SparkSession, jdbc: Any, writer: Role, conn: Connection, queue: str, way: str

@@ -714,6 +714,29 @@ def test_a_queue_that_was_made_anew_is_noticed(source: Source, conn: Connection)
 
 
 @pytest.mark.parametrize("how", [{}, {"startingAt": "earliest"}], ids=["latest", "earliest"])
+def test_a_checkpoint_is_of_one_queue_and_follows_its_new_name(
+    source: Source, conn: Connection, new_queue: Callable[[], str]
+) -> None:
+    other = new_queue()
+    for queue in (source.queue, other):
+        subscribe(conn, queue)
+        send_many(conn, queue, 3)
+        forced_tick(conn, queue)
+    first = source.queue
+    source.run(source.stream())
+    source.queue = other
+    assert f"the checkpoint is of queue {first}" in failure(source.run, source.stream())
+    source.queue = other + "_renamed"
+    value(conn, "select pgque.drop_queue(%s, true)", other)
+    value(conn, "select pgque.rename_queue(%s, %s)", first, source.queue)
+    send(conn, source.queue)
+    forced_tick(conn, source.queue)
+    try:
+        assert len(payloads(source.run(source.stream()))) == 1
+    finally:
+        value(conn, "select pgque.rename_queue(%s, %s)", source.queue, first)
+
+
 def test_a_queue_that_was_made_anew_and_has_passed_the_checkpoint_is_noticed(
     source: Source, conn: Connection, how: dict[str, object]
 ) -> None:

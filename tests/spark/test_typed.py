@@ -30,6 +30,9 @@ BAD = [
     '{"id": 1}, "more": {"id": 2}',
     "}",
     '{"id": 1, "id": 2}',
+    # pyarrow's error names the row, and what it could not read
+    '{"at": "x in row ' + "9" * 5000 + '"}',
+    '{"at": "\\u0000"}',
 ]
 
 
@@ -119,7 +122,8 @@ def test_what_does_not_parse_is_in_a_column_of_its_own(typed: Typed, conn: Conne
     put(conn, typed.queue, *mixed)
     value(conn, "select pgque.send(%s, 'default', '\\xff'::bytea)", typed.queue)
     forced_tick(conn, typed.queue)
-    found = typed.batch(payloadSchema="id bigint", columns="msg_id").orderBy("msg_id").collect()
+    schema = "id bigint, at timestamp"
+    found = typed.batch(payloadSchema=schema, columns="msg_id").orderBy("msg_id").collect()
     assert [row.id for row in found if row._corrupt is None] == list(range(2000))
     assert [row._corrupt for row in found if row._corrupt is not None] == [*BAD, "no UTF-8: \\xff"]
     assert all(row.id is None for row in found if row._corrupt is not None)
@@ -160,6 +164,8 @@ def test_a_schema_of_ones_own_mixes_columns_of_message_and_payload(typed: Typed,
         ({"payloadSchema": "type string"}, "type"),
         ({"payloadSchema": "id map<string,int>"}, "from_json"),
         ({"payloadSchema": "id bigint not null"}, "cannot be NOT NULL"),
+        ({"payloadSchema": "id struct<n: int not null>"}, "column id.n of the payload cannot be NOT NULL"),
+        ({"schema": "payload string not null"}, "column payload of a message cannot be NOT NULL"),
         ({"payloadSchema": "id nonsense"}, "nonsense"),
         ({"payloadSchema": "id bigint", "schema": "id bigint"}, "exclude each other"),
         ({"badRecords": "dead"}, "for stream read, not for batch read"),
@@ -217,6 +223,18 @@ def test_bad_records_are_dead_when_their_micro_batch_is_committed(typed: Typed, 
     assert value(conn, "select d.dl_reason from pgque.dlq_inspect(%s, 1) as d", typed.queue) == (
         "payload does not parse: Invalid value."
     )
+
+
+def test_a_run_without_a_schema_forgets_what_the_run_before_it_could_not_parse(
+    typed: Typed, conn: Connection
+) -> None:
+    subscribe(conn, typed.queue)
+    put(conn, typed.queue, '{"id": 1}', '{"at": "\\u0000"}', "bad")
+    typed.stream(fail=0, payloadSchema="id bigint, at timestamp", badRecords="dead")
+    typed.stream(payloadSchema="id string")  # badRecords=keep
+    put(conn, typed.queue, '{"id": "2"}')
+    typed.stream(payloadSchema="id string")
+    assert dead_letters(conn, typed.queue) == []
 
 
 JOB = """

@@ -77,6 +77,58 @@ def test_staged_messages_are_dead_when_the_consumer_passes_their_tick(conn: Conn
     assert third not in column(conn, "select d.ev_id from pgque.dlq_inspect(%s) as d", queue)
 
 
+def test_of_the_bodies_of_a_key_that_do_not_parse_the_newest_is_dead(conn: Connection, queue: str) -> None:
+    subscribe(conn, queue)
+    ticks = []
+    for text in ("good", "bad 1", "bad 2"):  # each replaces the one before, under one id
+        number = value(conn, "select pgque.send(%s, 't', %s::text, key => 'a')", queue, text)
+        ticks.append(forced_tick(conn, queue))
+        if text != "good":
+            stage(conn, queue, ticks[-1], number)
+    for tick, letters in zip(ticks, ([], ["bad 1"], ["bad 2"]), strict=True):
+        seek(conn, queue, tick)
+        assert column(conn, "select d.ev_data from pgque.dlq_inspect(%s) as d", queue) == letters
+
+
+def test_a_consumer_that_is_moved_by_its_old_name_has_its_dead_letters_too(
+    conn: Connection, queue: str
+) -> None:
+    subscribe(conn, queue)
+    number = send(conn, queue)
+    tick = forced_tick(conn, queue)
+    stage(conn, queue, tick, number)
+    value(conn, "select pgque.register_consumer_at(%s, 'c', %s)", queue, tick)
+    assert dead(conn, queue) == [f"bad {number}"]
+
+
+def test_notes_from_before_a_seek_back_kill_nothing_that_is_read_again(conn: Connection, queue: str) -> None:
+    subscribe(conn, queue)
+    before = forced_tick(conn, queue)
+    number = send(conn, queue)
+    tick = forced_tick(conn, queue)
+    seek(conn, queue, tick)
+    stage(conn, queue, tick, number)  # a task of a run that was killed
+    send(conn, queue)
+    seek(conn, queue, forced_tick(conn, queue))
+    assert dead(conn, queue) == []
+    value(conn, "select pgque.seek(%s, 'c', %s, true)", queue, before)
+    assert dead(conn, queue) == []
+
+
+def test_a_window_in_which_all_is_bad_is_no_square_of_its_size(own: Connection) -> None:
+    queue = own_one(own)
+    send_many(own, queue, 10_000)
+    tick = forced_tick(own, queue)
+    value(
+        own,
+        "select pgque.stage_dead('q', 'c', %s, array_agg(e.ev_id), array_agg('bad'::text)) from pgque.event as e",
+        tick,
+    )
+    own.execute("set statement_timeout = '60s'")  # it took minutes by comparing each id with each
+    seek(own, queue, tick)
+    assert len(dead(own, queue)) == 100 and value(own, "select count(*) from pgque.dead_letter") == 10_000
+
+
 def test_what_was_staged_goes_with_the_consumer(own: Connection) -> None:
     own_queue = own_one(own)
     number = send(own, own_queue)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, overload
 
@@ -130,6 +130,7 @@ class _Once:
             with _transaction(conn):
                 if self._claim(conn, query, int(epoch)):
                     self._write(conn, batch, epoch)
+                    self._check_claim(conn, query, int(epoch))
                 else:
                     log.warning("pgque: epoch %s of %s was written before", epoch, self._name)
 
@@ -144,7 +145,7 @@ class _Once:
             if found is None:
                 cursor.execute(self._insert(query, epoch))
                 return True
-            newest = int(found[0])
+            newest = _number(found)
             if newest > epoch:
                 raise PgqueSinkEpochError(
                     f"epoch {epoch} of {self._name}, query {query}: it is older than the newest epoch"
@@ -156,6 +157,20 @@ class _Once:
                 )
             cursor.execute(f"update {self._table} set epoch = {epoch} {where}")
             return newest < epoch
+
+    def _check_claim(self, conn: Any, query: str, epoch: int) -> None:
+        """Refuse to go on if `write` has hidden that its transaction was taken back."""
+        with closing(conn.cursor()) as cursor:
+            # Fails where PostgreSQL's transaction failed: its commit would be a rollback that tells nobody.
+            cursor.execute(
+                f"select epoch from {self._table} where name = '{self._name}' and query = '{query}'"
+            )
+            found = cursor.fetchone()
+        if found is None or _number(found) != epoch:
+            raise PgqueError(
+                f"epoch {epoch} of {self._name} was not written: the function has taken its transaction back",
+                hint="Let errors of the database out of the function, or catch them around a savepoint.",
+            )
 
     def _insert(self, query: str, epoch: int) -> str:
         return f"insert into {self._table} (name, query, epoch) values ('{self._name}', '{query}', {epoch})"
@@ -211,6 +226,11 @@ class _Once:
                 hint="Open it without autocommit (sqlite3: not with isolation_level=None), on tables with"
                 " transactions.",
             )
+
+
+def _number(row: Any) -> int:
+    """Return the only value of a row, which some connections give as a mapping."""
+    return int(next(iter(row.values() if isinstance(row, Mapping) else row)))
 
 
 @contextmanager

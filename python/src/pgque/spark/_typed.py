@@ -25,6 +25,11 @@ def check_type(name: str, kind: DataType) -> None:
         check_type(name, kind.elementType)
     elif isinstance(kind, t.StructType):
         for part in kind.fields:
+            if not part.nullable:
+                raise PgqueBadArgument(
+                    f"column {name}.{part.name} of the payload cannot be NOT NULL: it is null where it is"
+                    " missing"
+                )
             check_type(f"{name}.{part.name}", part.dataType)
     elif not isinstance(
         kind, t.StringType | t.BooleanType | t.NumericType | t.DateType | t.TimestampType | t.TimestampNTZType
@@ -124,7 +129,7 @@ def _cut(start: int, stop: int, problem: str) -> list[tuple[int, int]]:
     than a guess, since its text can hold the payload's."""
     if stop - start > _PIECE:
         return [(first, min(first + _PIECE, stop)) for first in range(start, stop, _PIECE)]
-    named = re.search(r" in row (\d+)$", problem)
+    named = re.search(r" in row (\d{1,9})$", problem)
     at = start + int(named[1]) if named is not None else stop
     if at >= stop:
         at = (start + stop) // 2
@@ -133,6 +138,8 @@ def _cut(start: int, stop: int, problem: str) -> list[tuple[int, int]]:
 
 def _reason(problem: str) -> str:
     text = re.sub(r" in row \d+$", "", problem.removeprefix("JSON parse error: "))
+    # What PostgreSQL's text cannot hold
+    text = text.replace("\0", "\\0")
     return f"payload does not parse: {text.replace('Column(/p/', 'Column(').replace('Column(/p)', 'It')}"
 
 

@@ -120,6 +120,8 @@ def layout(parsed: Options, schema: StructType) -> Layout:
         if parsed.columns is not None and [column.name for column in fields] != list(parsed.columns):
             raise PgqueBadArgument("schema() and option columns exclude each other")
     for column in message:
+        if not column.nullable:
+            raise PgqueBadArgument(f"column {column.name} of a message cannot be NOT NULL: leave that out")
         if column.dataType.simpleString() != _type(parsed, column.name):
             raise PgqueBadArgument(
                 f"column {column.name} of a message is {_type(parsed, column.name)}, not"

@@ -230,6 +230,12 @@ def _csv(
                 column = _hexadecimal(column)
             elif name == "headers":
                 column = _headers(column)
+            elif name in {"delay", "ttl"} and not pa.types.is_string(column.type):
+                # CSV has 0E-18 for zero, which is no interval.
+                column = pa.array([None if v is None else f"{v:f}" for v in column.to_pylist()], pa.string())
+            elif name == "deliver_at":
+                # Spark knows zones that Arrow does not, such as Z and GMT+3.
+                column = column.cast(pa.timestamp("us", "UTC"))
             arrays.append(column)
     names = [str(number) for number in range(len(arrays))]
     out = io.BytesIO()

@@ -163,7 +163,15 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
                 f" {'queue' if queue is not None else 'queues'}: go back to the former, or start with another"
                 " checkpoint, from the consumer's position"
             )
-        return dict(offset["ticks"]) if queue is None else {queue: offset["tick"]}
+        if queue is None:
+            return dict(offset["ticks"])
+        before = offset.get("queue", queue)
+        if before != queue and self._connected().is_there(before):
+            raise PgqueBadArgument(
+                f"the checkpoint is of queue {before}, whose ticks say nothing about queue {queue}: start"
+                " with another checkpoint, from the consumer's position"
+            )
+        return {queue: offset["tick"]}
 
     def initialOffset(self) -> dict[str, Any]:
         """Return the consumer's position. Asked again when the first micro-batch is replayed, and the same
@@ -311,10 +319,18 @@ class _Driver:
             if start != end:
                 stream.keeps(start)
                 found += stream.split(start, end)
-                if self._typed:
-                    # What a run before this one could not parse is parsed again, maybe with other options.
+                if not stream.unstaged:
+                    # What a run before this one could not parse is read again, maybe with other options.
                     stream.unstage(start)
         return found
+
+    def is_there(self, queue: str) -> bool:
+        """Say whether a queue is there: one that was renamed is not."""
+        try:
+            self.do(lambda conn: conn.execute("select pgque.tick_for(%s, 'latest')", [queue]))
+        except PgqueQueueNotFound:
+            return False
+        return True
 
     def _left_out(self, queue: str) -> None:
         """Refuse to go on without a queue that was dropped; one that is not asked for any more is no loss."""
@@ -393,6 +409,7 @@ class _Stream:
         # Ticks that were gone before they were read, and up to which they are counted
         self.lost = 0
         self._lost_upto = -1
+        self.unstaged = False
         # Whether the consumer was made by this stream, as long as nothing was read
         self._anew = False
 
@@ -498,6 +515,7 @@ class _Stream:
         """Forget which messages behind `start` did not parse."""
         named = [self._queue, self._options.consumer, start]
         self._driver.do(lambda conn: conn.execute("select pgque.unstage_dead(%s, %s, %s)", named))
+        self.unstaged = True
 
     def commit(self, tick: int) -> None:
         """Move the position to `tick`; a failure is logged."""
