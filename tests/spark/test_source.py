@@ -713,7 +713,6 @@ def test_a_queue_that_was_made_anew_is_noticed(source: Source, conn: Connection)
     assert payloads(source.run(source.stream())) == ["newer"]
 
 
-@pytest.mark.parametrize("how", [{}, {"startingAt": "earliest"}], ids=["latest", "earliest"])
 def test_a_checkpoint_is_of_one_queue_and_follows_its_new_name(
     source: Source, conn: Connection, new_queue: Callable[[], str]
 ) -> None:
@@ -737,6 +736,7 @@ def test_a_checkpoint_is_of_one_queue_and_follows_its_new_name(
         value(conn, "select pgque.rename_queue(%s, %s)", source.queue, first)
 
 
+@pytest.mark.parametrize("how", [{}, {"startingAt": "earliest"}], ids=["latest", "earliest"])
 def test_a_queue_that_was_made_anew_and_has_passed_the_checkpoint_is_noticed(
     source: Source, conn: Connection, how: dict[str, object]
 ) -> None:
