@@ -17,8 +17,8 @@ LEFT    := $(if $(REST),$(PROOF:%=--ignore=%))
 VERIFY_BENCH      ?= send,receive,late,nack,peers,drain,latency,idle,soak
 VERIFY_LONG_BENCH ?= $(VERIFY_BENCH),workers-long
 # What depends on the version of PySpark, and the main paths of that
-SPARK_PATHS := tests/spark/test_source.py tests/spark/test_sink.py tests/spark/test_once.py tests/spark/test_package.py
-SMOKE       := every_column or failed_is_read_again_as_it_was or available_now_reads or micro_batch or told_apart or finds
+SPARK_PATHS := $(addprefix tests/spark/test_,source.py sink.py once.py typed.py package.py)
+SMOKE       := every_column or failed_is_read_again_as_it_was or available_now_reads or micro_batch or told_apart or finds or types_of_the_schema
 # Markdown, and what make_sync.py generates
 NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
@@ -79,7 +79,7 @@ test-spark: ## Run the Spark tests on the newest PySpark, what depends on its ve
 	@failed=0; \
 	echo "--- PySpark, newest"; $(VENV)/spark/bin/python -m pytest tests/spark -m "not long" $(ARGS) || failed=1; \
 	echo "--- PySpark 4.0"; $(VENV)/spark-4.0/bin/python -m pytest $(SPARK_PATHS) -m "not long and not slow" \
-	  -k "test_source or micro_batch or told_apart" $(ARGS) || failed=1; \
+	  -k "test_source or micro_batch or told_apart or types_of_the_schema" $(ARGS) || failed=1; \
 	exit $$failed
 
 test-spark-long: smoke-spark ## The long ones of the Spark tests: more rows, more kills, the versions of Spark between the oldest and the newest
