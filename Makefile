@@ -77,7 +77,7 @@ verify-long: $(VENV)/.test ## The same for longer, and what only runs for minute
 test-spark: ## Run the Spark tests on the newest PySpark, what depends on its version on 4.0 too (needs Java 17; ARGS= for pytest)
 	@$(SUPPORT)/spark.sh newest && $(SUPPORT)/spark.sh 4.0
 	@failed=0; \
-	echo "--- PySpark, newest"; $(VENV)/spark/bin/python -m pytest tests/spark -m "not long" $(ARGS) || failed=1; \
+	echo "--- PySpark, newest"; $(VENV)/spark/bin/python -m pytest tests/spark -m "not long" --durations=12 --durations-min=12 $(ARGS) || failed=1; \
 	echo "--- PySpark 4.0"; $(VENV)/spark-4.0/bin/python -m pytest $(SPARK_PATHS) -m "not long and not slow" \
 	  -k "test_source or micro_batch or told_apart or types_of_the_schema" $(ARGS) || failed=1; \
 	exit $$failed
