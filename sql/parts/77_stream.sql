@@ -12,17 +12,26 @@ declare
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_tick   pgque.tick := pgque._need_tick(v_queue, $3);
   v_last   pgque.tick := pgque._last_tick(v_queue);
+  v_wait   text := current_setting('lock_timeout');
 begin
   newest_tick := v_last.tick_id;
   execute format('select count(*) from (%s) t where t.tick_id > $1', pgque._ticks_sql(v_queue.queue_id)) into ticks_behind using $3;
   events_behind := greatest(coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_tick.tick_event_seq, 0);
-  oldest_pending := greatest(coalesce(pgque.clock()
-    - pgque._pending_since(v_sub, pgque._at_tick(pgque._position(v_sub.sub_id), v_tick), v_last), '0'), '0');
+  begin
+    perform pgque._hurry();
+    oldest_pending := greatest(coalesce(pgque.clock()
+      - pgque._pending_since(v_sub, pgque._at_tick(pgque._position(v_sub.sub_id), v_tick), v_last), '0'), '0');
+    perform set_config('lock_timeout', v_wait, true);
+  exception
+    when lock_not_available then
+      null;
+  end;
 end
 $$;
 comment on function pgque.stream_lag(text, text, bigint, pgque.caller) is
   'Returns what a consumer that keeps its own offsets has not read when it has read up to a tick: the newest tick of the queue; how many ticks '
-  '(ticks_behind) and events (events_behind, at most) come after the tick; the age of the oldest pending event (oldest_pending; 0 if none is pending). '
+  '(ticks_behind) and events (events_behind, at most) come after the tick; the age of the oldest pending event (oldest_pending; 0 if none is pending, NULL if '
+  'another session has a table of the queue locked). '
   'Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is gone.';
 
 -- Rows live from the task that found them until the commit of its micro-batch, or

@@ -84,7 +84,13 @@ def put(conn: Connection, queue: str, sent: Counter[str]) -> None:
 
 
 def take(conn: Connection, queue: str) -> Counter[str | None]:
-    """Receive all there is."""
+    """Receive all there is; what is delayed, once it is due."""
+    delayed = (
+        "select exists (select from pgque.retry_queue as r join pgque.queue as q on q.queue_id = r.ev_queue"
+        " where q.queue_name = %s)"
+    )
+    while value(conn, delayed, queue):
+        value(conn, "select pgque.maint_retry_events()")
     forced_tick(conn, queue)
     return Counter(payloads(conn, queue, "check", 5_000))
 

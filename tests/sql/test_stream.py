@@ -7,6 +7,7 @@ from sql.helpers import (
     Connection,
     column,
     forced_tick,
+    leaf,
     move_clock,
     refused,
     rows,
@@ -55,6 +56,20 @@ def test_the_lag_of_a_tick_is_what_comes_behind_it(own: Connection) -> None:
     assert rows(own, LAG, own_queue, ticks[1]) == [(ticks[2], 1, 0, 0)]
     assert rows(own, LAG, own_queue, ticks[2]) == [(ticks[2], 0, 0, 0)]
     refused("PQ015", rows, own, LAG, own_queue, 999_999)
+
+
+def test_the_lag_does_not_wait_for_a_table_that_is_locked(
+    conn: Connection, queue: str, connect: Connect
+) -> None:
+    subscribe(conn, queue)
+    tick = forced_tick(conn, queue)
+    send_many(conn, queue, 3)
+    newest = forced_tick(conn, queue)
+    holder = connect(autocommit=False)
+    holder.execute(f"lock table {leaf(conn, queue)} in access exclusive mode".encode())
+    assert rows(conn, LAG, queue, tick) == [(newest, 1, 3, None)]
+    holder.rollback()
+    assert rows(conn, LAG, queue, tick)[0][3] is not None
 
 
 def test_staged_messages_are_dead_when_the_consumer_passes_their_tick(conn: Connection, queue: str) -> None:

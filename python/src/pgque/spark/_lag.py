@@ -24,7 +24,7 @@ def lags(conn: _connect.Connection, consumer: str, ticks: Mapping[str, int]) -> 
             "tick": newest,
             "ticksBehind": ticks_behind,
             "eventsBehind": events_behind,
-            "oldestPendingSeconds": round(float(oldest), 3),
+            **({} if oldest is None else {"oldestPendingSeconds": round(float(oldest), 3)}),
         }
         for queue, newest, ticks_behind, events_behind, oldest in found
     }
