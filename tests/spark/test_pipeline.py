@@ -71,6 +71,7 @@ def test_a_few_records_go_through_with_a_kill_on_the_way(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.long  # a second run of the whole pipeline; the test above kills the job
 @pytest.mark.timeout(420)
 def test_a_job_that_ends_by_itself_is_started_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pgque.demo.pipeline", "--server", "embedded", "--records", "300"]
