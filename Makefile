@@ -74,17 +74,19 @@ verify-long: $(VENV)/.test ## The same for longer, and what only runs for minute
 	@$(BIN)/python -m pytest $(PROOF) $(ARGS)
 	@PYTHONPATH=tests $(BIN)/python tests/bench/run.py --only $(VERIFY_LONG_BENCH)
 
-test-spark: ## Run the Spark tests on the newest PySpark, what depends on its version on 4.0 too (needs Java 17; ARGS= for pytest)
+test-spark: ## Run the Spark tests on the newest PySpark, those of the main paths on 4.0 too (needs Java 17; ARGS= for pytest)
 	@$(SUPPORT)/spark.sh newest && $(SUPPORT)/spark.sh 4.0
 	@failed=0; \
 	echo "--- PySpark, newest"; $(VENV)/spark/bin/python -m pytest tests/spark -m "not long" --durations=12 --durations-min=12 $(ARGS) || failed=1; \
 	echo "--- PySpark 4.0"; $(VENV)/spark-4.0/bin/python -m pytest $(SPARK_PATHS) -m "not long and not slow" \
-	  -k "test_source or micro_batch or told_apart or types_of_the_schema" $(ARGS) || failed=1; \
+	  -k "$(SMOKE)" $(ARGS) || failed=1; \
 	exit $$failed
 
-test-spark-long: smoke-spark ## The long ones of the Spark tests: more rows, more kills, the versions of Spark between the oldest and the newest
+test-spark-long: smoke-spark ## The long ones of the Spark tests: more rows, more kills, all on 4.0, the versions between
 	@$(SUPPORT)/spark.sh newest
 	@$(VENV)/spark/bin/python -m pytest tests/spark -m long $(ARGS)
+	@$(SUPPORT)/spark.sh 4.0
+	@$(VENV)/spark-4.0/bin/python -m pytest tests/spark -m "not long and not slow" $(ARGS)
 
 smoke-spark: ## The main paths on PySpark 4.1 and 4.2 (the first time builds a wheel of 450 MB for each)
 	@failed=0; for version in 4.1 4.2; do \
