@@ -140,12 +140,10 @@ class _Once:
         with closing(conn.cursor()) as cursor:
             # Locks the row: whoever writes the same epoch at the same time waits here.
             cursor.execute(f"update {self._table} set epoch = epoch {where}")
-            cursor.execute(f"select epoch from {self._table} {where}")
-            found = cursor.fetchone()
-            if found is None:
+            newest = self._newest(cursor, query)
+            if newest is None:
                 cursor.execute(self._insert(query, epoch))
                 return True
-            newest = _number(found)
             if newest > epoch:
                 raise PgqueSinkEpochError(
                     f"epoch {epoch} of {self._name}, query {query}: it is older than the newest epoch"
@@ -162,15 +160,21 @@ class _Once:
         """Refuse to go on if `write` has hidden that its transaction was taken back."""
         with closing(conn.cursor()) as cursor:
             # Fails where PostgreSQL's transaction failed: its commit would be a rollback that tells nobody.
-            cursor.execute(
-                f"select epoch from {self._table} where name = '{self._name}' and query = '{query}'"
-            )
-            found = cursor.fetchone()
-        if found is None or _number(found) != epoch:
+            written = self._newest(cursor, query)
+        if written != epoch:
             raise PgqueError(
                 f"epoch {epoch} of {self._name} was not written: the function has taken its transaction back",
                 hint="Let errors of the database out of the function, or catch them around a savepoint.",
             )
+
+    def _newest(self, cursor: Any, query: str) -> int | None:
+        """Return the newest epoch that was written."""
+        cursor.execute(f"select epoch from {self._table} where name = '{self._name}' and query = '{query}'")
+        row = cursor.fetchone()
+        if row is None:
+            return None
+        # Some connections give a row as a mapping.
+        return int(next(iter(row.values() if isinstance(row, Mapping) else row)))
 
     def _insert(self, query: str, epoch: int) -> str:
         return f"insert into {self._table} (name, query, epoch) values ('{self._name}', '{query}', {epoch})"
@@ -226,11 +230,6 @@ class _Once:
                 hint="Open it without autocommit (sqlite3: not with isolation_level=None), on tables with"
                 " transactions.",
             )
-
-
-def _number(row: Any) -> int:
-    """Return the only value of a row, which some connections give as a mapping."""
-    return int(next(iter(row.values() if isinstance(row, Mapping) else row)))
 
 
 @contextmanager

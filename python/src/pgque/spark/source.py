@@ -145,7 +145,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
     def _connected(self) -> _Driver:
         if self._driver is None:
-            self._driver = _Driver(self._options, bool(self._layout.payload))
+            self._driver = _Driver(self._options)
         return self._driver
 
     def _offset(self, ticks: Ticks) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         if queue is None:
             return dict(offset["ticks"])
         before = offset.get("queue", queue)
-        if before != queue and self._connected().is_there(before):
+        if before != queue and self._connected().missing(before) is None:
             raise PgqueBadArgument(
                 f"the checkpoint is of queue {before}, whose ticks say nothing about queue {queue}: start"
                 " with another checkpoint, from the consumer's position"
@@ -239,9 +239,8 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 class _Driver:
     """The driver's side of a stream: one connection, which holds the consumer's lock on each queue."""
 
-    def __init__(self, parsed: Options, typed: bool) -> None:
+    def __init__(self, parsed: Options) -> None:
         self._options = parsed
-        self._typed = typed
         self._conn: _connect.Connection | None = None
         self._streams: dict[str, _Stream] = {}
         self._newest: Ticks = {}
@@ -324,27 +323,27 @@ class _Driver:
                     stream.unstage(start)
         return found
 
-    def is_there(self, queue: str) -> bool:
-        """Say whether a queue is there: one that was renamed is not."""
-        try:
-            self.do(lambda conn: conn.execute("select pgque.tick_for(%s, 'latest')", [queue]))
-        except PgqueQueueNotFound:
-            return False
-        return True
-
-    def _left_out(self, queue: str) -> None:
-        """Refuse to go on without a queue that was dropped; one that is not asked for any more is no loss."""
+    def missing(self, queue: str) -> PgqueQueueNotFound | None:
+        """Return the error for a queue that was dropped or renamed; None for one that is there."""
         try:
             self.do(lambda conn: conn.execute("select pgque.tick_for(%s, 'latest')", [queue]))
         except PgqueQueueNotFound as error:
-            if self._options.failOnDataLoss:
-                raise PgqueQueueNotFound(
-                    f"{error}; the checkpoint has it, and its messages may be lost for this query. Go on"
-                    " without it with failOnDataLoss=false",
-                    sqlstate=error.sqlstate,
-                    queue=queue,
-                ) from None
-            log.warning("pgque: queue %s of the checkpoint is gone", queue)
+            return error
+        return None
+
+    def _left_out(self, queue: str) -> None:
+        """Refuse to go on without a queue that was dropped; one that is not asked for any more is no loss."""
+        error = self.missing(queue)
+        if error is None:
+            return
+        if self._options.failOnDataLoss:
+            raise PgqueQueueNotFound(
+                f"{error}; the checkpoint has it, and its messages may be lost for this query. Go on"
+                " without it with failOnDataLoss=false",
+                sqlstate=error.sqlstate,
+                queue=queue,
+            )
+        log.warning("pgque: queue %s of the checkpoint is gone", queue)
 
     def commit(self, ends: Ticks) -> None:
         """Move the positions."""
