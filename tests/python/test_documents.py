@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from conftest import install
 from pgque.errors import BY_SQLSTATE
-from support.documents import ROOT, BadPage, Block, Page, difference, environment, read
+from support.documents import ROOT, BadPage, Block, Page, difference, read, run_example
 from support.servers import TestServer
 
 DOCS = sorted((ROOT / "python" / "docs").glob("*.md"))
@@ -121,19 +119,7 @@ def test_each_page_is_in_the_index_and_in_the_menu_of_the_site() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=name)
 def test_an_example_runs(path: Path, own_dsn: str, tmp_path: Path) -> None:
-    expected = path.read_text(encoding="utf-8").split('"""', 2)[1].split("Prints:\n", 1)[1]
-    done = subprocess.run(
-        [sys.executable, str(path), own_dsn],
-        env=environment("", []),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    shown = "\n".join(line.removeprefix("    ") for line in expected.strip("\n").split("\n"))
-    assert difference(shown, done.stdout) is None, difference(shown, done.stdout)
+    run_example(path, own_dsn, tmp_path)
 
 
 # --- The rules of the pages, see support/documents.py -------------------------------------------------

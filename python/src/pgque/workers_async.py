@@ -434,10 +434,12 @@ class AsyncWorker:
         worker: name of this worker; without it one that no other has.
         shutdown_timeout: seconds that handlers have to finish after a stop.
         encoder: as of a client, for what the worker itself sends.
-        decoder: as of a client, for the messages that handlers get.
+        decoder: as of a client, for the messages that handlers get. With use="processes" encoder and decoder
+            are functions of a module.
         bad_payload: what to do with a message whose handler raises PgquePayloadError, as it does where the
-            payload does not fit the model that it asks for: "dead" gives it up, with the reason, "retry" is
-            as for any error.
+            payload does not fit the model that it asks for: "dead" gives it up, with the reason, as
+            `drop_policy` has it; "retry" is as for any error. It is logged without a traceback, in which
+            the payload might be shown.
         liveness_file: a file to touch every second while the worker is alive and the database answers. Its
             age says whether the worker hangs.
     """
@@ -519,8 +521,8 @@ class AsyncWorker:
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one. It may ask by annotation for a Message[Model] or a Model. Raises TypeError for what cannot be a
-        handler, and for an annotation that no payload becomes."""
+        one. It may ask by annotation for a Message[Model] or a Model. Annotations are read here, and may be
+        text. Raises TypeError for what cannot be a handler, and for an annotation that no payload becomes."""
         return self._handlers.register(type)
 
     def every(
