@@ -152,12 +152,13 @@ def test_a_consumer_a_worker_and_the_ticker_work_through_the_pooler(
     with pgque.connect(dsn, autocommit=True) as client:
         for name in got:
             client.subscribe(queue, name)
-    consumer = pgque.Consumer(bouncer, queue=queue, consumer="alone", poll_interval=0.1)
+    consumer = pgque.Consumer(bouncer, queue=queue, consumer="alone", poll_interval=0.1, transactional=True)
     worker = pgque.Worker(bouncer, queue=queue, consumer="pool")
     stop = threading.Event()
 
     @consumer.handler("*")
-    def alone(message: pgque.Message) -> None:
+    def alone(message: pgque.Message, conn: psycopg.Connection[Any]) -> None:
+        conn.execute("select 1")
         got["alone"].append(str(message.payload))
 
     @worker.handler("*")

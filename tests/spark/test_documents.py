@@ -29,6 +29,7 @@ def test_the_blocks_of_a_document_run_on_spark(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_on_spark(
     path: Path, tcp_dsn: str, spark_variables: dict[str, str], tmp_path: Path

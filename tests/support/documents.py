@@ -136,7 +136,7 @@ def run_example(path: Path, dsn: str, folder: Path, env: Mapping[str, str] | Non
         capture_output=True,
         text=True,
         check=False,
-        timeout=PATIENCE,
+        timeout=3 * PATIENCE,
     )
     if done.returncode != 0:
         raise BadPage(f"{path.name} ended with {done.returncode}:\n{done.stderr}")
