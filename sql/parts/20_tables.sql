@@ -533,7 +533,8 @@ comment on table pgque.idempotency is 'Keys of send_idem() until their ttl ends.
 
 -- What sinks staged and have not committed, in two leaves; which of them takes
 -- new rows a sequence says, which turns without a dead row.  Not unlogged, as no
--- table here is: see sql/README.md, "Crashes".
+-- table here is.  If PostgreSQL crashes right after a rolled-back TRUNCATE of an unlogged
+-- table, the next start can fail with "could not create file ...: File exists".
 create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
 
 create table if not exists pgque.sink_attempt (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RELIABILITY = ROOT / "sql" / "RELIABILITY.md"
+INTERNALS = ROOT / "sql" / "README.md"
 
 
 def _missing(document: str) -> list[str]:
@@ -42,6 +43,13 @@ def test_each_test_that_a_guarantee_names_exists() -> None:
     assert len(limits) > 10
     for row in limits:
         assert len(row) == 3 and all(row), f"what is not promised, why, what to do: {row}"
+
+
+def test_each_function_that_internals_name_exists() -> None:
+    names = set(re.findall(r"`(_[a-z_]+)[`(]", INTERNALS.read_text(encoding="utf-8")))
+    made = (ROOT / "sql" / "pgque.sql").read_text(encoding="utf-8")
+    assert len(names) > 5
+    assert sorted(name for name in names if f"function pgque.{name}(" not in made) == []
 
 
 def test_a_test_that_is_gone_is_missed() -> None:
