@@ -414,7 +414,8 @@ def test_a_database_without_pg_cron_is_ticked_by_the_pg_cron_of_another(
                 assert caught.value.sqlstate == "PQ014"
             schedule = "1 second" if cron.subminute else "@reboot"
             here.execute(
-                "select cron.schedule_in_database('pgque app', %s, 'call pgque.ticker_loop()', 'app')", [schedule]
+                "select cron.schedule_in_database('pgque app', %s, 'call pgque.ticker_loop()', 'app')",
+                [schedule],
             )
             if not cron.subminute:
                 cron.process.restart()

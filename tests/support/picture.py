@@ -126,7 +126,9 @@ def message() -> str:
         text((808, 314), ["last attempt"], PINK, anchor="start"),
         box((716, 340), (168, 66), "7  dead letter", ["kept for you:", "requeue, replay, purge"], PINK),
     ]
-    return drawing("A message's way: send, tick, window, delivery, ack or nack, retry queue, dead letter", 416, parts)
+    return drawing(
+        "A message's way: send, tick, window, delivery, ack or nack, retry queue, dead letter", 416, parts
+    )
 
 
 def messages(left: float, top: float, count: int, colour: str, opacity: float) -> str:
@@ -138,7 +140,9 @@ def messages(left: float, top: float, count: int, colour: str, opacity: float) -
     )
 
 
-def table(left: float, right: float, lines: Sequence[str], counts: Sequence[tuple[float, int]], colour: str) -> str:
+def table(
+    left: float, right: float, lines: Sequence[str], counts: Sequence[tuple[float, int]], colour: str
+) -> str:
     """Return one of the three tables of the log, with messages."""
     top, bottom = 62, 132
     return "\n".join(
@@ -175,12 +179,24 @@ def positions() -> str:
         f'<rect x="366" y="144" width="120" height="8" fill="{YELLOW}" fill-opacity="0.5"/>',
         text((426, 170), ["window"], YELLOW),
         arrow([(426, 176), (458, 196)], YELLOW),
-        box((462, 178), (176, 70), "batch of worker w1", ["lease until 12:00:30,", "then any worker gets it"], YELLOW),
+        box(
+            (462, 178),
+            (176, 70),
+            "batch of worker w1",
+            ["lease until 12:00:30,", "then any worker gets it"],
+            YELLOW,
+        ),
         arrow([(660, 200), (660, 144)], PINK),
         text((660, 218), ["position of audit"], PINK, anchor="start"),
-        text((16, 160), ["passed by all positions:", "the next rotation empties", "table 0 with TRUNCATE"], anchor="start"),
+        text(
+            (16, 160),
+            ["passed by all positions:", "the next rotation empties", "table 0 with TRUNCATE"],
+            anchor="start",
+        ),
     ]
-    return drawing("A log: ticks cut it into windows; each consumer has a position; a worker has a lease", 262, parts)
+    return drawing(
+        "A log: ticks cut it into windows; each consumer has a position; a worker has a lease", 262, parts
+    )
 
 
 def drawing(title: str, height: int, parts: Sequence[str]) -> str:
