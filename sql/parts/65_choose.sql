@@ -224,6 +224,7 @@ $$;
 
 -- Of messages that wait and are due, those that may be delivered, p_enough of them.
 -- The others on the way are taken out: expired, or their attempts are used up.
+-- The limit of attempts applies here, at a nack and in maint(), never while a lease lives.
 create or replace function pgque._weed(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )
