@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 RELIABILITY = ROOT / "sql" / "RELIABILITY.md"
 INTERNALS = ROOT / "sql" / "README.md"
@@ -43,6 +45,14 @@ def test_each_test_that_a_guarantee_names_exists() -> None:
     assert len(limits) > 10
     for row in limits:
         assert len(row) == 3 and all(row), f"what is not promised, why, what to do: {row}"
+
+
+@pytest.mark.parametrize("page", ["security", "managed"])
+def test_each_file_of_tests_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / "python" / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    files = re.findall(r"`([a-z]+/test_\w+\.py)`", text)
+    assert len(files) > 2
+    assert [file for file in files if not (ROOT / "tests" / file).is_file()] == []
 
 
 def test_each_function_that_internals_name_exists() -> None:
