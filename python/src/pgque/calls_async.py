@@ -50,6 +50,7 @@ async def send_async(
     times, numbers or UUIDs and your row factory are not used; adapters and codecs for text, bytes and int
     are. In a psycopg pipeline each call waits for its result. While `stream()` of a psycopg cursor is being
     read, its connection is locked, and a call on it never returns: read the stream to its end first.
+    The session that SQLAlchemy's `run_sync` passes to a function is one for the blocking `send`.
     """
     options = {
         "headers": headers,

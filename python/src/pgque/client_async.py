@@ -91,7 +91,8 @@ class AsyncPgqueClient:
     Values without an encoder are text, bytes, None, and JSON: dict, list, numbers; tuples and sets as lists,
     a set in any order; dataclasses, pydantic models by alias, msgspec Structs; times and durations in ISO
     8601; Decimal, UUID and Path as text; an Enum as its value. Keys of a dict become text. NaN and infinity
-    are a ValueError, other types a TypeError that names the place: `payload.items[3].when`.
+    are a ValueError, other types a TypeError that names the place: `payload.items[3].when`. To send needs
+    neither pydantic nor msgspec.
     """
 
     def __init__(
