@@ -35,7 +35,7 @@ NOT_RUN = {
     "python/docs/benchmarks.md": 1,
     "python/docs/docker.md": 3,
     "python/docs/frameworks.md": 2,
-    "python/docs/monitoring.md": 5,
+    "python/docs/monitoring.md": 4,
     "python/docs/production.md": 1,
     "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
