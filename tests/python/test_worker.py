@@ -623,7 +623,7 @@ def test_what_was_prefetched_does_not_start_after_its_lease_while_the_database_i
             thread.join(20)
     assert not thread.is_alive()
     assert sorted(map(str, seen)) == (["a"] if meanwhile == "others take them" else ["a", "b", "c"])
-    assert sum("those that were not are handed back" in message for message in caplog.messages) == 1
+    assert sum("the others are released" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("stopped", ["before", "meanwhile"])

@@ -1,5 +1,5 @@
 # Generated from calls_async.py by tools/make_sync.py: edit that file and run the script again.
-"""Functions that send, receive and settle in the transaction that the caller has open.
+"""Functions that send, receive and acknowledge in the open transaction of the caller.
 
 `calls.py` is generated from `calls_async.py` by `tools/make_sync.py`; edit the async file.
 """

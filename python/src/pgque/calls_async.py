@@ -1,4 +1,4 @@
-"""Functions that send, receive and settle in the transaction that the caller has open.
+"""Functions that send, receive and acknowledge in the open transaction of the caller.
 
 `calls.py` is generated from `calls_async.py` by `tools/make_sync.py`; edit the async file.
 """

@@ -907,7 +907,7 @@ class PgqueClient:
         arguments = ["%(queue)s::text"] if queue is not None else []
         if consumer is not None:
             if queue is None:
-                raise TypeError("a consumer is looked up in a queue: give both")
+                raise TypeError("get_consumer_info needs the queue of a consumer: pass both")
             arguments.append("%(consumer)s::text")
         return self._rows(
             f"select {columns(ConsumerInfo, 'i')} from pgque.get_consumer_info({', '.join(arguments)}) as i",

@@ -1,5 +1,5 @@
 # Generated from consumer_async.py by tools/make_sync.py: edit that file and run the script again.
-"""The consumer: receive a batch, call the handler of each message, acknowledge the batch, again and again.
+"""The consumer: receive a batch, call the handler of each message, acknowledge the batch, repeatedly.
 
 `consumer.py` is generated from `consumer_async.py` by `tools/make_sync.py`; edit the async file.
 """
@@ -70,8 +70,8 @@ from (
 """
 
 _TRANSACTION_FAILED = (
-    "the handler caught an error of the database, which left its transaction failed: let the error out, or do"
-    " what may fail in a savepoint, which conn.transaction() makes"
+    "the handler caught an error of the database, and its transaction has failed: raise the error, or run the"
+    " statement in a savepoint (with conn.transaction())"
 )
 
 _NOT_FOR_CONSUMER = (
@@ -236,7 +236,11 @@ class Consumer:
                     is_done=self._is_done,
                 )
             except HandlerInterrupted:
-                log.warning("stopped in the middle of a batch, which comes again")
+                log.warning(
+                    "consumer %s of queue %s stopped in the middle of a batch, which is redelivered",
+                    self.consumer,
+                    self.queue,
+                )
             except PgqueError as error:
                 log.error("consumer %s of queue %s ends: %s", self.consumer, self.queue, one_line(error))
                 raise
@@ -354,8 +358,8 @@ class Consumer:
 
     def _log_lost(self, batch_id: int) -> None:
         log.warning(
-            "batch %s of queue %s, consumer %s was taken over by another worker, or its end was lost with the"
-            " connection",
+            "batch %s of queue %s, consumer %s went to another worker, or its acknowledgement was lost with"
+            " the connection",
             batch_id,
             self.queue,
             self.consumer,

@@ -1,4 +1,4 @@
-"""The consumer: receive a batch, call the handler of each message, acknowledge the batch, again and again.
+"""The consumer: receive a batch, call the handler of each message, acknowledge the batch, repeatedly.
 
 `consumer.py` is generated from `consumer_async.py` by `tools/make_sync.py`; edit the async file.
 """
@@ -69,8 +69,8 @@ from (
 """
 
 _TRANSACTION_FAILED = (
-    "the handler caught an error of the database, which left its transaction failed: let the error out, or do"
-    " what may fail in a savepoint, which conn.transaction() makes"
+    "the handler caught an error of the database, and its transaction has failed: raise the error, or run the"
+    " statement in a savepoint (with conn.transaction())"
 )
 
 _NOT_FOR_CONSUMER = (
@@ -235,7 +235,11 @@ class AsyncConsumer:
                     is_done=self._is_done,
                 )
             except HandlerInterrupted:
-                log.warning("stopped in the middle of a batch, which comes again")
+                log.warning(
+                    "consumer %s of queue %s stopped in the middle of a batch, which is redelivered",
+                    self.consumer,
+                    self.queue,
+                )
             except PgqueError as error:
                 log.error("consumer %s of queue %s ends: %s", self.consumer, self.queue, one_line(error))
                 raise
@@ -353,8 +357,8 @@ class AsyncConsumer:
 
     def _log_lost(self, batch_id: int) -> None:
         log.warning(
-            "batch %s of queue %s, consumer %s was taken over by another worker, or its end was lost with the"
-            " connection",
+            "batch %s of queue %s, consumer %s went to another worker, or its acknowledgement was lost with"
+            " the connection",
             batch_id,
             self.queue,
             self.consumer,

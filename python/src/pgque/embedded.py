@@ -292,7 +292,7 @@ class Server:
             found = (data / "PG_VERSION").read_text().strip()
             if found != str(self.binaries.major):
                 raise EmbeddedServerError(
-                    f"{data} holds a cluster of PostgreSQL {found}, not {self.binaries.major}"
+                    f"{data} has a cluster of PostgreSQL {found}, not {self.binaries.major}"
                 )
             with contextlib.suppress(OSError):
                 self.password = (data / _PASSWORD_FILE).read_text().strip()

@@ -16,7 +16,7 @@ class PgqueError(Exception):
 
     Attributes:
         sqlstate: the five-character code, or None if the server never answered.
-        hint: what to do about it, in the words of the server, or None.
+        hint: what to do, as the server reported it, or None.
         queue: the queue named in the call, or None.
     """
 

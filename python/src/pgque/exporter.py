@@ -89,7 +89,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     "pgque_queue_rotation_age_seconds": (_QUEUE, "Time since the last rotation."),
     "pgque_queue_retries": (
         _QUEUE,
-        "Messages that wait for a retry, are delayed, or were taken by a worker.",
+        "Messages in state delayed, retry or processing.",
     ),
     "pgque_queue_dead_letters": (_QUEUE, "Dead letters of the queue."),
     "pgque_queue_consumers": (_QUEUE, "Consumers of the queue."),

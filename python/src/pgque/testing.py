@@ -1,4 +1,4 @@
-"""A queue for tests, on a real server: send, let a worker work, look at the outcomes.
+"""A queue for tests, on a real server: send, let a worker work, read the outcomes.
 
 In conftest.py, for pytest:
 

@@ -1,4 +1,4 @@
-"""The values that the client hands out and takes: frozen, slotted, and nothing but data."""
+"""The values that the client returns and takes: frozen, slotted, and nothing but data."""
 
 from __future__ import annotations
 

@@ -124,12 +124,12 @@ class WorkMessage(Message):
         """Extend the lease of this batch by some seconds; return False if the batch is lost. Calls
         `pgque.extend`."""
         if self._delivery is None:
-            raise PgqueError("this message was not received from a work queue")
+            raise PgqueError("this message is not from WorkQueue.messages, so it has no outcome to report")
         return self._delivery.queue._extend(self.batch_id, seconds)
 
     def _report(self, outcome: MessageOutcome) -> bool:
         if self._delivery is None or self._delivery.batch is None:
-            raise PgqueError("this message was not received from a work queue")
+            raise PgqueError("this message is not from WorkQueue.messages, so it has no outcome to report")
         return self._delivery.queue._report(self._delivery.batch, self.msg_id, outcome)
 
 
@@ -349,7 +349,7 @@ class WorkQueue:
                     with stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):  # a lock may keep it
                         _report_and_receive(client, self.consumer, [batch], None, delivery.message)
             except PgqueError as error:
-                log.warning("batch %s could not be handed back: %s", batch.batch_id, one_line(error))
+                log.warning("batch %s could not be released: %s", batch.batch_id, one_line(error))
                 if self._client is not None:
                     self._client.close()  # it may be broken
             finally:
@@ -665,11 +665,11 @@ class Worker:
         try:
             if self._is_done():
                 return
-            log.error("worker %s finishes what is begun, and ends: %s", self.worker, one_line(error))
+            log.error("worker %s finishes its running handlers, and ends: %s", self.worker, one_line(error))
             with self._stopper.running(False):
                 self._run_sessions()
         except PgqueError as another:
-            log.warning("worker %s cannot report what it finished: %s", self.worker, one_line(another))
+            log.warning("worker %s cannot report its outcomes: %s", self.worker, one_line(another))
         finally:
             self._stopper = self._first_stopper
 
@@ -880,7 +880,7 @@ class Worker:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
-        log.warning("%s handlers did not finish in time, their messages are handed back", unfinished)
+        log.warning("%s handlers did not finish in time, their messages are released", unfinished)
         for batch in self._batches.values():
             batch.record(batch.open_messages(), _RELEASE)
         return False
@@ -932,8 +932,8 @@ class Worker:
         if not batch.expiry_logged:
             batch.expiry_logged = True
             log.warning(
-                "batch %s: the visibility timeout of %g s passed before all of its messages were"
-                " started; those that were not are handed back",
+                "batch %s: its lease of %g s expired before all of its messages were started;"
+                " the others are released",
                 batch.batch_id,
                 self._lease_seconds,
             )
@@ -989,7 +989,7 @@ def _extend_if_due(client: PgqueClient, batch: Batch[M], visibility_timeout: Sec
     batch.lost = not held
     batch.extended_at = now
     if batch.lost:
-        log.warning("batch %s was lost: its visibility timeout had passed", batch.batch_id)
+        log.warning("batch %s is lost: its lease expired", batch.batch_id)
     return not batch.lost
 
 
