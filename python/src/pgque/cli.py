@@ -86,7 +86,18 @@ class _Group(click.Group):
             sys.exit(1)
 
 
-@click.group(cls=_Group, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+_COMPLETION = """
+\b
+The Tab key completes commands and options after this line in the shell's start file:
+  bash  ~/.bashrc  eval "$(_PGQUE_COMPLETE=bash_source pgque)"
+  zsh   ~/.zshrc   eval "$(_PGQUE_COMPLETE=zsh_source pgque)"
+  fish  ~/.config/fish/completions/pgque.fish  _PGQUE_COMPLETE=fish_source pgque | source
+"""
+
+
+@click.group(
+    cls=_Group, epilog=EXIT_CODES + _COMPLETION, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="pgque")
 def main() -> None:
     """Message queue and event log inside PostgreSQL."""
