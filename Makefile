@@ -114,7 +114,7 @@ docs: $(VENV)/docs/.ready ## Build the site of the documents in build/docs; fail
 	@tar -cf - --exclude __pycache__ --exclude sql/build $(PAGES) | tar -xf - -C build/pages
 	@cp $(VENV)/docs/package/shim/index.js build/pages/iframe-worker.js
 	@printf -- '---\nsearch: {boost: 0.1}\n---\n' | cat - CHANGELOG.md > build/pages/CHANGELOG.md   # found after all other pages
-	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict -f python/mkdocs.yml
+	@PYTHONPATH=python/src NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict -f python/mkdocs.yml
 
 $(VENV)/docs/.ready: $(SUPPORT)/requirements-docs.txt $(SUPPORT)/venv.sh
 	@command -v npm >/dev/null || { echo "make docs needs npm. Debian and Ubuntu: sudo apt install npm" >&2; exit 1; }
