@@ -6,6 +6,7 @@ A hook of MkDocs, named in python/mkdocs.yml. Everything comes from docstrings, 
 from __future__ import annotations
 
 import inspect
+import lzma
 import re
 import shutil
 from collections.abc import Iterator
@@ -46,10 +47,27 @@ COMMAND_LINE = """# Command line
 
 
 def settings() -> str:
-    """Return the settings, which have no page of their own, from the reference of the SQL functions."""
+    """Return a section for each setting, from the table in the reference of the SQL functions."""
     text = (REPOSITORY / "sql" / "REFERENCE.md").read_text(encoding="utf-8")
-    section = text.split("\n## Settings\n")[1].partition("\n## ")[0]
-    return "# Settings\n" + section.replace("](#", "](REFERENCE.md#")
+    section = text.split("\n## Settings\n")[1].partition("\n## ")[0].replace("](#", "](REFERENCE.md#")
+    introduction, *rows = section.split("\n| ")
+    earlier = {
+        path.name.removeprefix("pgque-").removesuffix(".sql.xz"): lzma.decompress(path.read_bytes()).decode()
+        for path in sorted((REPOSITORY / "tests" / "sql" / "previous").glob("pgque-*.sql.xz"))
+    }
+    page = f"# Settings\n{introduction}\n"
+    for row in rows[1:]:
+        name, kind, default, unit, values, where, meaning = (cell.strip() for cell in row.split(" | ", 6))
+        known = (
+            version for version, sql in earlier.items() if re.search(rf"\b(queue_)?{name.strip('`')}\b", sql)
+        )
+        since = next(known, pgque.__version__)
+        page += (
+            f"\n## {name}\n\n{meaning.rstrip(' |')}\n\n"
+            f"- Type: {kind}{f', in {unit}' if unit else ''}. Default: {default}.{f' Values: {values}.' if values else ''}\n"
+            f"- Set for: {where}.{'' if since == min(earlier) else f' Since {since}.'}\n"
+        )
+    return page
 
 
 def public() -> dict[str, list[str]]:
