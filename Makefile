@@ -93,9 +93,10 @@ reference: $(VENV)/.test ## Write sql/REFERENCE.md, the function reference
 	@PYTHONPATH=tests $(BIN)/python -m support.catalog reference > sql/REFERENCE.md.new
 	@mv sql/REFERENCE.md.new sql/REFERENCE.md
 
-picture: $(VENV)/.test ## Write sql/message.svg, the picture of a message's way
-	@PYTHONPATH=tests $(BIN)/python -m support.picture > sql/message.svg.new
-	@mv sql/message.svg.new sql/message.svg
+picture: $(VENV)/.test ## Write sql/message.svg and sql/positions.svg, the pictures of the documents
+	@for picture in message positions; do \
+	  PYTHONPATH=tests $(BIN)/python -m support.picture $$picture > sql/$$picture.svg.new && mv sql/$$picture.svg.new sql/$$picture.svg || exit 1; \
+	done
 
 generate: sql ## Write every generated file: the SQL file, the dump, the reference, the picture, the sync Python modules
 	@$(MAKE) --no-print-directory schema reference picture
@@ -107,7 +108,7 @@ format: $(VENV)/.lint ## Format the Python files
 
 # The pages, and what they link to, in the folders that they have here
 PAGES := README.md CHANGELOG.md LICENSE sql python/README.md python/SPARK.md python/docs python/src/pgque/demo/pipeline/job.py \
-         tests/bench/results tests/examples tests/image/compose.yaml $(addprefix tests/support/,documents.py reference_examples.sql)
+         tests/bench/results tests/examples tests/image/compose.yaml tests/python/test_calls_pgbouncer.py tests/faults/test_disaster.py $(addprefix tests/support/,documents.py reference_examples.sql)
 
 docs: $(VENV)/docs/.ready ## Build the site of the documents in build/docs; fails for a link that leads nowhere
 	@rm -rf build/pages && mkdir -p build/pages

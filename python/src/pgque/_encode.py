@@ -65,7 +65,7 @@ def payloads_and_cast(
         if value is not None:
             casts.add(cast)
     if "bytea" in casts and len(casts) > 1:
-        raise TypeError("a batch is of bytes, or of text and JSON: send them in two")
+        raise TypeError("a batch has either bytes, or text and JSON: send two batches")
     return encoded, f"{casts.pop() if len(casts) == 1 else 'text'}[]"
 
 
