@@ -114,6 +114,9 @@ def lifespan(
     """Return a lifespan in which workers and consumers run; see `running`.
 
     They start with the application and stop with it. `request.state.pgque` is the Running of each request.
+    While the database is away, a worker tries again for as long as it takes. The server does not start a
+    mounted application: give the lifespan to the outer one. An application that starts more than once, as in
+    tests, needs a function that makes the worker.
 
     Args:
         workers: as of `running`.

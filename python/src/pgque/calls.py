@@ -42,8 +42,15 @@ def send(
     pool of psycopg_pool or asyncpg. The message is committed or rolled back with the transaction. On a
     connection in autocommit, and on a pool, each call is a transaction of its own.
 
-    Options and errors are those of `PgqueClient.send`; `encoder` is that of a client. Raises TypeError
-    for an object that is no connection, and PgqueVersionError if the database has no pgque or an older one.
+    Options and errors are those of `PgqueClient.send`, and `encoder` is that of a client. Raises
+    TypeError for what is no connection, and PgqueVersionError when the database has no pgque or an older
+    one.
+
+    The call costs one round trip. It passes payloads and headers as text or bytes, so your adapters for JSON,
+    times, numbers or UUIDs and your row factory are not used; adapters and codecs for text, bytes and int
+    are. In a psycopg pipeline each call waits for its result. While `stream()` of a psycopg cursor is being
+    read, its connection is locked, and a call on it never returns: read the stream to its end first.
+    The session that SQLAlchemy's `run_sync` passes to a function is one for the blocking `send`.
     """
     options = {
         "headers": headers,

@@ -83,8 +83,16 @@ class AsyncPgqueClient:
 
     Args:
         conn: the connection.
-        encoder: takes a value of a type that cannot be sent without it, and returns the value to send.
-        decoder: takes a message, and returns its `value`. Its errors become a PgquePayloadError.
+        encoder: takes a value of a type that cannot be sent without it, and returns the value to send; text
+            and bytes are a whole payload. It raises TypeError for a type that it does not know.
+        decoder: takes a message, and returns its `value`. Its errors become a PgquePayloadError, except for
+            `pgque.Retry` and the other outcomes.
+
+    Values without an encoder are text, bytes, None, and JSON: dict, list, numbers; tuples and sets as lists,
+    a set in any order; dataclasses, pydantic models by alias, msgspec Structs; times and durations in ISO
+    8601; Decimal, UUID and Path as text; an Enum as its value. Keys of a dict become text. NaN and infinity
+    are a ValueError, other types a TypeError that names the place: `payload.items[3].when`. To send needs
+    neither pydantic nor msgspec.
     """
 
     def __init__(

@@ -74,7 +74,8 @@ class PgqueBadArgument(PgqueError, ValueError):
 class PgquePayloadError(PgqueError, ValueError):
     """Report that a payload does not fit the type that the program asked for, or cannot be decoded.
 
-    A worker or consumer dead-letters the message whose handler raises it, unless `bad_payload="retry"`.
+    A worker or consumer dead-letters the message whose handler raises it, unless `bad_payload="retry"`. In a
+    loop over `WorkQueue.messages` the program decides: `message.dead(str(error))`.
     """
 
 

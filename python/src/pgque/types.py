@@ -112,10 +112,13 @@ class Message(_Decoding, Generic[T_co]):
 
         `model` is any type that pydantic validates: a dataclass, a pydantic model, `dict[str, int]`, `UUID`,
         `Order | None`; or a msgspec Struct. A text is validated as JSON, also one that was sent as bytes;
-        `str` and `bytes` take it as it is. With a `decoder`, its result is validated.
+        `str` and `bytes`, and subclasses such as a StrEnum, take it as it is. With a `decoder`, its result
+        is validated. An Enum comes back only if its values are values of JSON.
 
-        Raises PgquePayloadError for a payload that does not fit, TypeError for a type that cannot be
-        validated, and ImportError if pydantic is missing: `pip install "pgque[typed]"`.
+        Raises PgquePayloadError for a payload that does not fit; its text names up to three problems without
+        the values, except for the tag of a discriminated union, and the library's error is its `__cause__`.
+        Raises TypeError for a type that no payload becomes, such as a list of Structs (put the list into a
+        Struct), and ImportError if pydantic is missing or older than 2.10: `pip install "pgque[typed]"`.
         """
         convert = _convert.converter(model)
         try:

@@ -439,9 +439,11 @@ class Worker:
         worker: name of this worker; None makes up a unique one.
         shutdown_timeout: seconds that handlers have to finish after a stop.
         encoder: as of a client, for messages that the worker itself sends.
-        decoder: as of a client, for the messages that handlers get.
+        decoder: as of a client, for the messages that handlers get. With use="processes" encoder and decoder
+            are functions of a module.
         bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
-            "dead" gives the message up, with the reason; "retry" treats it as any error.
+            "dead" gives the message up, with the reason, as `drop_policy` has it; "retry" treats it as any
+            error. The log has no traceback of it, which might show the payload.
         liveness_file: a file to touch every second while the worker is alive and the database answers. An old
             file means that the worker hangs.
     """
@@ -522,9 +524,9 @@ class Worker:
         self._wake_at = _NEVER  # with so many of these the session has something to do
 
     def handler(self, type: str) -> Callable[[H], H]:
-        """Register the decorated function as the handler of a message type; "*" is all types without one. Its
-        annotation may ask for a Message[Model] or a Model. Raises TypeError for an object that cannot be a
-        handler, and for an annotation that pydantic cannot validate."""
+        """Register the decorated function as the handler of a message type; "*" takes all types without
+        one. Its annotation may ask for a Message[Model] or a Model. It is read here, and may be text. Raises
+        TypeError for an object that cannot be a handler, and for an annotation that cannot be validated."""
         return self._handlers.register(type)
 
     def every(

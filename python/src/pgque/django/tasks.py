@@ -71,7 +71,13 @@ class PgqueBackend(_Backend):
         database: the alias of the database that has pgque, "default".
         consumer: the name of the consumer that runs tasks, "tasks".
         priorities: the priorities that tasks may have besides 0, [] by default. A queue named mail with the
-            priorities [10, -10] needs the queues of pgque mail+10, mail and mail-10.
+            priorities [10, -10] needs the queues of pgque mail+10, mail and mail-10. A worker starts a task
+            only while none with a higher priority waits. Of two queues of one priority the first one in
+            QUEUES goes first: to share, start a worker for each.
+
+    Routers are not asked: a task is sent over the connection of `database`, whatever transaction is open on
+    another one. `manage.py check` finds a database that is not PostgreSQL, and two queues with one name, such
+    as mail-10 beside mail with priority -10; `check --deploy --database default` finds missing queues.
     """
 
     supports_defer = True
@@ -141,8 +147,9 @@ class PgqueBackend(_Backend):
         """Run the task of a message, and return its result, for the handler of a worker.
 
         The signal task_started is sent for each attempt, and task_finished for each that returns or fails;
-        not for one that asks for another attempt or gives up. The id of a result is that of `enqueue`. Only
-        the last of its workers is known: an earlier one is "".
+        not for one that asks for another attempt or gives up. The id of a result is that of `enqueue`. Of its
+        workers only the last one is known: an earlier one is "". No transaction is open around the task. Each
+        thread has a connection of Django as in a request, which CONN_MAX_AGE keeps.
         """
         close_old_connections()
         try:
