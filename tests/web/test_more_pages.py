@@ -116,9 +116,7 @@ def test_the_leases_of_one_worker_are_released(
     )
     rows = conn.execute("select worker, messages from pgque.list_workers(%s)", [queue]).fetchall()
     assert rows == [("busy", 1)]
-    assert "Worker stuck has no lease now." in text(
-        b.post("/queue/reclaim/worker", worker="stuck", **fields)
-    )
+    assert "Worker stuck has no lease now." in text(b.post("/queue/reclaim/worker", worker="stuck", **fields))
 
 
 def test_a_server_that_is_back_is_ready_at_once(tcp_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
