@@ -3992,7 +3992,7 @@ $$;
 -- A definition (pgque.recurring) changes when somebody changes it.  Each run appends a
 -- row to a journal (pgque.recurring_run), in the transaction that sends the message.
 -- The newest of these rows says when the next run is due.  A sequence says when the
--- first of all is due, so that the loop reads no table until then.
+-- earliest is due, so that the loop reads no table until then.
 
 -- A definition that is committed after the loop read the sequence is found by the next
 -- maintenance, within five seconds.
@@ -9328,7 +9328,7 @@ begin
       select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
         coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
       from (
-        -- What begins at the very end belongs to the last share.
+        -- What begins at the end belongs to the last share.
         select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
         from (%s) t
         where t.tick_id > $1 and t.tick_id <= $2
@@ -10783,7 +10783,7 @@ language sql set search_path = pg_catalog, pgque, pg_temp as $$
 $$;
 
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so in those
--- below all names are qualified, operators get the very types they are for (else one
+-- below all names are qualified, operators get the types they are for (else one
 -- in public might fit better), and all work is in functions.
 
 -- Does as much maintenance as keeps no message waiting.  retains becomes true when

@@ -5,7 +5,7 @@
 -- A definition (pgque.recurring) changes when somebody changes it.  Each run appends a
 -- row to a journal (pgque.recurring_run), in the transaction that sends the message.
 -- The newest of these rows says when the next run is due.  A sequence says when the
--- first of all is due, so that the loop reads no table until then.
+-- earliest is due, so that the loop reads no table until then.
 
 -- A definition that is committed after the loop read the sequence is found by the next
 -- maintenance, within five seconds.

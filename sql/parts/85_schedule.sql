@@ -116,7 +116,7 @@ language sql set search_path = pg_catalog, pgque, pg_temp as $$
 $$;
 
 -- A procedure that commits may have neither SET nor SECURITY DEFINER, so in those
--- below all names are qualified, operators get the very types they are for (else one
+-- below all names are qualified, operators get the types they are for (else one
 -- in public might fit better), and all work is in functions.
 
 -- Does as much maintenance as keeps no message waiting.  retains becomes true when

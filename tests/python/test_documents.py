@@ -26,6 +26,9 @@ FROM_NOTHING = [ROOT / "README.md", ROOT / "python" / "README.md"]
 PAGES = [*FROM_NOTHING, *DOCS]
 LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "sql").glob("*.md"))]
 
+# Of all pages that people write. A page that grows is a decision: another becomes shorter.
+WORDS = 33_500
+
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {
     "README.md": 3,
@@ -77,6 +80,16 @@ def test_the_blocks_that_are_not_run_are_counted() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1200
+
+
+def test_the_documents_are_short() -> None:
+    """The changelog does not count, nor what is generated: the function reference and Spark's options."""
+    pages = [path for path in LINKED if path.name not in ("CHANGELOG.md", "REFERENCE.md")]
+    assert ROOT / "sql" / "RELIABILITY.md" in pages
+    texts = {name(path): path.read_text(encoding="utf-8") for path in pages}
+    options = texts["python/SPARK.md"].split("\n## Options\n")[1].partition("\n## ")[0]
+    counts = {page: len(text.replace(options, "").split()) for page, text in texts.items()}
+    assert sum(counts.values()) <= WORDS, counts
 
 
 def test_the_runbook_has_a_section_for_each_alert() -> None:
