@@ -41,7 +41,6 @@ NOT_RUN = {
     "python/docs/monitoring.md": 4,
     "python/docs/outbox.md": 1,
     "python/docs/replicas.md": 1,
-    "python/docs/security.md": 1,
     "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
     "python/docs/tutorial.md": 1,
