@@ -106,8 +106,8 @@ begin
   if v_foreign is not null then
     raise exception using
       errcode = 'insufficient_privilege',
-      message = format('schema pgque is not ours alone: %s', v_foreign),
-      hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
+      message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
+      hint = 'Remove these objects and rights, then install as the owner of the schema (set role). Or drop the schema.';
   end if;
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
@@ -142,7 +142,8 @@ begin
 end
 $$;
 comment on domain pgque.caller is
-  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
+  'The role that calls a function. It is the default of each last argument of this type and the only value that the argument accepts: leave the '
+  'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.7.0'::text $$;
@@ -207,7 +208,7 @@ language plpgsql as $$
 begin
   if pgque._old_snapshot() then
     perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.');
+      'Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick.');
   end if;
 end
 $$;
@@ -1406,7 +1407,7 @@ create or replace function pgque._no_queue(p_queue text) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ001', pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.');
+    'Create it as an administrator: select pgque.create_queue(name); List the queues that you may read: select queue_name from pgque.get_queue_info();');
 end
 $$;
 
@@ -1561,8 +1562,8 @@ begin
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
-    perform pgque._fail('PQ005', pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
-      'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().');
+    perform pgque._fail('PQ005', pg_catalog.format('queue %I cannot take the dead letters of queue %I', v_target.queue_name, p_queue),
+      'Choose another queue. A queue that takes dead letters cannot have a dead_letter_queue itself: messages that fail there stay as dead letters, see dlq_inspect().');
   end if;
   return v_target.queue_id;
 end
@@ -1579,13 +1580,13 @@ begin
   vals := '{}';
   if pg_catalog.jsonb_typeof(p_config) is distinct from 'object' then
     perform pgque._fail('PQ005', pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
-      'For example {"max_retries": 3, "rotation_period": "1 hour"}.');
+      'Pass an object such as {"max_retries": 3, "rotation_period": "1 hour"}.');
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     if 'queue_' || v_param = any (columns) then
       perform pgque._fail('PQ005', pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
-        'A setting goes by its name with or without queue_, not by both.');
+        'Give the setting once, with or without the prefix queue_.');
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
@@ -1613,8 +1614,8 @@ begin
 end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
-  'Creates a queue and returns 1. Returns 0 if the name is taken; the settings of that queue stay. queue_name: 1 to 57 bytes, any characters. config: '
-  'a JSON object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
+  'Creates a queue and returns 1. Returns 0 and changes nothing if the name is taken. queue_name: 1 to 57 bytes, any characters. config: a JSON '
+  'object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -1624,10 +1625,10 @@ begin
       'A queue name has 1 to 57 bytes; any character is allowed.');
   elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %I', p_name),
-      'It looks like a queue_uid, by which every function finds a queue too.');
+      'Choose a name that does not have the form of a queue_uid: functions accept the queue_uid in place of the name.');
   elsif p_name like '%.dlq' then
     perform pgque._fail('PQ004', pg_catalog.format('reserved queue name: %I', p_name),
-      'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.');
+      'Create a queue for dead letters with pgque.alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}''), or choose a name that does not end in .dlq.');
   end if;
 end
 $$;
@@ -1682,7 +1683,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100 years, tick_gap: 1 millisecond to 1 minute), tick_storage is at least 1048576 bytes, switches are true or false; null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. null restores the default.'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
@@ -1739,7 +1740,8 @@ create table if not exists pgque.queue_option (
   opt_name   text not null
     constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'))
 );
-comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl, or was moved into the log, or another system ticked it. Internal.';
+comment on table pgque.queue_option is
+  'Notes of each queue: a message had a key or a ttl, a message was moved into the log, or another system ticked the queue. Internal.';
 -- Earlier versions did not note what they moved.
 do $$
 begin
@@ -1877,7 +1879,7 @@ begin
   v_column := 'queue_' || v_param;
   if v_param = 'dead_letter_queue' then
     perform pgque._fail('PQ005', 'dead_letter_queue has no global default',
-      'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.');
+      'Set it for each queue with pgque.alter_queue().');
   end if;
   v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
@@ -1903,14 +1905,14 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid default for %I: %s', v_param, quote_nullable($2)),
-      'The old one stays. ' || pgque._settings_hint(),
+      'The default is unchanged. ' || pgque._settings_hint(),
       sqlerrm);
 end
 $$;
 comment on function pgque.set_default_config(text, text) is
-  'Sets the default of a setting for all queues that have no value of their own, and returns the number of queues changed. It applies from the next '
-  'call of any session; NULL restores the built-in default. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no default '
-  'for all queues.';
+  'Sets the default of a setting for all queues without a value of their own, and returns the number of queues changed. NULL restores the built-in '
+  'default. The change applies from the next call of any session. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no '
+  'default for all queues.';
 
 -- Names are those of all queues, so a right to one is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
@@ -1943,7 +1945,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Closes a queue for senders; consumers still receive what is there. Errors: PQ001 no such queue; senders get PQ013.';
+  'Pauses a queue: senders get PQ013, and consumers still receive its messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1954,7 +1956,7 @@ begin
   perform pgque._did('resume', v_queue.queue_name);
 end
 $$;
-comment on function pgque.resume(text, pgque.caller) is 'Opens a paused queue again. Errors: PQ001 no such queue.';
+comment on function pgque.resume(text, pgque.caller) is 'Resumes a paused queue. Errors: PQ001 no such queue.';
 
 -- Refuses to drop a queue that somebody still needs.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
@@ -1965,7 +1967,7 @@ begin
       'Unsubscribe them first, or call pgque.drop_queue(name, true).');
   elsif exists (select from pgque.recurring r where r.rec_queue = p_queue.queue_name) then
     perform pgque._fail('PQ006', pg_catalog.format('recurring messages are sent to queue %I', p_queue.queue_name),
-      'Drop them first (list_recurring, drop_recurring), or call pgque.drop_queue(name, true): they fail then, until a queue of this name is created.');
+      'Drop them first with pgque.drop_recurring(name), or call pgque.drop_queue(name, true). After that they fail until a queue of this name is created.');
   elsif exists (
       select from pgque.retry_queue r
       where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
@@ -1973,7 +1975,7 @@ begin
     or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
   then
     perform pgque._fail('PQ006', pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
-      'Deal with them first, or call pgque.drop_queue(name, true).');
+      'Deliver or delete them first, or call pgque.drop_queue(name, true), which deletes them.');
   end if;
 end
 $$;
@@ -2049,10 +2051,10 @@ exception
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, delayed messages, retries '
-  'or dead letters, or takes the dead letters of another queue; messages in the log that no consumer will get do not count. The call waits for open '
-  'transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; PQ006 the queue is needed and force is '
-  'not true.';
+  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, recurring messages, '
+  'delayed messages, retries or dead letters, or takes the dead letters of another queue. Messages in the log that no consumer will get do not '
+  'count. The call waits for open transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; '
+  'PQ006 force is needed and is not true.';
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
@@ -2104,8 +2106,8 @@ begin
     exception
       when dependent_objects_still_exist then
         get stacked diagnostics v_detail = pg_exception_detail;
-        raise warning 'pgque: tables of a dropped queue stay: %', v_detail
-          using hint = 'Drop what depends on them; maint() does the rest.';
+        raise warning 'pgque: cannot drop the tables of a dropped queue: %', v_detail
+          using hint = 'Drop the objects that depend on them. The next maint() drops the tables.';
       when lock_not_available then
         null;
     end;
@@ -2150,11 +2152,11 @@ declare
   v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
   if p_caller is null then
-    perform pgque._fail('insufficient_privilege', v_message, 'Leave the argument caller out: its default is the role that calls.',
+    perform pgque._fail('insufficient_privilege', v_message, 'Leave out the argument caller. Its default is the role that calls.',
       'The argument caller is null.');
   end if;
   perform pgque._fail('insufficient_privilege', v_message,
-    pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+    pg_catalog.format('If the queue exists, an administrator can grant the right: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
       case p_right when 'see' then 'consume' else p_right end),
     pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end));
 end
@@ -2165,7 +2167,7 @@ create or replace function pgque._need_all(p_caller name, p_message text) return
 language plpgsql as $$
 begin
   if not pgque._may(p_caller, 'admin', null) then
-    perform pgque._fail('insufficient_privilege', p_message, 'A member of pgque_admin may call it.');
+    perform pgque._fail('insufficient_privilege', p_message, 'Call it as a member of pgque_admin.');
   end if;
 end
 $$;
@@ -2222,8 +2224,8 @@ begin
 end
 $$;
 comment on function pgque.revoke_queue(text, text, text) is
-  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role stays '
-  'a member of pgque_user, which is no right to any queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role '
+  'stays a member of pgque_user, which gives no right to a queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 -- As _may() has it, for all queues at once.
 create or replace function pgque.my_rights(
@@ -2254,9 +2256,10 @@ begin
 end
 $$;
 comment on function pgque.my_rights(pgque.caller) is
-  'Returns what the caller may do: the first row, without queue_name, with all queues, and then a row for each queue that it has a right to. see: get_queue_info() and the like; '
-  'produce: send; consume: subscribe, receive, acknowledge and reject, read; admin: all of these, and operate the queue, in the first row also those calls that concern no single queue. '
-  'The rights come from pgque_reader (see and consume), pgque_writer (produce) and pgque_admin, or from grant_queue().';
+  'Returns the rights of the caller: first a row for all queues (queue_name is NULL), then a row for each queue to which it has a right. see: call '
+  'get_queue_info() and the like. produce: send. consume: subscribe, receive, acknowledge, reject and read. admin: all of these, and operate the '
+  'queue; in the first row also the calls that concern no single queue. The rights come from pgque_reader (see and consume), pgque_writer '
+  '(produce), pgque_admin or grant_queue().';
 
 -- The queue of a right that is named as it should be.  One such change at a
 -- time; rights of roles that are gone go too.
@@ -2269,7 +2272,7 @@ begin
   delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
   if p_right is null or p_right not in ('produce', 'consume', 'admin') then
     perform pgque._fail('PQ005', pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
-      'The rights are produce, consume and admin.');
+      'Use produce, consume or admin.');
   elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
     perform pgque._fail('undefined_object', pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
       'Pass the name of a role as in pg_roles, without quotes.');
@@ -2307,7 +2310,7 @@ create or replace function pgque._bad_headers(p_queue text, p_headers text) retu
 language plpgsql immutable as $$
 begin
   perform pgque._fail('PQ005', pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
-    'For example {"trace": "4bf92f35"}.',
+    'Pass an object such as {"trace": "4bf92f35"}.',
     pg_catalog.left(p_headers, 200));
 end
 $$;
@@ -2335,7 +2338,7 @@ begin
   end if;
   if p_bytes is not null and p_data is not null then
     perform pgque._fail('PQ005', format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
-      'Text goes into payload, bytes into payload_bytes; the other one is null.');
+      'Pass text as payload or bytes as payload_bytes, and null for the other one.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
@@ -2366,7 +2369,7 @@ declare
 begin
   if v_queue.queue_paused then
     perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      'An administrator opens it again with pgque.resume(name).');
+      'Resume it as an administrator: select pgque.resume(name);');
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
@@ -2466,7 +2469,7 @@ begin
   end if;
   if v_left < p_count then
     perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
-      'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
+      'Try again when the consumers have caught up, or raise max_depth. Nothing was sent.',
       pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
@@ -2547,7 +2550,7 @@ begin
   limit 1;
   if v_wrong is not null then
     perform pgque._fail('PQ005', pg_catalog.format(v_wrong, p_queue),
-      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
+      'Pass delay and ttl as intervals from now, deliver_at as a time. ttl 0 means that the message never expires.');
   end if;
   perform pgque._headers(p_queue, h) from pg_catalog.unnest(p_headers) h where h is not null;
 end
@@ -2749,11 +2752,11 @@ begin
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+      perform pgque._fail('lock_not_available', pg_catalog.format('open transactions have sent messages with keys to queue %I: pid %s', p_queue.queue_name, (
           select pg_catalog.string_agg(distinct l.pid::text, ', ')
           from pg_catalog.pg_locks l
           where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
-        'Try again when they have; set lock_timeout to wait longer.');
+        'Try again after they commit, or set a higher lock_timeout to wait longer.');
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
@@ -2887,8 +2890,8 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'Sends one message and returns its id: PgQ''s name for send(), with the four extra texts of an event. Errors: PQ001 no such queue; PQ013 the queue '
-  'is paused.';
+  'Sends one message with the four extra texts of an event, and returns its id. It is PgQ''s name for send(). Errors: PQ001 no such queue; PQ013 '
+  'the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
@@ -2921,7 +2924,7 @@ language plpgsql immutable as $$
 begin
   if pg_catalog.ltrim(p_key) like '{%' then
     perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
-      'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
+      'Name the argument: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
   end if;
   return p_key;
 end
@@ -2938,11 +2941,12 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: while a message with this key is '
-  'pending (delivered to no consumer yet), the new one replaces its body and headers, and its id is returned. delay (from now) or deliver_at: the '
-  'message is not delivered before. ttl: the message is not delivered after; 0 is never, NULL is the queue''s message_ttl. delay and ttl are at most '
-  '100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; PQ003 the queue is full; '
-  'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
+  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
+  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
+  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
+  'and ttl are at most 100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; '
+  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
+  'change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -3077,7 +3081,7 @@ declare
 begin
   if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
     perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
-      'Without a key use pgque.send().');
+      'Pass such a key and ttl. To send without a key, use pgque.send().');
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
   v_leaf := pgque._idem_leaf();
@@ -3132,9 +3136,9 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is
-  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. Its column defaults make a row of ev_type and '
-  'ev_data a complete event. Call it again in each transaction: rotation changes the table. An ev_id taken in an earlier transaction may be covered '
-  'by a tick only a minute later. Errors: PQ001 no such queue.';
+  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. With its column defaults, a row of ev_type and '
+  'ev_data is a complete event. Call it again in each transaction: rotation changes the table. If an ev_id was taken in an earlier transaction, a '
+  'tick may cover its row up to a minute later. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
 -- sink: INSERT, COPY and Spark send
 -- ---------------------------------------------------------------------------
@@ -3779,7 +3783,7 @@ begin
   end if;
   if v_rec.rec_timezone is null then
     perform pgque._fail('PQ005', pg_catalog.format('unknown time zone: %s', pg_catalog.quote_nullable(p_timezone)),
-      'Use a name such as Europe/Berlin: select name from pg_timezone_names.');
+      'Use a name such as Europe/Berlin. List the names: select name from pg_timezone_names;');
   elsif not coalesce(pg_catalog.isfinite(p_starts_at), true) or not coalesce(pg_catalog.isfinite(p_ends_at), true) then
     perform pgque._no_schedule(p_cron, 'starts_at and ends_at must be finite');
   end if;
@@ -4186,8 +4190,8 @@ begin
 end
 $$;
 comment on function pgque.maint_recurring() is
-  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when the first is due, and '
-  'maint() calls it. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when a message is due. '
+  'maint() calls it too. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Rows of definitions that are gone, and all but the newest of each, are not carried over.
 create or replace function pgque._compact_recurring() returns int
@@ -4233,12 +4237,12 @@ begin
   select r.* into v_rec from pgque.recurring r where r.rec_name = p_name collate pg_catalog."default";
   if not found then
     perform pgque._fail('PQ010', pg_catalog.format('recurring message not found: %s', coalesce(pg_catalog.quote_ident(p_name), 'null')),
-      'select name from pgque.list_recurring() lists them.');
+      'List the names: select name from pgque.list_recurring();');
   elsif not pgque._is_creator(p_caller, v_rec.rec_role)
     and not pgque._may(p_caller, 'admin', (select q.queue_id from pgque.queue q where q.queue_name = v_rec.rec_queue))
   then
     perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for recurring message %I', p_name),
-      'The role that created it, or an administrator of its queue, may call this. Names are those of the whole database.');
+      'Call it as the role that created it, or as an administrator of its queue. Names are unique in the database: to create one, choose another name.');
   end if;
   return v_rec;
 end
@@ -4282,7 +4286,7 @@ begin
     and (select count(*) from pgque.recurring r where r.rec_queue = v_queue.queue_name) >= 100
   then
     perform pgque._fail('PQ003', format('queue %I has 100 recurring messages', v_queue.queue_name),
-      'Drop one with drop_recurring(name), or let a member of pgque_writer create it.');
+      'Drop one with pgque.drop_recurring(name), or create it as a member of pgque_writer.');
   end if;
   v_rec := v_old;
   if v_old.rec_id is null or v_old.rec_restored or (v_old.rec_cron, lower(v_old.rec_timezone), v_old.rec_starts_at, v_old.rec_ends_at)
@@ -4321,15 +4325,17 @@ create or replace function pgque.create_recurring(
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
 comment on function pgque.create_recurring(text, text, text, text, text, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates a recurring message, which the ticker sends at its times, or changes the one of this name. Returns 1 if it is new, else 0. name: 1 to 200 '
-  'bytes, once in the database. cron: five fields (minute hour day month weekday) with *, lists, ranges, steps and names, where a day matches if day '
-  'or weekday matches, unless one of them is *; six fields with seconds first; or an interval of 1 second to 366 days, counted from starts_at or from '
-  'now. timezone: a name of pg_timezone_names. A fixed hour that the clock skips fires right after the change, one that it shows twice fires once; '
-  'hours with * or / follow real time. catch_up: what is sent of runs that were missed: none (of more than a minute), one (for the last run), all (at '
-  'most 1,000; what the queue has no room for follows). starts_at, ends_at: no run is before or after. headers, key, delay, ttl and partition_key are options of send(). Each message has the '
-  'header pgque-recurring with name and run_at. Each run needs the right of the calling role to send to the queue. A call that does not change cron, '
-  'timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 of them, '
-  'for roles with a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+  'Creates a recurring message, or changes the one of this name. The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 '
+  'bytes, unique in the database. cron: five fields (minute hour day month weekday), six fields with seconds first, or an interval of 1 second to '
+  '366 days, counted from starts_at or from now. The fields take *, lists, ranges, steps and names. A date matches if its day or its weekday '
+  'matches; if one of these fields is *, only the other one counts. timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs '
+  'right after the change, and an hour that the clock repeats runs once; hours with * or / follow real time. catch_up: the missed runs that are '
+  'sent: none (of those missed by more than a minute), one (the last run) or all (at most 1,000; if the queue is full, the rest follows later). '
+  'starts_at, ends_at: no run is earlier or later. headers, key, delay, ttl and partition_key are options of send(). Each message has the header '
+  'pgque-recurring with name and run_at. At each run the role that made this call needs the right to send to the queue. A call that does not '
+  'change cron, timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue '
+  'has 100 recurring messages, and the role has a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name '
+  'belongs to another role.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload jsonb, headers jsonb default null, key text default null,
@@ -4360,8 +4366,8 @@ begin
 end
 $$;
 comment on function pgque.drop_recurring(text, pgque.caller) is
-  'Drops a recurring message and returns 1. What was sent stays. For the role that created it and for administrators of its queue. Errors: PQ010 no '
-  'such recurring message.';
+  'Drops a recurring message and returns 1. Messages that were sent stay. For the role that created it and for administrators of its queue. '
+  'Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.pause_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -4444,8 +4450,8 @@ $$;
 comment on function pgque.list_recurring(pgque.caller) is
   'Returns the recurring messages of the calling role, and those of the queues to which it has a right. status: active, paused, failing (the last '
   'attempt failed, see last_error; the ticker tries again) or ended (no run before ends_at). next_run: NULL while it is paused or ended. last_run, '
-  'last_msg_id: of the last message that was sent. registered_at: when create_recurring() was called last, as a Worker does when it starts. payload and '
-  'headers are NULL for a role that may neither read the queue nor created the message.';
+  'last_msg_id: of the last message that was sent. registered_at: time of the last create_recurring(), which a Worker calls when it starts. '
+  'payload and headers are NULL for a role that may not read the queue and did not create the message.';
 
 -- What keeps recurring messages from being sent, or will.
 create or replace function pgque._recurring_health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
@@ -4701,7 +4707,7 @@ begin
     return null;
   elsif v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
-      'Call pgque.ticker(queue, tick_id, time, event_seq).');
+      'Pass the tick too: pgque.ticker(queue, tick_id, time, event_seq).');
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
@@ -4715,8 +4721,8 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if there is a reason, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
-  'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
+  'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
+  'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
   'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Each queue keeps two locks until the transaction ends, with a tick eight.  If the
@@ -4741,8 +4747,8 @@ begin
 end
 $$;
 comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
-  'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. If a queue is broken, the call raises a '
+  'warning and ticks the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Which of these queues the loop has to check now, by what it knows of them, and which
 -- are early: their last tick is too young, or they failed less than a second ago.
@@ -4872,7 +4878,7 @@ begin
   perform pgque._need_read_committed('a tick');
   if not v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
-      format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name));
+      format('Switch it on first: select pgque.set_queue_config(%L, ''external_ticker'', ''true'');', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
@@ -4880,19 +4886,19 @@ begin
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      'Tick ids rise, event sequences and times do not fall.',
-      format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
+      'Pass a higher tick id, and an event sequence and a time that are not lower.',
+      format('The last tick has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
     perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
-      'Ids and event sequences go up to 2^62, and a time is finite.');
+      'Pass an id and an event sequence of at most 2^62, and a finite time.');
   end if;
   perform pgque._note_once(v_queue.queue_id, 'external');
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick whose id, time and event sequence another system chose, for a queue with external_ticker, and returns its id. Errors: PQ001 no such '
-  'queue; PQ005 no external ticker, or a tick that does not follow the last; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
+  'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- The wish is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
@@ -4906,7 +4912,7 @@ begin
 end
 $$;
 comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue, whether or not anything was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
+  'Makes the next ticker() tick the queue, even if nothing was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
@@ -5522,7 +5528,7 @@ create or replace function pgque._no_batch(p_batch bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    'It was finished already, its worker lost it to another one, or it never was.');
+    'Receive again. The batch was finished already, another worker took it over, or it never existed.');
 end
 $$;
 
@@ -6388,15 +6394,15 @@ end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'redeliveries or new messages, and redeliveries go first. Without worker, the '
-  'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
-  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
-  'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
-  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. A delivery '
-  'locks the consumer until the transaction ends: workers that receive, work and acknowledge in one transaction take turns, so receive in a '
-  'transaction of its own, and do the work and the ack in another. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
-  'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
-  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
+  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
+  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
+  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
+  'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
+  'that is not READ COMMITTED.';
 
 -- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
 -- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
@@ -6533,7 +6539,7 @@ language plpgsql as $$
 begin
   if (p_max >= 1) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'It is the greatest number of messages to hand out.');
+      'Pass the highest number of messages to return, such as 100.');
   end if;
 end
 $$;
@@ -6557,13 +6563,13 @@ begin
         'A worker name has 1 to 1000 bytes; any character is allowed.');
     elsif p_timeout <= '0' or p_timeout > '100 years' then
       perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-        'It is how long the worker has before others get its messages.');
+        'Pass the time until others may get the messages of the worker, such as ''5 minutes''.');
     end if;
     -- One that has received a batch on its own stays as it is: the process that reads
     -- it could not go on.
     if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
       perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader, and let workers share it: select pgque.share_consumer(%L, %L);',
+        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader and turn it into a pool of workers: select pgque.share_consumer(%L, %L);',
           p_queue, pgque._subscriber_name(p_sub)));
     end if;
     update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
@@ -6571,7 +6577,7 @@ begin
   end if;
   if p_timeout is not null then
     perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
-      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
+      'Pass worker => name too. A consumer without workers keeps its batch until it finishes it.');
   end if;
   return p_sub;
 end
@@ -7224,7 +7230,7 @@ begin
   perform pgque._need_read_committed('purge_key()');
   if $2 is null then
     perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
-      'To remove everything use pgque.purge(queue).');
+      'Pass a key. To delete all messages, use pgque.purge(queue).');
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
@@ -7267,7 +7273,7 @@ begin
     perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
       case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
-        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
+        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). To move this one, use pgque.register_consumer_at(queue, consumer, tick_id).'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
   end if;
 end
@@ -7288,7 +7294,7 @@ declare
 begin
   if v_sub is null then
     perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
+      'Register it with pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
   end if;
   return v_sub;
 end
@@ -7320,7 +7326,7 @@ begin
   elsif v_main.sub_role = 'normal' then
     if $4 is not true then
       perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
-        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
+        'Give it subconsumers: select pgque.register_subconsumer(queue, consumer, subconsumer, true);');
     end if;
     v_batch := pgque._open_batch_of(v_main, v_position, null);
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
@@ -7337,9 +7343,9 @@ end
 $$;
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
-  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
-  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
-  'convert_normal is not true.';
+  'convert_normal: turns a consumer that reads on its own into one with workers. The worker then gets the consumer''s open batch under a new id, '
+  'without the messages that have an outcome. Errors: PQ001 no such queue; PQ004 a name is empty or longer than 1000 bytes; PQ006 the consumer '
+  'reads on its own and convert_normal is not true.';
 
 create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
@@ -7366,7 +7372,7 @@ begin
   if v_batch is not null then
     if $4 is distinct from 1 then
       perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
+        'Finish the batch, or pass batch_handling => 1 to reject its messages.');
     end if;
     perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
     perform pgque._note(v_batch, v_main.sub_id, array[0]);
@@ -7376,8 +7382,9 @@ begin
 end
 $$;
 comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
-  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
+  'Removes a worker (subconsumer) and returns 1, or 0 if there is none. batch_handling: for a worker with an open batch, 0 raises PQ006, and 1 '
+  'rejects the messages of the batch, which are retried or become dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; '
+  'PQ011 not subscribed.';
 
 create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
@@ -7478,7 +7485,7 @@ begin
   end if;
   if $4 < '0' then
     perform pgque._fail('PQ005', format('dead_interval must not be negative, for consumer %I of queue %I', $2, $1),
-      'It is how long a worker may be silent before another one gets its batch, such as ''5 minutes''.');
+      'Pass the time that a worker may be silent before another one gets its batch, such as ''5 minutes''.');
   elsif $4 is not null then
     perform pgque._take_over(pgque._subscriber($1, $2, caller), $3, $4);
   end if;
@@ -7495,9 +7502,10 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
-  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
+  'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
+  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'own.';
 
 -- next_batch_custom() for one of several workers, in the same way.
 create or replace function pgque.next_batch_custom(
@@ -7518,9 +7526,9 @@ create or replace function pgque.next_batch(
 ) returns bigint
 language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
 comment on function pgque.next_batch(text, text, text, interval) is
-  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
-  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
+  'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
+  'invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
 -- ---------------------------------------------------------------------------
 -- batches: PgQ's way to receive
 -- ---------------------------------------------------------------------------
@@ -7626,10 +7634,10 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick and no retry is due. Retries that are due '
-  'come first, at most 10,000 in a batch of their own, whose two ticks are the same. An open batch is returned again. Read it with '
-  'get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
-  'subscribed.';
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. Retries that '
+  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
+  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
+  'workers; PQ011 not subscribed.';
 
 -- The delivery of a batch that is open, without a lock; PQ012 when it is not.
 create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
@@ -7897,8 +7905,9 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
 comment on function pgque.ack(bigint) is
-  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
-  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1, or 0 if the batch was acknowledged before. For '
+  'a worker''s batch it also returns 0 after one of its messages was delivered to another worker or removed; acknowledge the others with '
+  'ack(batch_id, msg_ids).';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
@@ -8112,10 +8121,10 @@ language plpgsql immutable as $$
 begin
   if p_span < '0' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      'It is a time from now on, such as ''30 seconds''.');
+      'Pass an interval from now, such as ''30 seconds''.');
   elsif p_span > '100 years' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      'Not every client can read the time when that ends.');
+      'Pass a shorter interval. Some clients cannot read times that far in the future.');
   end if;
   return p_span;
 end
@@ -8182,9 +8191,10 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
-  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
-  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
+  'batch, settled already, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
+  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
+  'archive.';
 
 -- Gives messages up at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -8241,7 +8251,7 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
   '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
 -- ---------------------------------------------------------------------------
 -- leases: release, extend and reclaim batches, share a consumer
@@ -8255,7 +8265,7 @@ declare
 begin
   if v_sub.sub_role <> 'pool' then
     perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
-      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
+      'Receive with a worker to get a lease. A consumer without workers keeps its batch until it finishes it.');
   end if;
   return v_sub;
 end
@@ -8376,7 +8386,7 @@ declare
 begin
   if $3 is null then
     perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
-      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
+      'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
   -- A worker that is just settling its batch is left alone.
@@ -8394,21 +8404,21 @@ end
 $$;
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. While workers settle batches it releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+  'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
 comment on function pgque.share_consumer(text, text, pgque.caller) is
-  'Lets workers share a consumer that has read on its own: from now on it is received with worker => name. Its position and pending retries stay; an '
-  'open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if workers share it already. Errors: PQ001 no such queue; PQ006 it has '
-  'subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
+  'Turns a consumer that reads on its own into a pool of workers: from now on, receive with worker => name. Its position and pending retries stay. '
+  'An open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if it is a pool already. Errors: PQ001 no such queue; PQ006 it '
+  'has subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
 
 create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
 comment on function pgque.unshare_consumer(text, text, pgque.caller) is
-  'Lets a consumer that workers share be read on its own: from now on it is received without worker. Its position and pending retries stay; what '
-  'workers hold is redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no such queue; PQ006 it '
-  'has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is settling a batch.';
+  'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
+  'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
+  'such queue; PQ006 it has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
 
 create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
 language plpgsql as $$
@@ -8428,7 +8438,7 @@ begin
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
   if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
-    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
+    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
   perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
@@ -8708,8 +8718,9 @@ begin
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each, so that the next tick delivers them; and so the retries of consumers '
-  'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
+  'Moves delayed messages that are due into their queues, at most 10,000 of each queue; the next tick delivers them. Retries of consumers that are '
+  'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
+  'Returns the number of messages that became due.';
 
 -- Notifies the consumers for whom a message became due since this was done last, and
 -- returns the number of messages.  Every five seconds it notifies of whatever is due:
@@ -8858,8 +8869,8 @@ begin
 end
 $$;
 comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
-  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
+  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
+  'PQ001 no such queue; PQ011 not subscribed.';
 -- ---------------------------------------------------------------------------
 -- dead: dead letters
 -- ---------------------------------------------------------------------------
@@ -8951,10 +8962,11 @@ begin
 end
 $f$;
 comment on function pgque.dlq_inspect(text, int, text, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: with that reason, as it is here or as dlq_reasons() returns it. only_type, '
-  'only_key, only_consumer: of that type, with that key, of that consumer. since, until: given up at since or later, and before until. matching: this text is in the payload (its first 100,000 '
-  'characters), the headers or the reason, in upper or lower case (of the letters that the database''s locale knows). before_id: older ones than this dl_id, to read page by page. payload_size: bytes. dl_held: dead with drop_policy hold. '
-  'Errors: PQ001 no such queue.';
+  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: only those with this reason, as '
+  'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
+  'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
+  'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
+  'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
 -- What reasons have in common that differ by numbers only.
 create or replace function pgque._reason_kind(p_reason text) returns text
@@ -8996,9 +9008,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_reasons(text, pgque.caller) is
-  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first: how many there are, how many of them are '
-  'held, the times of the oldest and newest, and the dl_id of the newest. Numbers in a reason are shown as N, it is cut at 200 characters, and empty if none was given. It counts the newest '
-  '200,000 dead letters. Errors: PQ001 no such queue.';
+  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
+  'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
+  'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.  p_call: the function by which somebody does it by hand to this one.
@@ -9012,7 +9024,7 @@ begin
   returning d.* into v_dead;
   if not found then
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
+      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued or purged already.');
   end if;
   perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
   from pgque.queue q
@@ -9075,8 +9087,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
-  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it. Returns replayed (how many were '
-  'sent), failed (how many could not be sent, and stay) and first_error. Errors: PQ001 no such queue.';
+  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all). reason: only those with this reason, as stored or as dlq_reasons() '
+  'returns it. Returns replayed (the number that was sent), failed (the number that could not be sent, and stays) and first_error. Errors: PQ001 '
+  'no such queue.';
 
 create or replace function pgque._requeue(p_dead pgque.dead_letter) returns bigint
 language plpgsql as $$
@@ -9089,7 +9102,7 @@ begin
   for key share;
   if not found then
     perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', p_dead.dl_id),
-      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
+      'Subscribe the consumer again, or send the message to all consumers with pgque.dlq_replay(dl_id).');
   end if;
   perform pgque._depth_grows(p_dead.dl_queue_id);
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
@@ -9150,8 +9163,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it, and returns their number. '
-  'Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. reason: only those with this reason, as '
+  'stored or as dlq_reasons() returns it. Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
 
 -- A null would delete none without a word.
 create or replace function pgque.dlq_purge(
@@ -9165,7 +9178,7 @@ declare
 begin
   if $2 is null then
     perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      'Leave older_than out for 30 days; ''0'' deletes all of them.');
+      'Leave out older_than for 30 days, or pass ''0'' to delete all of them.');
   end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
@@ -9176,8 +9189,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
-  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, or of these the ones with a reason, as it is or as dlq_reasons() '
-  'returns it, and returns their number. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+  'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
+  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10138,8 +10151,8 @@ begin
         perform pg_catalog.pg_sleep(0.02);
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('a worker of queue %I is busy with a batch in a transaction that stays open', (
-        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again, or end it.');
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction of a worker holds a batch of queue %I', (
+        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
     end if;
   end loop;
 end
@@ -10189,9 +10202,9 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
-  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
-  'READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Dead letters and the archive stay. For a batch '
+  'that was open, ack() then returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
+  'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -10257,7 +10270,7 @@ begin
 end
 $$;
 comment on function pgque.delete_expired(text, pgque.caller) is
-  'Deletes dead letters whose message has expired since, and returns their number. Held ones (drop_policy hold) stay.';
+  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10301,14 +10314,15 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
-      'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.',
+      'Use job expire or delete_expired, and an interval such as 5 minutes, or an empty text for off. The schedule is unchanged.',
       sqlerrm);
 end
 $$;
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages from '
-  'the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). every: an '
-  'interval; an empty string turns the job off, NULL restores its default. Errors: PQ005 an invalid job or interval; the old one stays.';
+  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages '
+  'from the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
+  'every: an interval. An empty string turns the job off, NULL restores its default. Errors: PQ005 invalid job or interval; the schedule is '
+  'unchanged then.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10344,7 +10358,7 @@ begin
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for, at most 10,000. Returns '
+  'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
@@ -10562,15 +10576,15 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
-comment on function pgque.maint_operations() is 'Returns what maint() does, one call a row, for a scheduler that commits after each.';
+comment on function pgque.maint_operations() is 'Returns the operations of maint(), one call a row, for a scheduler that commits after each call.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never received, and returns the number of consumers '
-  'moved. get_consumer_info() counts what they skipped. Errors: PQ001 no such queue.';
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the number of '
+  'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10608,7 +10622,7 @@ declare
   v_done  int;
 begin
   if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
-    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'select * from pgque.maint_operations() lists them.');
+    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'List the operations: select * from pgque.maint_operations();');
   end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;
@@ -10648,8 +10662,8 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: delayed messages, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
-  'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Does all maintenance now: delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
+  'once do no harm. Returns how many steps there were to do. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 -- ---------------------------------------------------------------------------
 -- schedule: the loop and pg_cron
 -- ---------------------------------------------------------------------------
@@ -11008,9 +11022,9 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves what is due and maintains, and commits after each step. A queue ticks as soon as its '
-  'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
-  'A second loop waits for the first.';
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves messages that are due, maintains, and commits after each step. A queue ticks as '
+  'soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command '
+  'pgque ticker do. A second loop waits for the first.';
 
 -- Whether there is pg_cron for the owner of pgque: null if it is not in this
 -- database, false if its schema is closed.
@@ -11059,8 +11073,8 @@ begin
     ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
-    perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
-      format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint));
+    perform pgque._fail('PQ014', format('pg_cron has jobs of pgque for database %I', v_other),
+      format('If they came with a dump, or the ticker moves to this database, remove them: %s; then call pgque.start() again.', v_hint));
   end if;
   update pgque.config c set stopped_at = null;
   begin
@@ -11085,15 +11099,15 @@ begin
       hint = v_hint;
   end if;
   raise notice using
-    message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
-    hint = 'See whether it runs: select * from pgque.status(). It does within seconds, with pg_cron 1.4 at the next full minute.';
+    message = format('pgque: pg_cron job %s is created and has not run yet', v_job),
+    hint = 'Check that it runs: select * from pgque.status(); It starts within seconds, with pg_cron 1.4 at the next full minute.';
   perform pgque._did('start', null);
   return v_job;
 end
 $$;
 comment on function pgque.start() is
-  'Makes pg_cron run the loop in this database, once however often it is called, and returns the job''s id. Errors: PQ014 pg_cron is not in this '
-  'database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
+  'Schedules the loop with pg_cron in this database, and returns the job''s id. A second call replaces the job. Errors: PQ014 pg_cron is not in '
+  'this database or works for another one, the owner has no right to schema cron, or pg_cron has jobs of pgque for another database.';
 
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -11105,7 +11119,8 @@ begin
 end
 $$;
 comment on function pgque.stop() is
-  'Stops the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
+  'Stops the running loop, also one that pg_cron did not start. Removes the pg_cron jobs of this database, and those of databases that no longer '
+  'exist.';
 
 -- Removes our jobs of this database, and of those that are gone: one that was
 -- renamed leaves them behind.
@@ -11118,8 +11133,8 @@ begin
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
-      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: those of pgque go on, if there are any', current_user),
-      hint = pg_catalog.format('grant usage on schema cron to %I; and call it again.', current_user);
+      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: if there are jobs of pgque, they keep running', current_user),
+      hint = pg_catalog.format('grant usage on schema cron to %I; then call it again.', current_user);
   end if;
 end
 $$;
@@ -11326,7 +11341,7 @@ declare
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     perform pgque._fail('insufficient_privilege', 'only the owner of schema pgque may uninstall it',
-      'Log in as the role that installed it.');
+      'Run it as the role that installed it.');
   elsif v_foreign is not null then
     perform pgque._fail('dependent_objects_still_exist', 'tables outside schema pgque use its types or tables, and would lose data',
       'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.',
@@ -11339,8 +11354,8 @@ begin
 end
 $$;
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Errors: 42501 the caller does not own the schema; 2BP01 '
-  'tables outside the schema have columns of its types, which would be dropped too.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs. The roles stay. Errors: 42501 the caller does not own the schema; '
+  '2BP01 tables outside the schema have columns of its types, which would be dropped too.';
 -- ---------------------------------------------------------------------------
 -- observe: information, metrics, health
 -- ---------------------------------------------------------------------------
@@ -11385,10 +11400,10 @@ comment on view pgque.subscription is 'Lists the consumers of all queues and the
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
 comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
-comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
-comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
-comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
-comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
+comment on column pgque.subscription.sub_last_tick is 'The tick up to which the consumer has finished; NULL for a worker without a batch.';
+comment on column pgque.subscription.sub_active is 'When the consumer last received, finished or was touched.';
+comment on column pgque.subscription.sub_batch is 'The open batch, or NULL.';
+comment on column pgque.subscription.sub_next_tick is 'The end of the window that the consumer reads, or NULL.';
 comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
 comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
 comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
@@ -11742,9 +11757,9 @@ begin
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'Returns the next n messages that a consumer has not finished, without receiving them: of the consumer named, or else of the slowest. Messages '
-  'count whether a tick covers them or not, retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 not '
-  'subscribed.';
+  'Returns the next n messages that a consumer has not finished, without receiving them. consumer_name: NULL means the slowest consumer. Messages '
+  'also count before a tick covers them, and retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 '
+  'not subscribed.';
 
 -- The first tick by which an id had been drawn, all columns null if there is none yet:
 -- ticks are too many to read, so it halves the range of their ids.
@@ -12025,10 +12040,10 @@ declare
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
     perform pgque._fail('PQ005', format('unknown status %L, for queue %I', $2, v_queue.queue_name),
-      'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.');
+      'Use pending, processing, delayed, retry, expired, dead, failed or archived, or null for all.');
   elsif $3 is null or $3 < 0 then
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
-      'It is the greatest number of messages to list.');
+      'Pass the highest number of messages to list, such as 100.');
   end if;
   v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
@@ -12046,12 +12061,14 @@ begin
 end
 $$;
 comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, processing, '
-  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: of that type, with that key, of that '
-  'consumer. since, until: created at since or later, and before until. matching: this text is in the payload (its first 100,000 characters), the headers or last_error, '
-  'in upper or lower case (of the letters that the database''s locale knows). after_id: with greater ids only; then a message has all its rows, so there may be a few more than limit_count. To read page by page, begin with 0 and go on with the last msg_id. '
-  'available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 '
-  'another status, or limit_count is negative.';
+  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, '
+  'processing, delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: only those of '
+  'this type, key or consumer. since, until: only those created at since or later, and before until. matching: only those with this text in the '
+  'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
+  'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
+  'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
+  'letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
+  'is negative.';
 
 create or replace function pgque.get_message(
   queue_name text, inout msg_id bigint, caller pgque.caller default current_user,
@@ -12075,14 +12092,14 @@ begin
 end
 $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
-  'Returns one message, a row for each consumer that still has it, without receiving it; columns as in list_messages(). '
-  'Errors: PQ001 no such queue; PQ010 no consumer has it.';
+  'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
+  'no such queue; PQ010 no consumer has it.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ010', pg_catalog.format('message not found: %s of queue %I', coalesce(p_id::text, 'null'), p_queue.queue_name),
-    'Every consumer is done with it, or it was never committed.');
+    'Check the id. Every consumer is done with the message, or it was never committed.');
 end
 $$;
 
@@ -12106,7 +12123,8 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Returns the state of one message, a row for each consumer that still has it; status as in list_messages(). Errors: PQ010 no consumer has it.';
+  'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
+  'has it.';
 
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
@@ -12159,7 +12177,7 @@ begin
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
-  'Returns messages that were delivered more than once without an outcome, or were given up for that reason: they may kill their workers. dl_id is '
+  'Returns messages that were delivered more than once without an outcome, or were given up for that reason. They may kill their workers. dl_id is '
   'set if the message is a dead letter.';
 
 -- How many consumers of a queue metrics() and health() look at one by one: those
@@ -12377,8 +12395,8 @@ $$;
 comment on function pgque.metrics() is
   'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
   '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
-  'tables: the figures of their queues are left out. If the server has no room for the locks of all queues (one a queue, see max_locks_per_transaction), some '
-  'queues are left out, at random.';
+  'tables: it leaves out the figures of their queues. If the server has no room for the locks of all queues (one a queue, see '
+  'max_locks_per_transaction), the call leaves out some queues, chosen at random.';
 
 create or replace function pgque.metrics(
   queue_name text, caller pgque.caller default current_user, out metric text, out queue text, out consumer text, out value double precision
@@ -12823,8 +12841,8 @@ declare
   v_end    timestamptz := pgque.clock();
 begin
   if ($2 > '0' and $2 <= '1 year' and $3 between 1 and 1000) is not true then
-    perform pgque._fail('PQ005', format('no rates of queue %I for %s in %s parts', v_queue.queue_name, coalesce($2::text, 'null'), coalesce($3::text, 'null')),
-      'since is a time of at most a year, buckets a number from 1 to 1000: select * from pgque.queue_rates(queue, ''6 hours'', 72)');
+    perform pgque._fail('PQ005', format('invalid rates of queue %I: the last %s in %s buckets', v_queue.queue_name, coalesce($2::text, 'null'), coalesce($3::text, 'null')),
+      'Pass since as an interval of at most a year, and 1 to 1000 buckets: select * from pgque.queue_rates(queue, ''6 hours'', 72);');
   end if;
   v_first := pgque._find_tick(v_queue, 'earliest');
   return query execute format(
@@ -12852,9 +12870,9 @@ begin
 end
 $$;
 comment on function pgque.queue_rates(text, interval, int, pgque.caller) is
-  'Returns how many messages were sent to a queue: the last "since" in "buckets" parts of the same length, each with its start and the number of messages that '
-  'ticks cover. It reads the ticks, which go back two to three rotation periods, or to the slowest consumer; what was before counts as 0. since: at most a year; '
-  'buckets: 1 to 1000. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
+  'Returns how many messages were sent to a queue. It divides the last since (at most a year) into buckets (1 to 1000) of equal length, and '
+  'returns the start of each and the number of messages that ticks cover. The ticks go back two to three rotation periods, or to the slowest '
+  'consumer; the time before counts as 0. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
 
 -- Notes what somebody did by hand, in the transaction that does it.  An argument that is
 -- null was left out, but for a setting: there it restores the default.
@@ -12885,9 +12903,10 @@ begin
 end
 $$;
 comment on function pgque.list_actions(text, int, timestamptz) is
-  'Returns who changed queues, settings, positions, rights and messages by hand, the newest first: time, the role that was logged in, the application_name of its '
-  'session, the function that was called (alter_queue for set_queue_config, too), the queue, and its arguments without payloads and keys. What was rolled back is not there. queue_name: of one queue, by the '
-  'name that it had; before: only what is older. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
+  'Returns the changes that roles made by hand to queues, settings, positions, rights and messages, the newest first: time, the role that was '
+  'logged in, the application_name of its session, the function that was called (alter_queue also for set_queue_config), the queue, and the '
+  'arguments without payloads and keys. Changes that were rolled back are not listed. queue_name: only those of this queue, by its name at that '
+  'time. before: only older ones. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
 
 create or replace function pgque.consumer_lags(
   queue_name text, consumer_name text default null, since interval default '6 hours', caller pgque.caller default current_user,
@@ -12899,8 +12918,8 @@ declare
   v_sub    int := case when $2 is not null then (pgque._subscriber($1, $2, caller)).sub_id end;
 begin
   if ($3 > '0') is not true then
-    perform pgque._fail('PQ005', format('no lags of queue %I for %s', v_queue.queue_name, coalesce($3::text, 'null')),
-      'since is a time above 0: select * from pgque.consumer_lags(queue, null, ''6 hours'')');
+    perform pgque._fail('PQ005', format('invalid lags of queue %I: the last %s', v_queue.queue_name, coalesce($3::text, 'null')),
+      'Pass since as an interval above 0: select * from pgque.consumer_lags(queue, null, ''6 hours'');');
   end if;
   return query
     select s.smp_time, pgque._subscriber_name(b), s.smp_lag, s.smp_pending
@@ -12911,9 +12930,10 @@ begin
 end
 $$;
 comment on function pgque.consumer_lags(text, text, interval, pgque.caller) is
-  'Returns how far consumers of a queue, or one of them, lagged within the last "since": maint() takes a sample each minute of every consumer that has not finished '
-  'what ticks cover; without a sample it had. lag_seconds: the age of its oldest pending message. pending_events: as in get_consumer_info(). Unit: seconds, '
-  'messages. set_history(''lags'', …) sets how long samples are kept. Errors: PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
+  'Returns the lag of the consumers of a queue, or of one of them, within the last since. Each minute, maint() takes a sample of every consumer '
+  'that has not finished the messages that ticks cover; a consumer without a sample had finished them. lag_seconds: age of the oldest pending '
+  'message. pending_events: as in get_consumer_info(). Unit: seconds, messages. set_history(''lags'', …) sets how long samples are kept. Errors: '
+  'PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
 
 -- Takes a lock that another transaction does not keep from it; else false.
 create or replace function pgque._can_lock(p_table regclass, p_mode text) returns boolean
@@ -12982,7 +13002,7 @@ begin
 end
 $$;
 comment on function pgque.maint_lags() is
-  'Takes the samples of consumer_lags(), at most once a minute, and returns 0: it leaves nothing to do. Part of maint().';
+  'Takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do. Part of maint().';
 
 create or replace function pgque.set_history(what text, keep interval) returns interval
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -13005,12 +13025,13 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid history: %s for %s', quote_nullable($2), quote_nullable($1)),
-      'What is kept stays as it was. what is actions or lags; keep is an interval such as 30 days, at most 100 years, or NULL for off.', sqlerrm);
+      'Use actions or lags, and an interval such as 30 days, at most 100 years, or NULL for off. The setting is unchanged.', sqlerrm);
 end
 $$;
 comment on function pgque.set_history(text, interval) is
-  'Sets how long the history of actions (list_actions(); 30 days by default) or of lags (consumer_lags(); 7 days) goes back at least, and returns it. NULL: nothing is '
-  'noted from now on, and what was noted stays. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such history, or keep is not above 0, or above 100 years.';
+  'Sets how long the history of actions (list_actions(); 30 days by default) or of lags (consumer_lags(); 7 days) is kept at least, and returns '
+  'that interval. NULL stops the recording; older entries stay. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such '
+  'history, or keep is not above 0, or above 100 years.';
 
 -- Empties the leaf of a history that is not written, once the other one begins before
 -- what is to be kept, or is full; the next call lets the empty one be written.  So
@@ -13081,7 +13102,7 @@ declare
 begin
   if v_queue is null then
     perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
-      'create trigger ... execute function pgque.jsontriga(''queue'', options...)');
+      'Name the queue: create trigger ... execute function pgque.jsontriga(''queue'', options...)');
   end if;
   foreach v_opt in array v_opts loop
     if v_opt like 'ignore=%' then
@@ -13089,11 +13110,11 @@ begin
     elsif v_opt like 'pkey=%' then
       v_pkey := string_to_array(substr(v_opt, 6), ',');
     elsif v_opt = 'deny' then
-      perform pgque._fail('PQ013', format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
-        'The trigger on the table has the option deny.');
+      perform pgque._fail('PQ013', format('table %s must not be changed here: its changes come from queue %I', p_table, v_queue),
+        'Change the table that sends to the queue, or create the trigger without the option deny.');
     elsif lower(v_opt) not in ('backup', 'skip') then
       perform pgque._fail('PQ005', format('unknown option %L of the trigger on table %s', v_opt, p_table),
-        'Options: backup, ignore=columns, pkey=columns, deny, skip.');
+        'Use backup, ignore=columns, pkey=columns, deny or skip.');
     end if;
   end loop;
   if p_op = 'TRUNCATE' then
@@ -13109,7 +13130,7 @@ begin
   if not v_row ?& v_pkey then
     perform pgque._fail('PQ005', format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
         (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
-      'The option is pkey=columns, with commas and no blanks between their names.');
+      'Write pkey=columns, with commas and no blanks between the names.');
   end if;
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
@@ -13194,8 +13215,7 @@ begin
 end
 $$;
 comment on function pgque.sqltriga() is
-  'Sends each change of a table as jsontriga() does, with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, '
-  'D or R.';
+  'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';
 -- ---------------------------------------------------------------------------
 -- earlier: what calls of an earlier version ask that an upgrade overtakes
 -- ---------------------------------------------------------------------------
@@ -13325,7 +13345,7 @@ begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
     exception
       when dependent_objects_still_exist then
-        raise warning 'pgque: % of an earlier version is in use; make what uses it anew', v_func.sig;
+        raise warning 'pgque: other objects use % of an earlier version; create them again', v_func.sig;
         if left(v_func.proname, 1) <> '_' then
           execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
         end if;

@@ -48,8 +48,8 @@ begin
   if v_foreign is not null then
     raise exception using
       errcode = 'insufficient_privilege',
-      message = format('schema pgque is not ours alone: %s', v_foreign),
-      hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
+      message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
+      hint = 'Remove these objects and rights, then install as the owner of the schema (set role). Or drop the schema.';
   end if;
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
@@ -84,7 +84,8 @@ begin
 end
 $$;
 comment on domain pgque.caller is
-  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
+  'The role that calls a function. It is the default of each last argument of this type and the only value that the argument accepts: leave the '
+  'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.7.0'::text $$;
@@ -149,7 +150,7 @@ language plpgsql as $$
 begin
   if pgque._old_snapshot() then
     perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.');
+      'Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick.');
   end if;
 end
 $$;

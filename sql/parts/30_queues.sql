@@ -26,7 +26,7 @@ create or replace function pgque._no_queue(p_queue text) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ001', pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.');
+    'Create it as an administrator: select pgque.create_queue(name); List the queues that you may read: select queue_name from pgque.get_queue_info();');
 end
 $$;
 
@@ -181,8 +181,8 @@ begin
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
-    perform pgque._fail('PQ005', pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
-      'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().');
+    perform pgque._fail('PQ005', pg_catalog.format('queue %I cannot take the dead letters of queue %I', v_target.queue_name, p_queue),
+      'Choose another queue. A queue that takes dead letters cannot have a dead_letter_queue itself: messages that fail there stay as dead letters, see dlq_inspect().');
   end if;
   return v_target.queue_id;
 end
@@ -199,13 +199,13 @@ begin
   vals := '{}';
   if pg_catalog.jsonb_typeof(p_config) is distinct from 'object' then
     perform pgque._fail('PQ005', pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
-      'For example {"max_retries": 3, "rotation_period": "1 hour"}.');
+      'Pass an object such as {"max_retries": 3, "rotation_period": "1 hour"}.');
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     if 'queue_' || v_param = any (columns) then
       perform pgque._fail('PQ005', pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
-        'A setting goes by its name with or without queue_, not by both.');
+        'Give the setting once, with or without the prefix queue_.');
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
@@ -233,8 +233,8 @@ begin
 end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
-  'Creates a queue and returns 1. Returns 0 if the name is taken; the settings of that queue stay. queue_name: 1 to 57 bytes, any characters. config: '
-  'a JSON object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
+  'Creates a queue and returns 1. Returns 0 and changes nothing if the name is taken. queue_name: 1 to 57 bytes, any characters. config: a JSON '
+  'object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -244,10 +244,10 @@ begin
       'A queue name has 1 to 57 bytes; any character is allowed.');
   elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %I', p_name),
-      'It looks like a queue_uid, by which every function finds a queue too.');
+      'Choose a name that does not have the form of a queue_uid: functions accept the queue_uid in place of the name.');
   elsif p_name like '%.dlq' then
     perform pgque._fail('PQ004', pg_catalog.format('reserved queue name: %I', p_name),
-      'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.');
+      'Create a queue for dead letters with pgque.alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}''), or choose a name that does not end in .dlq.');
   end if;
 end
 $$;
@@ -302,7 +302,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100 years, tick_gap: 1 millisecond to 1 minute), tick_storage is at least 1048576 bytes, switches are true or false; null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. null restores the default.'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
@@ -359,7 +359,8 @@ create table if not exists pgque.queue_option (
   opt_name   text not null
     constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'))
 );
-comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl, or was moved into the log, or another system ticked it. Internal.';
+comment on table pgque.queue_option is
+  'Notes of each queue: a message had a key or a ttl, a message was moved into the log, or another system ticked the queue. Internal.';
 -- Earlier versions did not note what they moved.
 do $$
 begin
@@ -497,7 +498,7 @@ begin
   v_column := 'queue_' || v_param;
   if v_param = 'dead_letter_queue' then
     perform pgque._fail('PQ005', 'dead_letter_queue has no global default',
-      'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.');
+      'Set it for each queue with pgque.alter_queue().');
   end if;
   v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
@@ -523,14 +524,14 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid default for %I: %s', v_param, quote_nullable($2)),
-      'The old one stays. ' || pgque._settings_hint(),
+      'The default is unchanged. ' || pgque._settings_hint(),
       sqlerrm);
 end
 $$;
 comment on function pgque.set_default_config(text, text) is
-  'Sets the default of a setting for all queues that have no value of their own, and returns the number of queues changed. It applies from the next '
-  'call of any session; NULL restores the built-in default. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no default '
-  'for all queues.';
+  'Sets the default of a setting for all queues without a value of their own, and returns the number of queues changed. NULL restores the built-in '
+  'default. The change applies from the next call of any session. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no '
+  'default for all queues.';
 
 -- Names are those of all queues, so a right to one is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
@@ -563,7 +564,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Closes a queue for senders; consumers still receive what is there. Errors: PQ001 no such queue; senders get PQ013.';
+  'Pauses a queue: senders get PQ013, and consumers still receive its messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -574,7 +575,7 @@ begin
   perform pgque._did('resume', v_queue.queue_name);
 end
 $$;
-comment on function pgque.resume(text, pgque.caller) is 'Opens a paused queue again. Errors: PQ001 no such queue.';
+comment on function pgque.resume(text, pgque.caller) is 'Resumes a paused queue. Errors: PQ001 no such queue.';
 
 -- Refuses to drop a queue that somebody still needs.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
@@ -585,7 +586,7 @@ begin
       'Unsubscribe them first, or call pgque.drop_queue(name, true).');
   elsif exists (select from pgque.recurring r where r.rec_queue = p_queue.queue_name) then
     perform pgque._fail('PQ006', pg_catalog.format('recurring messages are sent to queue %I', p_queue.queue_name),
-      'Drop them first (list_recurring, drop_recurring), or call pgque.drop_queue(name, true): they fail then, until a queue of this name is created.');
+      'Drop them first with pgque.drop_recurring(name), or call pgque.drop_queue(name, true). After that they fail until a queue of this name is created.');
   elsif exists (
       select from pgque.retry_queue r
       where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
@@ -593,7 +594,7 @@ begin
     or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
   then
     perform pgque._fail('PQ006', pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
-      'Deal with them first, or call pgque.drop_queue(name, true).');
+      'Deliver or delete them first, or call pgque.drop_queue(name, true), which deletes them.');
   end if;
 end
 $$;
@@ -669,10 +670,10 @@ exception
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, delayed messages, retries '
-  'or dead letters, or takes the dead letters of another queue; messages in the log that no consumer will get do not count. The call waits for open '
-  'transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; PQ006 the queue is needed and force is '
-  'not true.';
+  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, recurring messages, '
+  'delayed messages, retries or dead letters, or takes the dead letters of another queue. Messages in the log that no consumer will get do not '
+  'count. The call waits for open transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; '
+  'PQ006 force is needed and is not true.';
 
 -- The six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
@@ -724,8 +725,8 @@ begin
     exception
       when dependent_objects_still_exist then
         get stacked diagnostics v_detail = pg_exception_detail;
-        raise warning 'pgque: tables of a dropped queue stay: %', v_detail
-          using hint = 'Drop what depends on them; maint() does the rest.';
+        raise warning 'pgque: cannot drop the tables of a dropped queue: %', v_detail
+          using hint = 'Drop the objects that depend on them. The next maint() drops the tables.';
       when lock_not_available then
         null;
     end;

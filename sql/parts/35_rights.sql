@@ -32,11 +32,11 @@ declare
   v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
   if p_caller is null then
-    perform pgque._fail('insufficient_privilege', v_message, 'Leave the argument caller out: its default is the role that calls.',
+    perform pgque._fail('insufficient_privilege', v_message, 'Leave out the argument caller. Its default is the role that calls.',
       'The argument caller is null.');
   end if;
   perform pgque._fail('insufficient_privilege', v_message,
-    pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+    pg_catalog.format('If the queue exists, an administrator can grant the right: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
       case p_right when 'see' then 'consume' else p_right end),
     pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end));
 end
@@ -47,7 +47,7 @@ create or replace function pgque._need_all(p_caller name, p_message text) return
 language plpgsql as $$
 begin
   if not pgque._may(p_caller, 'admin', null) then
-    perform pgque._fail('insufficient_privilege', p_message, 'A member of pgque_admin may call it.');
+    perform pgque._fail('insufficient_privilege', p_message, 'Call it as a member of pgque_admin.');
   end if;
 end
 $$;
@@ -104,8 +104,8 @@ begin
 end
 $$;
 comment on function pgque.revoke_queue(text, text, text) is
-  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role stays '
-  'a member of pgque_user, which is no right to any queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role '
+  'stays a member of pgque_user, which gives no right to a queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 -- As _may() has it, for all queues at once.
 create or replace function pgque.my_rights(
@@ -136,9 +136,10 @@ begin
 end
 $$;
 comment on function pgque.my_rights(pgque.caller) is
-  'Returns what the caller may do: the first row, without queue_name, with all queues, and then a row for each queue that it has a right to. see: get_queue_info() and the like; '
-  'produce: send; consume: subscribe, receive, acknowledge and reject, read; admin: all of these, and operate the queue, in the first row also those calls that concern no single queue. '
-  'The rights come from pgque_reader (see and consume), pgque_writer (produce) and pgque_admin, or from grant_queue().';
+  'Returns the rights of the caller: first a row for all queues (queue_name is NULL), then a row for each queue to which it has a right. see: call '
+  'get_queue_info() and the like. produce: send. consume: subscribe, receive, acknowledge, reject and read. admin: all of these, and operate the '
+  'queue; in the first row also the calls that concern no single queue. The rights come from pgque_reader (see and consume), pgque_writer '
+  '(produce), pgque_admin or grant_queue().';
 
 -- The queue of a right that is named as it should be.  One such change at a
 -- time; rights of roles that are gone go too.
@@ -151,7 +152,7 @@ begin
   delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
   if p_right is null or p_right not in ('produce', 'consume', 'admin') then
     perform pgque._fail('PQ005', pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
-      'The rights are produce, consume and admin.');
+      'Use produce, consume or admin.');
   elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
     perform pgque._fail('undefined_object', pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
       'Pass the name of a role as in pg_roles, without quotes.');

@@ -27,7 +27,7 @@ create or replace function pgque._bad_headers(p_queue text, p_headers text) retu
 language plpgsql immutable as $$
 begin
   perform pgque._fail('PQ005', pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
-    'For example {"trace": "4bf92f35"}.',
+    'Pass an object such as {"trace": "4bf92f35"}.',
     pg_catalog.left(p_headers, 200));
 end
 $$;
@@ -55,7 +55,7 @@ begin
   end if;
   if p_bytes is not null and p_data is not null then
     perform pgque._fail('PQ005', format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
-      'Text goes into payload, bytes into payload_bytes; the other one is null.');
+      'Pass text as payload or bytes as payload_bytes, and null for the other one.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
@@ -86,7 +86,7 @@ declare
 begin
   if v_queue.queue_paused then
     perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      'An administrator opens it again with pgque.resume(name).');
+      'Resume it as an administrator: select pgque.resume(name);');
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
@@ -186,7 +186,7 @@ begin
   end if;
   if v_left < p_count then
     perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
-      'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
+      'Try again when the consumers have caught up, or raise max_depth. Nothing was sent.',
       pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
@@ -267,7 +267,7 @@ begin
   limit 1;
   if v_wrong is not null then
     perform pgque._fail('PQ005', pg_catalog.format(v_wrong, p_queue),
-      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
+      'Pass delay and ttl as intervals from now, deliver_at as a time. ttl 0 means that the message never expires.');
   end if;
   perform pgque._headers(p_queue, h) from pg_catalog.unnest(p_headers) h where h is not null;
 end
@@ -469,11 +469,11 @@ begin
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+      perform pgque._fail('lock_not_available', pg_catalog.format('open transactions have sent messages with keys to queue %I: pid %s', p_queue.queue_name, (
           select pg_catalog.string_agg(distinct l.pid::text, ', ')
           from pg_catalog.pg_locks l
           where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
-        'Try again when they have; set lock_timeout to wait longer.');
+        'Try again after they commit, or set a higher lock_timeout to wait longer.');
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
@@ -607,8 +607,8 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'Sends one message and returns its id: PgQ''s name for send(), with the four extra texts of an event. Errors: PQ001 no such queue; PQ013 the queue '
-  'is paused.';
+  'Sends one message with the four extra texts of an event, and returns its id. It is PgQ''s name for send(). Errors: PQ001 no such queue; PQ013 '
+  'the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
@@ -641,7 +641,7 @@ language plpgsql immutable as $$
 begin
   if pg_catalog.ltrim(p_key) like '{%' then
     perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
-      'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
+      'Name the argument: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
   end if;
   return p_key;
 end
@@ -658,11 +658,12 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: while a message with this key is '
-  'pending (delivered to no consumer yet), the new one replaces its body and headers, and its id is returned. delay (from now) or deliver_at: the '
-  'message is not delivered before. ttl: the message is not delivered after; 0 is never, NULL is the queue''s message_ttl. delay and ttl are at most '
-  '100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; PQ003 the queue is full; '
-  'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
+  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
+  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
+  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
+  'and ttl are at most 100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; '
+  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
+  'change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -797,7 +798,7 @@ declare
 begin
   if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
     perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
-      'Without a key use pgque.send().');
+      'Pass such a key and ttl. To send without a key, use pgque.send().');
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
   v_leaf := pgque._idem_leaf();
@@ -852,6 +853,6 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is
-  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. Its column defaults make a row of ev_type and '
-  'ev_data a complete event. Call it again in each transaction: rotation changes the table. An ev_id taken in an earlier transaction may be covered '
-  'by a tick only a minute later. Errors: PQ001 no such queue.';
+  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. With its column defaults, a row of ev_type and '
+  'ev_data is a complete event. Call it again in each transaction: rotation changes the table. If an ev_id was taken in an earlier transaction, a '
+  'tick may cover its row up to a minute later. Errors: PQ001 no such queue.';

@@ -69,7 +69,7 @@ begin
   end if;
   if v_rec.rec_timezone is null then
     perform pgque._fail('PQ005', pg_catalog.format('unknown time zone: %s', pg_catalog.quote_nullable(p_timezone)),
-      'Use a name such as Europe/Berlin: select name from pg_timezone_names.');
+      'Use a name such as Europe/Berlin. List the names: select name from pg_timezone_names;');
   elsif not coalesce(pg_catalog.isfinite(p_starts_at), true) or not coalesce(pg_catalog.isfinite(p_ends_at), true) then
     perform pgque._no_schedule(p_cron, 'starts_at and ends_at must be finite');
   end if;

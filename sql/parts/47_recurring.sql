@@ -208,8 +208,8 @@ begin
 end
 $$;
 comment on function pgque.maint_recurring() is
-  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when the first is due, and '
-  'maint() calls it. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when a message is due. '
+  'maint() calls it too. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Rows of definitions that are gone, and all but the newest of each, are not carried over.
 create or replace function pgque._compact_recurring() returns int
@@ -255,12 +255,12 @@ begin
   select r.* into v_rec from pgque.recurring r where r.rec_name = p_name collate pg_catalog."default";
   if not found then
     perform pgque._fail('PQ010', pg_catalog.format('recurring message not found: %s', coalesce(pg_catalog.quote_ident(p_name), 'null')),
-      'select name from pgque.list_recurring() lists them.');
+      'List the names: select name from pgque.list_recurring();');
   elsif not pgque._is_creator(p_caller, v_rec.rec_role)
     and not pgque._may(p_caller, 'admin', (select q.queue_id from pgque.queue q where q.queue_name = v_rec.rec_queue))
   then
     perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for recurring message %I', p_name),
-      'The role that created it, or an administrator of its queue, may call this. Names are those of the whole database.');
+      'Call it as the role that created it, or as an administrator of its queue. Names are unique in the database: to create one, choose another name.');
   end if;
   return v_rec;
 end
@@ -304,7 +304,7 @@ begin
     and (select count(*) from pgque.recurring r where r.rec_queue = v_queue.queue_name) >= 100
   then
     perform pgque._fail('PQ003', format('queue %I has 100 recurring messages', v_queue.queue_name),
-      'Drop one with drop_recurring(name), or let a member of pgque_writer create it.');
+      'Drop one with pgque.drop_recurring(name), or create it as a member of pgque_writer.');
   end if;
   v_rec := v_old;
   if v_old.rec_id is null or v_old.rec_restored or (v_old.rec_cron, lower(v_old.rec_timezone), v_old.rec_starts_at, v_old.rec_ends_at)
@@ -343,15 +343,17 @@ create or replace function pgque.create_recurring(
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
 comment on function pgque.create_recurring(text, text, text, text, text, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates a recurring message, which the ticker sends at its times, or changes the one of this name. Returns 1 if it is new, else 0. name: 1 to 200 '
-  'bytes, once in the database. cron: five fields (minute hour day month weekday) with *, lists, ranges, steps and names, where a day matches if day '
-  'or weekday matches, unless one of them is *; six fields with seconds first; or an interval of 1 second to 366 days, counted from starts_at or from '
-  'now. timezone: a name of pg_timezone_names. A fixed hour that the clock skips fires right after the change, one that it shows twice fires once; '
-  'hours with * or / follow real time. catch_up: what is sent of runs that were missed: none (of more than a minute), one (for the last run), all (at '
-  'most 1,000; what the queue has no room for follows). starts_at, ends_at: no run is before or after. headers, key, delay, ttl and partition_key are options of send(). Each message has the '
-  'header pgque-recurring with name and run_at. Each run needs the right of the calling role to send to the queue. A call that does not change cron, '
-  'timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 of them, '
-  'for roles with a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+  'Creates a recurring message, or changes the one of this name. The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 '
+  'bytes, unique in the database. cron: five fields (minute hour day month weekday), six fields with seconds first, or an interval of 1 second to '
+  '366 days, counted from starts_at or from now. The fields take *, lists, ranges, steps and names. A date matches if its day or its weekday '
+  'matches; if one of these fields is *, only the other one counts. timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs '
+  'right after the change, and an hour that the clock repeats runs once; hours with * or / follow real time. catch_up: the missed runs that are '
+  'sent: none (of those missed by more than a minute), one (the last run) or all (at most 1,000; if the queue is full, the rest follows later). '
+  'starts_at, ends_at: no run is earlier or later. headers, key, delay, ttl and partition_key are options of send(). Each message has the header '
+  'pgque-recurring with name and run_at. At each run the role that made this call needs the right to send to the queue. A call that does not '
+  'change cron, timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue '
+  'has 100 recurring messages, and the role has a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name '
+  'belongs to another role.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload jsonb, headers jsonb default null, key text default null,
@@ -382,8 +384,8 @@ begin
 end
 $$;
 comment on function pgque.drop_recurring(text, pgque.caller) is
-  'Drops a recurring message and returns 1. What was sent stays. For the role that created it and for administrators of its queue. Errors: PQ010 no '
-  'such recurring message.';
+  'Drops a recurring message and returns 1. Messages that were sent stay. For the role that created it and for administrators of its queue. '
+  'Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.pause_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -466,8 +468,8 @@ $$;
 comment on function pgque.list_recurring(pgque.caller) is
   'Returns the recurring messages of the calling role, and those of the queues to which it has a right. status: active, paused, failing (the last '
   'attempt failed, see last_error; the ticker tries again) or ended (no run before ends_at). next_run: NULL while it is paused or ended. last_run, '
-  'last_msg_id: of the last message that was sent. registered_at: when create_recurring() was called last, as a Worker does when it starts. payload and '
-  'headers are NULL for a role that may neither read the queue nor created the message.';
+  'last_msg_id: of the last message that was sent. registered_at: time of the last create_recurring(), which a Worker calls when it starts. '
+  'payload and headers are NULL for a role that may not read the queue and did not create the message.';
 
 -- What keeps recurring messages from being sent, or will.
 create or replace function pgque._recurring_health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record

@@ -210,7 +210,7 @@ begin
     return null;
   elsif v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
-      'Call pgque.ticker(queue, tick_id, time, event_seq).');
+      'Pass the tick too: pgque.ticker(queue, tick_id, time, event_seq).');
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
@@ -224,8 +224,8 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if there is a reason, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
-  'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
+  'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
+  'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
   'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Each queue keeps two locks until the transaction ends, with a tick eight.  If the
@@ -250,8 +250,8 @@ begin
 end
 $$;
 comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
-  'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. If a queue is broken, the call raises a '
+  'warning and ticks the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Which of these queues the loop has to check now, by what it knows of them, and which
 -- are early: their last tick is too young, or they failed less than a second ago.
@@ -381,7 +381,7 @@ begin
   perform pgque._need_read_committed('a tick');
   if not v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
-      format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name));
+      format('Switch it on first: select pgque.set_queue_config(%L, ''external_ticker'', ''true'');', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
@@ -389,19 +389,19 @@ begin
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      'Tick ids rise, event sequences and times do not fall.',
-      format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
+      'Pass a higher tick id, and an event sequence and a time that are not lower.',
+      format('The last tick has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
     perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
-      'Ids and event sequences go up to 2^62, and a time is finite.');
+      'Pass an id and an event sequence of at most 2^62, and a finite time.');
   end if;
   perform pgque._note_once(v_queue.queue_id, 'external');
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick whose id, time and event sequence another system chose, for a queue with external_ticker, and returns its id. Errors: PQ001 no such '
-  'queue; PQ005 no external ticker, or a tick that does not follow the last; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
+  'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- The wish is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
@@ -415,7 +415,7 @@ begin
 end
 $$;
 comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue, whether or not anything was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
+  'Makes the next ticker() tick the queue, even if nothing was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;

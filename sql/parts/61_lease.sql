@@ -42,7 +42,7 @@ create or replace function pgque._no_batch(p_batch bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    'It was finished already, its worker lost it to another one, or it never was.');
+    'Receive again. The batch was finished already, another worker took it over, or it never existed.');
 end
 $$;
 

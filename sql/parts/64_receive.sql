@@ -104,15 +104,15 @@ end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'redeliveries or new messages, and redeliveries go first. Without worker, the '
-  'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
-  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
-  'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
-  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. A delivery '
-  'locks the consumer until the transaction ends: workers that receive, work and acknowledge in one transaction take turns, so receive in a '
-  'transaction of its own, and do the work and the ack in another. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
-  'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
-  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
+  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
+  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
+  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
+  'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
+  'that is not READ COMMITTED.';
 
 -- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
 -- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
@@ -249,7 +249,7 @@ language plpgsql as $$
 begin
   if (p_max >= 1) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'It is the greatest number of messages to hand out.');
+      'Pass the highest number of messages to return, such as 100.');
   end if;
 end
 $$;
@@ -273,13 +273,13 @@ begin
         'A worker name has 1 to 1000 bytes; any character is allowed.');
     elsif p_timeout <= '0' or p_timeout > '100 years' then
       perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-        'It is how long the worker has before others get its messages.');
+        'Pass the time until others may get the messages of the worker, such as ''5 minutes''.');
     end if;
     -- One that has received a batch on its own stays as it is: the process that reads
     -- it could not go on.
     if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
       perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader, and let workers share it: select pgque.share_consumer(%L, %L);',
+        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader and turn it into a pool of workers: select pgque.share_consumer(%L, %L);',
           p_queue, pgque._subscriber_name(p_sub)));
     end if;
     update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
@@ -287,7 +287,7 @@ begin
   end if;
   if p_timeout is not null then
     perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
-      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
+      'Pass worker => name too. A consumer without workers keeps its batch until it finishes it.');
   end if;
   return p_sub;
 end

@@ -240,7 +240,7 @@ begin
   perform pgque._need_read_committed('purge_key()');
   if $2 is null then
     perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
-      'To remove everything use pgque.purge(queue).');
+      'Pass a key. To delete all messages, use pgque.purge(queue).');
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;

@@ -19,7 +19,7 @@ begin
     perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
       case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
-        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
+        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). To move this one, use pgque.register_consumer_at(queue, consumer, tick_id).'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
   end if;
 end
@@ -40,7 +40,7 @@ declare
 begin
   if v_sub is null then
     perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
+      'Register it with pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
   end if;
   return v_sub;
 end
@@ -72,7 +72,7 @@ begin
   elsif v_main.sub_role = 'normal' then
     if $4 is not true then
       perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
-        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
+        'Give it subconsumers: select pgque.register_subconsumer(queue, consumer, subconsumer, true);');
     end if;
     v_batch := pgque._open_batch_of(v_main, v_position, null);
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
@@ -89,9 +89,9 @@ end
 $$;
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
-  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
-  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
-  'convert_normal is not true.';
+  'convert_normal: turns a consumer that reads on its own into one with workers. The worker then gets the consumer''s open batch under a new id, '
+  'without the messages that have an outcome. Errors: PQ001 no such queue; PQ004 a name is empty or longer than 1000 bytes; PQ006 the consumer '
+  'reads on its own and convert_normal is not true.';
 
 create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
@@ -118,7 +118,7 @@ begin
   if v_batch is not null then
     if $4 is distinct from 1 then
       perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
+        'Finish the batch, or pass batch_handling => 1 to reject its messages.');
     end if;
     perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
     perform pgque._note(v_batch, v_main.sub_id, array[0]);
@@ -128,8 +128,9 @@ begin
 end
 $$;
 comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
-  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
+  'Removes a worker (subconsumer) and returns 1, or 0 if there is none. batch_handling: for a worker with an open batch, 0 raises PQ006, and 1 '
+  'rejects the messages of the batch, which are retried or become dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; '
+  'PQ011 not subscribed.';
 
 create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
@@ -230,7 +231,7 @@ begin
   end if;
   if $4 < '0' then
     perform pgque._fail('PQ005', format('dead_interval must not be negative, for consumer %I of queue %I', $2, $1),
-      'It is how long a worker may be silent before another one gets its batch, such as ''5 minutes''.');
+      'Pass the time that a worker may be silent before another one gets its batch, such as ''5 minutes''.');
   elsif $4 is not null then
     perform pgque._take_over(pgque._subscriber($1, $2, caller), $3, $4);
   end if;
@@ -247,9 +248,10 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
-  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
+  'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
+  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'own.';
 
 -- next_batch_custom() for one of several workers, in the same way.
 create or replace function pgque.next_batch_custom(
@@ -270,6 +272,6 @@ create or replace function pgque.next_batch(
 ) returns bigint
 language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
 comment on function pgque.next_batch(text, text, text, interval) is
-  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
-  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
+  'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
+  'invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';

@@ -103,10 +103,10 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick and no retry is due. Retries that are due '
-  'come first, at most 10,000 in a batch of their own, whose two ticks are the same. An open batch is returned again. Read it with '
-  'get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
-  'subscribed.';
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. Retries that '
+  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
+  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
+  'workers; PQ011 not subscribed.';
 
 -- The delivery of a batch that is open, without a lock; PQ012 when it is not.
 create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position

@@ -36,8 +36,9 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
 comment on function pgque.ack(bigint) is
-  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
-  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1, or 0 if the batch was acknowledged before. For '
+  'a worker''s batch it also returns 0 after one of its messages was delivered to another worker or removed; acknowledge the others with '
+  'ack(batch_id, msg_ids).';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
@@ -251,10 +252,10 @@ language plpgsql immutable as $$
 begin
   if p_span < '0' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      'It is a time from now on, such as ''30 seconds''.');
+      'Pass an interval from now, such as ''30 seconds''.');
   elsif p_span > '100 years' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      'Not every client can read the time when that ends.');
+      'Pass a shorter interval. Some clients cannot read times that far in the future.');
   end if;
   return p_span;
 end
@@ -321,9 +322,10 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
-  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
-  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
+  'batch, settled already, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
+  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
+  'archive.';
 
 -- Gives messages up at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
@@ -380,5 +382,5 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
   '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';

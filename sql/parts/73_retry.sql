@@ -50,8 +50,9 @@ begin
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each, so that the next tick delivers them; and so the retries of consumers '
-  'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
+  'Moves delayed messages that are due into their queues, at most 10,000 of each queue; the next tick delivers them. Retries of consumers that are '
+  'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
+  'Returns the number of messages that became due.';
 
 -- Notifies the consumers for whom a message became due since this was done last, and
 -- returns the number of messages.  Every five seconds it notifies of whatever is due:
@@ -200,5 +201,5 @@ begin
 end
 $$;
 comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
-  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
+  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
+  'PQ001 no such queue; PQ011 not subscribed.';

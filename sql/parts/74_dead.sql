@@ -89,10 +89,11 @@ begin
 end
 $f$;
 comment on function pgque.dlq_inspect(text, int, text, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: with that reason, as it is here or as dlq_reasons() returns it. only_type, '
-  'only_key, only_consumer: of that type, with that key, of that consumer. since, until: given up at since or later, and before until. matching: this text is in the payload (its first 100,000 '
-  'characters), the headers or the reason, in upper or lower case (of the letters that the database''s locale knows). before_id: older ones than this dl_id, to read page by page. payload_size: bytes. dl_held: dead with drop_policy hold. '
-  'Errors: PQ001 no such queue.';
+  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: only those with this reason, as '
+  'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
+  'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
+  'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
+  'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
 -- What reasons have in common that differ by numbers only.
 create or replace function pgque._reason_kind(p_reason text) returns text
@@ -134,9 +135,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_reasons(text, pgque.caller) is
-  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first: how many there are, how many of them are '
-  'held, the times of the oldest and newest, and the dl_id of the newest. Numbers in a reason are shown as N, it is cut at 200 characters, and empty if none was given. It counts the newest '
-  '200,000 dead letters. Errors: PQ001 no such queue.';
+  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
+  'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
+  'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
 -- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
 -- the same one.  p_call: the function by which somebody does it by hand to this one.
@@ -150,7 +151,7 @@ begin
   returning d.* into v_dead;
   if not found then
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
+      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued or purged already.');
   end if;
   perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
   from pgque.queue q
@@ -213,8 +214,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
-  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it. Returns replayed (how many were '
-  'sent), failed (how many could not be sent, and stay) and first_error. Errors: PQ001 no such queue.';
+  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all). reason: only those with this reason, as stored or as dlq_reasons() '
+  'returns it. Returns replayed (the number that was sent), failed (the number that could not be sent, and stays) and first_error. Errors: PQ001 '
+  'no such queue.';
 
 create or replace function pgque._requeue(p_dead pgque.dead_letter) returns bigint
 language plpgsql as $$
@@ -227,7 +229,7 @@ begin
   for key share;
   if not found then
     perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', p_dead.dl_id),
-      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
+      'Subscribe the consumer again, or send the message to all consumers with pgque.dlq_replay(dl_id).');
   end if;
   perform pgque._depth_grows(p_dead.dl_queue_id);
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
@@ -288,8 +290,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it, and returns their number. '
-  'Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. reason: only those with this reason, as '
+  'stored or as dlq_reasons() returns it. Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
 
 -- A null would delete none without a word.
 create or replace function pgque.dlq_purge(
@@ -303,7 +305,7 @@ declare
 begin
   if $2 is null then
     perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      'Leave older_than out for 30 days; ''0'' deletes all of them.');
+      'Leave out older_than for 30 days, or pass ''0'' to delete all of them.');
   end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
@@ -314,8 +316,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
-  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, or of these the ones with a reason, as it is or as dlq_reasons() '
-  'returns it, and returns their number. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+  'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
+  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$

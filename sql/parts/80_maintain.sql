@@ -500,8 +500,8 @@ begin
         perform pg_catalog.pg_sleep(0.02);
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('a worker of queue %I is busy with a batch in a transaction that stays open', (
-        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again, or end it.');
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction of a worker holds a batch of queue %I', (
+        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
     end if;
   end loop;
 end
@@ -551,9 +551,9 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
-  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
-  'READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Dead letters and the archive stay. For a batch '
+  'that was open, ack() then returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
+  'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -619,7 +619,7 @@ begin
 end
 $$;
 comment on function pgque.delete_expired(text, pgque.caller) is
-  'Deletes dead letters whose message has expired since, and returns their number. Held ones (drop_policy hold) stay.';
+  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -663,14 +663,15 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
-      'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.',
+      'Use job expire or delete_expired, and an interval such as 5 minutes, or an empty text for off. The schedule is unchanged.',
       sqlerrm);
 end
 $$;
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages from '
-  'the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). every: an '
-  'interval; an empty string turns the job off, NULL restores its default. Errors: PQ005 an invalid job or interval; the old one stays.';
+  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages '
+  'from the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
+  'every: an interval. An empty string turns the job off, NULL restores its default. Errors: PQ005 invalid job or interval; the schedule is '
+  'unchanged then.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -706,7 +707,7 @@ begin
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for, at most 10,000. Returns '
+  'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
@@ -924,15 +925,15 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
-comment on function pgque.maint_operations() is 'Returns what maint() does, one call a row, for a scheduler that commits after each.';
+comment on function pgque.maint_operations() is 'Returns the operations of maint(), one call a row, for a scheduler that commits after each call.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never received, and returns the number of consumers '
-  'moved. get_consumer_info() counts what they skipped. Errors: PQ001 no such queue.';
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the number of '
+  'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -970,7 +971,7 @@ declare
   v_done  int;
 begin
   if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
-    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'select * from pgque.maint_operations() lists them.');
+    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'List the operations: select * from pgque.maint_operations();');
   end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;
@@ -1010,5 +1011,5 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: delayed messages, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
-  'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Does all maintenance now: delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
+  'once do no harm. Returns how many steps there were to do. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';

@@ -356,9 +356,9 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves what is due and maintains, and commits after each step. A queue ticks as soon as its '
-  'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
-  'A second loop waits for the first.';
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves messages that are due, maintains, and commits after each step. A queue ticks as '
+  'soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command '
+  'pgque ticker do. A second loop waits for the first.';
 
 -- Whether there is pg_cron for the owner of pgque: null if it is not in this
 -- database, false if its schema is closed.
@@ -407,8 +407,8 @@ begin
     ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
-    perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
-      format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint));
+    perform pgque._fail('PQ014', format('pg_cron has jobs of pgque for database %I', v_other),
+      format('If they came with a dump, or the ticker moves to this database, remove them: %s; then call pgque.start() again.', v_hint));
   end if;
   update pgque.config c set stopped_at = null;
   begin
@@ -433,15 +433,15 @@ begin
       hint = v_hint;
   end if;
   raise notice using
-    message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
-    hint = 'See whether it runs: select * from pgque.status(). It does within seconds, with pg_cron 1.4 at the next full minute.';
+    message = format('pgque: pg_cron job %s is created and has not run yet', v_job),
+    hint = 'Check that it runs: select * from pgque.status(); It starts within seconds, with pg_cron 1.4 at the next full minute.';
   perform pgque._did('start', null);
   return v_job;
 end
 $$;
 comment on function pgque.start() is
-  'Makes pg_cron run the loop in this database, once however often it is called, and returns the job''s id. Errors: PQ014 pg_cron is not in this '
-  'database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
+  'Schedules the loop with pg_cron in this database, and returns the job''s id. A second call replaces the job. Errors: PQ014 pg_cron is not in '
+  'this database or works for another one, the owner has no right to schema cron, or pg_cron has jobs of pgque for another database.';
 
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -453,7 +453,8 @@ begin
 end
 $$;
 comment on function pgque.stop() is
-  'Stops the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
+  'Stops the running loop, also one that pg_cron did not start. Removes the pg_cron jobs of this database, and those of databases that no longer '
+  'exist.';
 
 -- Removes our jobs of this database, and of those that are gone: one that was
 -- renamed leaves them behind.
@@ -466,8 +467,8 @@ begin
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
-      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: those of pgque go on, if there are any', current_user),
-      hint = pg_catalog.format('grant usage on schema cron to %I; and call it again.', current_user);
+      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: if there are jobs of pgque, they keep running', current_user),
+      hint = pg_catalog.format('grant usage on schema cron to %I; then call it again.', current_user);
   end if;
 end
 $$;
@@ -674,7 +675,7 @@ declare
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     perform pgque._fail('insufficient_privilege', 'only the owner of schema pgque may uninstall it',
-      'Log in as the role that installed it.');
+      'Run it as the role that installed it.');
   elsif v_foreign is not null then
     perform pgque._fail('dependent_objects_still_exist', 'tables outside schema pgque use its types or tables, and would lose data',
       'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.',
@@ -687,5 +688,5 @@ begin
 end
 $$;
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Errors: 42501 the caller does not own the schema; 2BP01 '
-  'tables outside the schema have columns of its types, which would be dropped too.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs. The roles stay. Errors: 42501 the caller does not own the schema; '
+  '2BP01 tables outside the schema have columns of its types, which would be dropped too.';

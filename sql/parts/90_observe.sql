@@ -42,10 +42,10 @@ comment on view pgque.subscription is 'Lists the consumers of all queues and the
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
 comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
-comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
-comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
-comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
-comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
+comment on column pgque.subscription.sub_last_tick is 'The tick up to which the consumer has finished; NULL for a worker without a batch.';
+comment on column pgque.subscription.sub_active is 'When the consumer last received, finished or was touched.';
+comment on column pgque.subscription.sub_batch is 'The open batch, or NULL.';
+comment on column pgque.subscription.sub_next_tick is 'The end of the window that the consumer reads, or NULL.';
 comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
 comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
 comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
@@ -399,9 +399,9 @@ begin
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'Returns the next n messages that a consumer has not finished, without receiving them: of the consumer named, or else of the slowest. Messages '
-  'count whether a tick covers them or not, retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 not '
-  'subscribed.';
+  'Returns the next n messages that a consumer has not finished, without receiving them. consumer_name: NULL means the slowest consumer. Messages '
+  'also count before a tick covers them, and retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 '
+  'not subscribed.';
 
 -- The first tick by which an id had been drawn, all columns null if there is none yet:
 -- ticks are too many to read, so it halves the range of their ids.
@@ -682,10 +682,10 @@ declare
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
     perform pgque._fail('PQ005', format('unknown status %L, for queue %I', $2, v_queue.queue_name),
-      'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.');
+      'Use pending, processing, delayed, retry, expired, dead, failed or archived, or null for all.');
   elsif $3 is null or $3 < 0 then
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
-      'It is the greatest number of messages to list.');
+      'Pass the highest number of messages to list, such as 100.');
   end if;
   v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
@@ -703,12 +703,14 @@ begin
 end
 $$;
 comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, processing, '
-  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: of that type, with that key, of that '
-  'consumer. since, until: created at since or later, and before until. matching: this text is in the payload (its first 100,000 characters), the headers or last_error, '
-  'in upper or lower case (of the letters that the database''s locale knows). after_id: with greater ids only; then a message has all its rows, so there may be a few more than limit_count. To read page by page, begin with 0 and go on with the last msg_id. '
-  'available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 '
-  'another status, or limit_count is negative.';
+  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, '
+  'processing, delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: only those of '
+  'this type, key or consumer. since, until: only those created at since or later, and before until. matching: only those with this text in the '
+  'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
+  'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
+  'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
+  'letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
+  'is negative.';
 
 create or replace function pgque.get_message(
   queue_name text, inout msg_id bigint, caller pgque.caller default current_user,
@@ -732,14 +734,14 @@ begin
 end
 $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
-  'Returns one message, a row for each consumer that still has it, without receiving it; columns as in list_messages(). '
-  'Errors: PQ001 no such queue; PQ010 no consumer has it.';
+  'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
+  'no such queue; PQ010 no consumer has it.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ010', pg_catalog.format('message not found: %s of queue %I', coalesce(p_id::text, 'null'), p_queue.queue_name),
-    'Every consumer is done with it, or it was never committed.');
+    'Check the id. Every consumer is done with the message, or it was never committed.');
 end
 $$;
 
@@ -763,7 +765,8 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Returns the state of one message, a row for each consumer that still has it; status as in list_messages(). Errors: PQ010 no consumer has it.';
+  'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
+  'has it.';
 
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
@@ -816,7 +819,7 @@ begin
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
-  'Returns messages that were delivered more than once without an outcome, or were given up for that reason: they may kill their workers. dl_id is '
+  'Returns messages that were delivered more than once without an outcome, or were given up for that reason. They may kill their workers. dl_id is '
   'set if the message is a dead letter.';
 
 -- How many consumers of a queue metrics() and health() look at one by one: those
@@ -1034,8 +1037,8 @@ $$;
 comment on function pgque.metrics() is
   'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
   '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
-  'tables: the figures of their queues are left out. If the server has no room for the locks of all queues (one a queue, see max_locks_per_transaction), some '
-  'queues are left out, at random.';
+  'tables: it leaves out the figures of their queues. If the server has no room for the locks of all queues (one a queue, see '
+  'max_locks_per_transaction), the call leaves out some queues, chosen at random.';
 
 create or replace function pgque.metrics(
   queue_name text, caller pgque.caller default current_user, out metric text, out queue text, out consumer text, out value double precision

@@ -57,7 +57,7 @@ begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
     exception
       when dependent_objects_still_exist then
-        raise warning 'pgque: % of an earlier version is in use; make what uses it anew', v_func.sig;
+        raise warning 'pgque: other objects use % of an earlier version; create them again', v_func.sig;
         if left(v_func.proname, 1) <> '_' then
           execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
         end if;
