@@ -502,7 +502,7 @@ begin
     end;
     if v_error is null and not v_rec.rec_restored and v_run.run_due < pgque.clock() - interval '1 minute' then
       v_error := 'the ticker did not send it';
-      advice := 'See the check ticker. select pgque.maint_recurring() sends what is due.';
+      advice := 'See the check ticker. To send it now: select pgque.maint_recurring()';
     end if;
     if v_error is not null then
       status := case when v_run.run_failures > 0 then 'fail' else 'warn' end;

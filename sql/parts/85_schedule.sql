@@ -529,9 +529,9 @@ begin
   if v_role is not null and v_limit ~ '^\s*[1-9]' then
     v_limit := v_limit || case when v_limit ~ '[a-z]' then '' else 'ms' end;
     if v_limit::interval < interval '1 minute' then
-      failure := pg_catalog.format('statement_timeout is %2$s for role %1$I: it ends each run early, and pg_cron begins the next one only with the next minute',
+      failure := pg_catalog.format('statement_timeout is %2$s for role %1$I: it ends each run early, and pg_cron starts the next one only at the next full minute',
         v_role, v_limit);
-      remedy := pg_catalog.format('alter role %I in database %I set statement_timeout = 0; from the next run on it ticks all the time.',
+      remedy := pg_catalog.format('alter role %I in database %I set statement_timeout = 0; the next run then ticks without pauses.',
         v_role, pg_catalog.current_database());
     end if;
   end if;
@@ -629,14 +629,14 @@ begin
     end if;
   elsif not pgque._has_cron() then
     status := 'hidden';
-    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
+    detail := format('pg_cron is installed, and role %1$I may not use it: grant usage on schema cron to %1$I;', current_user);
   end if;
   return next;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, case
       when v_failure is not null then 'no loop runs: see scheduler'
-      when v_jobs is not null then 'no loop runs yet: pg_cron begins one within seconds, with pg_cron 1.4 at the next full minute'
+      when v_jobs is not null then 'no loop runs yet: pg_cron starts one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'
     end) || format(', period %s ms', (select coalesce(max(c.tick_period_ms), 100) from pgque.config c));
   return next;

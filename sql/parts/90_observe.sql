@@ -1176,7 +1176,7 @@ begin
     when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
     when status = 'ok' then null
     when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
-    when pgque._has_cron() then 'The check ticker has the command.'
+    when pgque._has_cron() then 'See the advice of the check ticker.'
     else 'Start the ticker beside the server: pgque ticker.'
   end;
 end
@@ -1198,8 +1198,8 @@ begin
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
     if v_unread > 0 then
       status := 'warn';
-      detail := format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'));
-      advice := format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
+      detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
         p_queue.queue_name);
     end if;
     return;
@@ -1218,12 +1218,12 @@ begin
       else 'nothing pending' end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses what is older than %s: for more time, select pgque.set_queue_config(%L, ''retention_period'', %L).',
+      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
-      case when p_cause is not null then format('First see the check %s of this queue: its consumers wait for that.', p_cause)
+      case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
         else format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L).', v_late.consumer_name, p_queue.queue_name, v_late.consumer_name)
       end,
-      case when v_late.lag <= v_soon then format('What is older than %s it misses (retention_period).', p_queue.queue_retention_period) end);
+      case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
 end
 $$;
@@ -1237,7 +1237,7 @@ language sql as $$
       join pgque.retry_queue r on r.ev_owner = s.sub_id
       where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= pgque.clock()
       having count(*) > 0), ''),
-    case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
+    case when d.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end
   from (
     select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
     from pgque.retry_queue r
@@ -1269,9 +1269,9 @@ begin
   order by h.since
   limit 1;
   status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
-  detail := case when v_held.age is null then 'no worker has messages'
-    else pg_catalog.format('worker %s of consumer %s has had messages for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
-  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it, and give its messages to others: select pgque.reclaim(%L, %L, %L)',
+  detail := case when v_held.age is null then 'no worker holds a lease'
+    else pg_catalog.format('worker %s of consumer %s has held a lease for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it and release its messages: select pgque.reclaim(%L, %L, %L)',
     p_queue.queue_name, v_held.consumer, v_long) end;
 end
 $$;
@@ -1311,7 +1311,7 @@ begin
   return query
     select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
       format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_back.slowest, '(none)')),
-      case when r.late then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
+      case when r.late then 'Let the slowest consumer catch up, or unsubscribe it. Release the batches that its workers hold (list_workers) with reclaim(). End the sessions that lock the queue''s tables (pg_dump, an open transaction)'
         || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
     from (
       select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
@@ -1346,7 +1346,7 @@ begin
     check_name := 'queues';
     status := 'warn';
     detail := format('%s of %s queues are checked, chosen at random: the server has no room for more locks', cardinality(v_queues), cardinality(p_queues));
-    advice := 'Raise max_locks_per_transaction, or ask for one queue at a time: select * from pgque.health(queue).';
+    advice := 'Raise max_locks_per_transaction, or check one queue at a time: select * from pgque.health(queue).';
     return next;
   end if;
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
@@ -1361,8 +1361,8 @@ begin
         check_name := 'tables'; queue := v_queue.queue_name;
         detail := 'locked by ' || pgque._lockers(v_queue.queue_id, true);
         status := case when detail is null then 'warn' else 'fail' end;
-        advice := case when detail is null then 'Look again. If it stays so, see pg_locks for tables of schema pgque.'
-          else 'No tick and no rotation of this queue until that transaction ends (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed).' end;
+        advice := case when detail is null then 'Check again. If the lock stays, find its session in pg_locks, among the tables of schema pgque.'
+          else 'End that transaction, or wait for its end (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed). Until then the queue has no tick and no rotation.' end;
         detail := coalesce(detail, 'a table that the queues share was locked');
         return next;
       when others then
@@ -1407,9 +1407,9 @@ begin
   advice := case
     when v_found.scheduler = 'failing' then v_cron.remedy
     when v_found.runs then null
-    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
-    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
-    else 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
+    when v_found.scheduler = 'scheduled' then 'Check again in a minute. If no loop runs then: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
+    else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
   -- Where queues wait for it, it comes before what they say.
   return query
@@ -1447,18 +1447,18 @@ begin
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
   detail := coalesce(nullif(concat_ws('; ',
     'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
-    case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
+    case when v_found.hidden then 'other transactions write, and their age is hidden from ' || current_user end), ''), 'none');
   advice := nullif(concat_ws(' ',
-    case when status <> 'ok' then 'What it sent is delivered when it commits, and until then the tables that it used are not emptied; other messages are not held up.' end,
-    case when status <> 'ok' and v_found.gid is not null then format('Nobody ends it by itself: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
-    case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
+    case when status <> 'ok' then 'Its messages are delivered when it commits, and the tables that it used are not emptied before. Other messages are not delayed.' end,
+    case when status <> 'ok' and v_found.gid is not null then format('End the prepared transaction: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
+    case when v_found.hidden then format('To see their age: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
 
   check_name := 'notifications';
   status := case when pg_notification_queue_usage() < 0.5 then 'ok' else 'fail' end;
   detail := format('the server''s queue of notifications is %s %% full', round(100 * pg_notification_queue_usage()));
   advice := case when status <> 'ok' then
-    'Ticks go on without notifying, so consumers wait for their own next look. End the session that listens within an open transaction: the server''s log names it.' end;
+    'End the session that listens within an open transaction: the server''s log names it. Until then ticks do not notify, and consumers find messages at their next poll.' end;
   return next;
 end
 $$;
