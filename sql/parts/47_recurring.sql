@@ -2,12 +2,12 @@
 -- recurring: messages that the ticker sends at their times
 -- ---------------------------------------------------------------------------
 
--- A definition (pgque.recurring) changes when somebody changes it.  Each run appends a
--- row to a journal (pgque.recurring_run), in the transaction that sends the message.
--- The newest of these rows says when the next run is due.  A sequence says when the
--- first of all is due, so that the loop reads no table until then.
+-- A definition (pgque.recurring) changes only when a role changes it.  Each run appends
+-- a row to a journal (pgque.recurring_run), in the transaction that sends the message.
+-- The newest of these rows names the next run.  A sequence holds the time of the
+-- earliest run, so that the loop reads no table before that time.
 
--- When the first run is due; null if there is none.
+-- Returns when the first run is due; null if there is none.
 create or replace function pgque._recurring_at() returns timestamptz
 language sql volatile as $$ select pg_catalog.to_timestamp(nullif(pg_catalog.pg_sequence_last_value('pgque.recurring_at'), 0) / 1000000.0) $$;
 
@@ -20,7 +20,7 @@ begin
 end
 $$;
 
--- The row of the journal that says when a definition is due.
+-- Returns the row of the journal that names the next run of a definition.
 create or replace function pgque._last_run(p_id int, p_since bigint) returns pgque.recurring_run
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -35,13 +35,13 @@ begin
 end
 $$;
 
--- Every definition that is not paused, and when its next run, or the next attempt at
--- one, is due; -infinity if its schedule has to begin anew: after a restore, or because
--- the clock was set back by more than an hour.
+-- Returns every definition that is not paused, and when its next run, or the next
+-- attempt of a failed run, is due.  -infinity means that its schedule has to begin
+-- again: after a restore, or because the clock was set back by more than an hour.
 create or replace function pgque._recurring_due(p_now timestamptz, out id int, out due timestamptz) returns setof record
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  -- As _last_run(), which would be called for each of a crowd.
+  -- The same as _last_run(), in one query for many definitions.
   return query
     select r.rec_id, case when not r.rec_restored and u.run_at <= p_now + interval '1 hour' then u.run_due else '-infinity' end
     from pgque.recurring r
@@ -66,8 +66,8 @@ begin
 end
 $$;
 
--- Lets the schedule of a definition begin now: what was missed is not caught up.  The
--- caller has its row locked.
+-- Begins the schedule of a definition now: missed runs are not caught up.  The caller
+-- has its row locked.
 create or replace function pgque._begin_schedule(p_id int) returns void
 language plpgsql as $$
 declare
@@ -84,8 +84,8 @@ begin
 end
 $$;
 
--- The queue that a definition sends to.  Raises an error if there is none, or if the
--- role that created the definition may not send to it.
+-- Returns the queue that a definition sends to.  Raises an error if there is none, or
+-- if the role that created the definition may not send to it.
 create or replace function pgque._recurring_queue(p_rec pgque.recurring) returns pgque.queue
 language plpgsql as $$
 declare
@@ -115,9 +115,9 @@ begin
 end
 $$;
 
--- Sends what is due of one definition, and returns the number of messages.  The lock of
--- the definition comes before its journal is read, so no run is sent twice.  A failure is
--- noted, and tried again after 2, 4, ... 64 seconds.
+-- Sends the runs of one definition that are due, and returns the number of messages.
+-- The definition is locked before its journal is read, so no run is sent twice.  A
+-- failure is recorded, and tried again after 2, 4, ... 64 seconds.
 create or replace function pgque._run_recurring(p_id int, p_now timestamptz) returns int
 language plpgsql as $$
 declare
@@ -153,7 +153,7 @@ begin
           if v_count = 0 then
             raise;
           end if;
-          v_left := v_next;   -- a queue may never have room for all: what it took stays sent
+          v_left := v_next;   -- a queue may never have room for all runs: messages that it took stay sent
           exit;
       end;
       v_run.run_for := v_next;
@@ -201,7 +201,7 @@ begin
     exit when clock_timestamp() > v_end;
   end loop;
   select min(d.due) into v_next from pgque._recurring_due(v_now) d;
-  -- A recurring message that a session has locked, or whose schedule cannot begin, is
+  -- If a session has locked a recurring message, or its schedule cannot begin, it is
   -- tried again after a second.
   perform pgque._set_recurring_at(case when v_next <= v_now and (v_count = 0 or v_next = '-infinity') then v_now + interval '1 second' else nullif(v_next, 'infinity') end);
   return v_count;
@@ -211,7 +211,8 @@ comment on function pgque.maint_recurring() is
   'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when a message is due. '
   'maint() calls it too. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Rows of definitions that are gone, and all but the newest of each, are not carried over.
+-- Rows of dropped definitions, and all but the newest row of each definition, are not
+-- copied.
 create or replace function pgque._compact_recurring() returns int
 language plpgsql as $$
 declare
@@ -240,13 +241,14 @@ exception
 end
 $$;
 
--- Whether a role created a definition, or is a member of the role that did.
+-- Returns whether a role created a definition, or is a member of the role that did.
 create or replace function pgque._is_creator(p_caller name, p_role name) returns boolean
 language sql stable as $$
   select exists (select from pg_catalog.pg_roles r where r.rolname = p_role and (r.rolname = p_caller or pg_catalog.pg_has_role(p_caller, r.oid, 'usage')))
 $$;
 
--- The definition of a name, for the role that created it or an administrator of its queue.
+-- Returns the definition of a name, for the role that created it or an administrator of
+-- its queue.
 create or replace function pgque._recurring(p_name text, p_caller name) returns pgque.recurring
 language plpgsql as $$
 declare
@@ -267,7 +269,7 @@ end
 $$;
 
 -- A queue has at most a hundred recurring messages of roles with a right to this queue
--- only: the ticker reads all of them.
+-- only, because the ticker reads all of them.
 create or replace function pgque._create_recurring(
   p_name text, p_queue text, p_cron text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text, p_delay interval, p_ttl interval,
   p_partition_key text, p_timezone text, p_catch_up text, p_starts_at timestamptz, p_ends_at timestamptz, caller pgque.caller default current_user
@@ -286,7 +288,7 @@ begin
     perform pgque._fail('PQ005', format('invalid catch_up of recurring message %I: %s', p_name, quote_nullable(p_catch_up)), 'Use none, one or all.');
   end if;
   perform pgque._check_options(v_queue.queue_name, 1, array[p_headers], array[p_key], array[p_delay], null, array[p_ttl], array[p_partition_key]);
-  -- It keeps its name until this commits.
+  -- The queue keeps its name until this transaction commits.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for key share;
   if not found then
     perform pgque._no_queue(p_queue);
@@ -294,7 +296,7 @@ begin
     perform pgque._need_read_committed('create_recurring() with a right to this queue only');
     perform pg_advisory_xact_lock(hashtext('pgque.count_recurring'), v_queue.queue_id);
   end if;
-  -- Of two sessions that create one name the second sees the first.
+  -- If two sessions create one name, the second sees the definition of the first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_recurring'), hashtext(p_name));
   perform from pgque.recurring r where r.rec_name = p_name collate "default" for no key update;
   if found then
@@ -471,7 +473,7 @@ comment on function pgque.list_recurring(pgque.caller) is
   'last_msg_id: of the last message that was sent. registered_at: time of the last create_recurring(), which a Worker calls when it starts. '
   'payload and headers are NULL for a role that may not read the queue and did not create the message.';
 
--- What keeps recurring messages from being sent, or will.
+-- Returns what keeps recurring messages from being sent, now or at their next run.
 create or replace function pgque._recurring_health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql as $$
 declare

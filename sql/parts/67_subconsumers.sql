@@ -2,16 +2,16 @@
 -- subconsumers: PgQ's cooperative consumers
 -- ---------------------------------------------------------------------------
 
--- PgQ's way to share one position, kept for its clients: workers are registered
--- by name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
--- its open batch is redelivered to it.  A call with dead_interval gives the batch of one
--- that was silent for longer to another, by way of the retry queue.
+-- PgQ's way to share one position, kept for its clients: workers are registered by
+-- name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
+-- its open batch is redelivered to it.  If a worker was silent for longer than
+-- dead_interval, a call moves its batch to another worker, through the retry queue.
 --
--- A subconsumer's newest row in the journal says when it was heard of last.  The rest
--- of the engine meets subconsumers where _turn() asks _worker() whether one is
--- registered and calls _touch().
+-- A subconsumer's newest row in the journal records when it last called.  The rest of
+-- the engine handles subconsumers where _turn() calls _worker(), to find out whether
+-- one is registered, and _touch().
 
--- Refuses a call of a consumer on its own for one that has workers.
+-- Refuses a call for a consumer on its own if the consumer has workers.
 create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
 language plpgsql as $$
 begin
@@ -25,7 +25,7 @@ begin
 end
 $$;
 
--- The subscriber row of a worker, or null.
+-- Returns the subscriber row of a worker, or null.
 create or replace function pgque._find_worker(p_main int, p_worker text) returns int
 language plpgsql as $$
 begin
@@ -53,7 +53,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_main      pgque.subscriber;
   v_position  pgque.position;
-  v_batch     bigint;   -- what its own reader had
+  v_batch     bigint;   -- the open batch of the consumer's own reader
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
@@ -152,7 +152,7 @@ comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
 -- Gives the oldest batch whose worker was silent for longer than p_dead_interval to
--- another worker.  A worker that has a batch takes nothing over, and one that holds its
+-- another worker.  A worker that has a batch takes none over.  A worker that holds its
 -- own lock is alive.
 create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
 language plpgsql set enable_seqscan = off as $$
@@ -181,8 +181,9 @@ begin
 end
 $$;
 
--- Gives an open batch to a worker, under a new batch id, without what has an outcome; to
--- count as so many deliveries more.  The caller holds the consumer's lock.
+-- Gives an open batch to a worker, under a new batch id, without messages that have an
+-- outcome.  p_deliveries is added to their count.  The caller holds the consumer's
+-- lock.
 create or replace function pgque._give_batch(p_main pgque.subscriber, p_batch bigint, p_worker text, p_deliveries int) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -203,7 +204,7 @@ begin
 end
 $$;
 
--- Notes that a worker was heard of.
+-- Notes that a worker is alive.
 create or replace function pgque._touch(p_member int) returns void
 language plpgsql as $$
 begin
@@ -253,7 +254,7 @@ comment on function pgque.receive_coop(text, text, text, int, interval, pgque.ca
   'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
   'own.';
 
--- next_batch_custom() for one of several workers, in the same way.
+-- Does what next_batch_custom() does, for one of several workers.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
   dead_interval interval default null, caller pgque.caller default current_user

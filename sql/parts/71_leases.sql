@@ -2,7 +2,8 @@
 -- leases: release, extend and reclaim batches, share a consumer
 -- ---------------------------------------------------------------------------
 
--- The consumer of a pool's batch; PQ005 for any other, whose lease has no end.
+-- Returns the consumer of a pool's batch; PQ005 for any other batch, whose lease has no
+-- end.
 create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
@@ -83,10 +84,11 @@ begin
       v_held := v_held + v_lease.pos_done_count - v_state.settled;
     end if;
     if not p_extend then
-      -- A lease that may end earlier is looked at in the retry queue.
+      -- A lease that may end earlier is checked in the retry queue.
       v_held := v_held + pgque._shelve(v_sub, v_lease, v_until);
     elsif pgque._old_snapshot() then
-      -- It does not see that the batch was closed: where rows are locked it is found out.
+      -- This snapshot does not show whether the batch was closed: a row lock finds it
+      -- out.
       perform pgque._shelve(v_sub, v_lease, v_until);
     end if;
   end if;
@@ -94,7 +96,7 @@ begin
 end
 $$;
 
--- Hands back what a batch has: nobody has it any more, and it may be taken at once.  The
+-- Releases the messages of a batch, so that any worker may receive them at once.  The
 -- caller holds the batch's lock.
 create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
 language plpgsql set enable_seqscan = off as $$
@@ -105,7 +107,7 @@ begin
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     perform pgque._shelve(p_sub, v_lease, pgque.clock());
   end if;
-  -- Maintenance that has one of them locked may let go of it again: this waits for it.
+  -- A maintenance session that has one of them locked may roll back: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
   where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
@@ -113,7 +115,7 @@ begin
 end
 $$;
 
--- The batches of a consumer that somebody has, those that lapsed too.
+-- Returns the batches of a consumer that workers hold, also those whose lease expired.
 create or replace function pgque._batches_of(p_sub int) returns setof bigint
 language sql set enable_seqscan = off as $$
   select h.token from pgque._held(p_sub) h
@@ -134,7 +136,7 @@ begin
       'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
-  -- A worker that is just settling its batch is left alone.
+  -- A worker that is just finishing its batch keeps it.
   foreach v_token in array pgque._hold_batches(v_sub, array(
     select b.id
     from pgque._batches_of(v_sub.sub_id) b (id)
@@ -193,7 +195,7 @@ begin
 end
 $$;
 
--- A consumer of whose batches none is open any more.
+-- Stores the position of a consumer without open batches.
 create or replace function pgque._end_batches(p_sub pgque.subscriber) returns void
 language plpgsql as $$
 declare

@@ -2,7 +2,7 @@
 -- dead: dead letters
 -- ---------------------------------------------------------------------------
 
--- A message nobody will be given again goes where its queue says.
+-- Gives a message up: the queue's drop_policy decides what becomes of it.
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language plpgsql as $$
 begin
@@ -23,7 +23,8 @@ begin
       return;
     exception
       when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
-        -- It takes nothing now, or is just gone; the message is not to be lost.
+        -- The queue does not take it now, or no longer exists; the message must not be
+        -- lost.
         null;
     end;
   end if;
@@ -31,11 +32,12 @@ begin
 end
 $$;
 
--- Puts a message among the dead letters of a consumer; false if it is there.
+-- Stores a message as a dead letter of a consumer; false if it is one already.
 create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
 language plpgsql as $$
 begin
-  -- A reader of offsets gets each body of a key that it has not read yet, under one id: the newest is kept.
+  -- A reader of offsets gets each body of a key that it has not read yet, under one id:
+  -- the newest is kept.
   if p_item.ev_key is not null then
     delete from pgque.dead_letter d
     where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
@@ -51,7 +53,8 @@ begin
 end
 $$;
 
--- A condition that looks for a text in columns, in upper or lower case; null without one.
+-- Returns a condition that finds a text in columns, in upper or lower case; null if
+-- there is no text.
 create or replace function pgque._matching_sql(p_text text, p_columns text) returns text
 language sql stable as $$
   select 'pg_catalog.strpos(pg_catalog.lower(pg_catalog.concat_ws('' '', ' || p_columns || ')), pg_catalog.lower(' || pg_catalog.quote_literal(p_text) || ')) > 0'
@@ -95,13 +98,14 @@ comment on function pgque.dlq_inspect(text, int, text, text, text, text, timesta
   'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
   'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
--- What reasons have in common that differ by numbers only.
+-- Returns the common form of reasons that differ only by numbers.
 create or replace function pgque._reason_kind(p_reason text) returns text
 language sql immutable as $$
   select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '\d+', 'N', 'g'), 200), '')
 $$;
 
--- Whether a reason is this one, as it is or as _reason_kind() returns it; a null stands for any.
+-- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
+-- stands for any.
 create or replace function pgque._has_reason(p_reason text, p_wanted text) returns boolean
 language sql immutable as $$
   select p_wanted is null or coalesce(p_reason = p_wanted, false) or pgque._reason_kind(p_reason) = p_wanted
@@ -139,8 +143,9 @@ comment on function pgque.dlq_reasons(text, pgque.caller) is
   'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
   'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
--- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
--- the same one.  p_call: the function by which somebody does it by hand to this one.
+-- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
+-- same one.  p_call: the function to record in list_actions(), if a role calls it by
+-- hand for this dead letter.
 create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
 language plpgsql as $$
 declare
@@ -237,12 +242,13 @@ begin
   select pgque.clock(), p_dead.dl_queue_id, s.sub_id, p_dead.ev_error,
     p_dead.ev_id, p_dead.ev_time, p_dead.ev_txid, p_dead.ev_type, p_dead.ev_data, p_dead.ev_extra1, p_dead.ev_extra2,
     p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
-    -- One that had expired is given another life.
+    -- An expired message loses its expiry.
     case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
     pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
   from pgque.subscriber s
   where s.sub_id = v_sub
-  -- It may wait there already: its consumer was moved back and failed it again.
+  -- The message may be there already, if its consumer was moved back and failed it
+  -- again.
   on conflict on constraint retry_queue_pkey do update
   set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
     ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
@@ -293,7 +299,7 @@ comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
   'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. reason: only those with this reason, as '
   'stored or as dlq_reasons() returns it. Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
 
--- A null would delete none without a word.
+-- NULL would silently delete none.
 create or replace function pgque.dlq_purge(
   queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
 ) returns bigint

@@ -1,9 +1,9 @@
 -- ---------------------------------------------------------------------------
--- history: how many messages came, how far consumers lagged, who did what
+-- history: how many messages were sent, how far consumers lagged, who changed what
 -- ---------------------------------------------------------------------------
 
--- The newest tick at each of some times is found by halving the range of ids, all times
--- in one statement: the ticks of a busy queue are too many to read.
+-- A binary search over ids finds the newest tick at each of these times, for all times
+-- in one statement: a busy queue has too many ticks to read.
 create or replace function pgque.queue_rates(
   queue_name text, since interval default '6 hours', buckets int default 72, caller pgque.caller default current_user,
   out start_at timestamptz, out events bigint
@@ -44,12 +44,12 @@ begin
 end
 $$;
 comment on function pgque.queue_rates(text, interval, int, pgque.caller) is
-  'Returns how many messages were sent to a queue. It divides the last since (at most a year) into buckets (1 to 1000) of equal length, and '
-  'returns the start of each and the number of messages that ticks cover. The ticks go back two to three rotation periods, or to the slowest '
-  'consumer; the time before counts as 0. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
+  'Returns how many messages were sent to a queue. An interval (since, at most a year) that ends now is divided into buckets (1 to 1000) of equal '
+  'length; each row has the start of one and the number of messages that ticks cover. The ticks go back two to three rotation periods, or to the '
+  'slowest consumer; the time before counts as 0. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
 
--- Notes what somebody did by hand, in the transaction that does it.  An argument that is
--- null was left out, but for a setting: there it restores the default.
+-- Records a change that a role made by hand, in the same transaction.  A null argument
+-- was left out, except the value of a setting: there it restores the default.
 create or replace function pgque._did(p_call text, p_queue text, p_args jsonb default null) returns void
 language plpgsql as $$
 begin
@@ -104,12 +104,12 @@ begin
 end
 $$;
 comment on function pgque.consumer_lags(text, text, interval, pgque.caller) is
-  'Returns the lag of the consumers of a queue, or of one of them, within the last since. Each minute, maint() takes a sample of every consumer '
-  'that has not finished the messages that ticks cover; a consumer without a sample had finished them. lag_seconds: age of the oldest pending '
-  'message. pending_events: as in get_consumer_info(). Unit: seconds, messages. set_history(''lags'', …) sets how long samples are kept. Errors: '
-  'PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
+  'Returns the lag of the consumers of a queue, or of one of them, for an interval (since) that ends now. Each minute, maint() takes a sample of '
+  'every consumer that has not finished the messages that ticks cover; a consumer without a sample had finished them. lag_seconds: age of the '
+  'oldest pending message. pending_events: as in get_consumer_info(). Unit: seconds, messages. set_history(''lags'', …) sets how long samples are '
+  'kept. Errors: PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
 
--- Takes a lock that another transaction does not keep from it; else false.
+-- Takes a lock if it is free, and returns whether it did.
 create or replace function pgque._can_lock(p_table regclass, p_mode text) returns boolean
 language plpgsql as $$
 begin
@@ -121,11 +121,11 @@ exception
 end
 $$;
 
--- Only consumers that are behind the last tick have a sample, at most 200 a minute, those
--- with most before them first: an idle database writes nothing, and a busy one not much.
--- The loop ticks no queue meanwhile, so a locked queue is waited for once.  Each queue
--- keeps two locks until the transaction ends: where the server has no room for all
--- queues, some are chosen at random.
+-- Only consumers that the last tick is ahead of have a sample, at most 200 a minute,
+-- those with the most messages ahead first: an idle database writes nothing, and a busy
+-- one not much.  The loop ticks no queue meanwhile, so a locked queue is waited for
+-- only once.  Each queue keeps two locks until the transaction ends.  If the server has
+-- no room for all queues, some are chosen at random.
 create or replace function pgque.maint_lags() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
@@ -207,10 +207,10 @@ comment on function pgque.set_history(text, interval) is
   'that interval. NULL stops the recording; older entries stay. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such '
   'history, or keep is not above 0, or above 100 years.';
 
--- Empties the leaf of a history that is not written, once the other one begins before
--- what is to be kept, or is full; the next call lets the empty one be written.  So
--- nobody who notes something waits for a transaction that emptied a leaf and stays
--- open.  A history that is off keeps what it has.
+-- Empties the other leaf of a history once the current one reaches back far enough, or
+-- is full.  The next call makes the empty leaf the current one.  So recording never
+-- waits for a transaction that emptied a leaf and stays open.  A history that is off
+-- keeps its rows.
 create or replace function pgque._turn_history() returns int
 language plpgsql as $$
 declare

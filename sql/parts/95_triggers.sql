@@ -11,9 +11,9 @@
 -- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
 -- table's name.  p_format is json, url or sql.
 --
--- All of this runs with the rights of whoever changes the table, because
--- to_jsonb() runs casts that a table's owner may have made; so those who
--- change the table need the role pgque_writer.
+-- All of this runs with the rights of the role that changes the table, because
+-- to_jsonb() runs casts that a table's owner may have created.  So roles that change
+-- the table need the role pgque_writer.
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
