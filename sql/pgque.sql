@@ -1,16 +1,16 @@
 -- pgque: a message queue and shared event log inside PostgreSQL.
 --
--- Producers append events to a table.  A ticker records, every now and then,
--- which transactions had committed: a tick is a stored MVCC snapshot.  What
--- became visible between two ticks is a window, and a window never changes:
--- it can be read twice, by many consumers, in slices, after a crash.  Every
--- consumer owns a position, "the tick up to which I am done", and moves it by
--- appending one row to a journal.  Nothing on that path is updated or deleted.
--- Each queue writes into one of three tables in turn, and a table whose rows every
--- position has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an
--- old open transaction costs nothing.
--- A message that is delivered again waits in the retry queue, and is delivered from
--- there, without a tick.
+-- Producers append events to a table.  A ticker records several times a second which
+-- transactions have committed: a tick is a stored MVCC snapshot.  The rows that became
+-- visible between two ticks are a window.  A window never changes: it can be read twice,
+-- by many consumers, in slices, after a crash.  Every consumer has a position, the tick
+-- up to which it is done, and moves it by appending one row to a journal.  Nothing on
+-- that path is updated or deleted.
+-- Each queue writes into one of three tables in turn.  A table whose rows every position
+-- has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an old open
+-- transaction costs nothing.
+-- A message that is redelivered waits in the retry queue, and is delivered from there,
+-- without a tick.
 --
 -- The parts of this file follow the life of a message:
 --   base          schema, roles, clock, errors
@@ -25,7 +25,7 @@
 --   window        which rows lie between two snapshots
 --   position      where consumers stand
 --   lease         which batches are open, and which outcomes they have
---   subscribe     who reads a queue
+--   subscribe     consumers of a queue
 --   receive       deliver a batch
 --   choose        which messages are in it
 --   keys          a pending message is replaced
@@ -35,7 +35,7 @@
 --   outcomes      ack, nack, retry, dead
 --   leases        release, extend, reclaim, share
 --   archive       messages that are done and kept
---   retry         what is due, and who is notified
+--   retry         messages that are due, and notifications
 --   dead          dead letters
 --   read          windows without side effects
 --   maintain      rotation, compaction, retention, restore
@@ -2127,7 +2127,7 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- rights: who may do what with one queue
+-- rights: what a role may do with one queue
 -- ---------------------------------------------------------------------------
 
 -- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role without
@@ -6504,7 +6504,7 @@ begin
     p_ack := null;
   end loop;
   v_now := pgque.clock();
-  -- A message in the window that was opened noted its key or ttl before.
+  -- For each message in the opened window, its key or ttl has been noted.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
@@ -6544,8 +6544,8 @@ begin
 end
 $$;
 
--- Returns since when a throughput limit was not used.  An amount that was not used
--- within the last second is lost, and so is one that a clock ahead has recorded.
+-- Returns since when a throughput limit was not used: at most for a second, and without
+-- a time in the future, which was recorded before the clock was set back.
 create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
 language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
@@ -6943,7 +6943,7 @@ begin
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
-    -- Of the others no more than are delivered, since a seal fixes their bodies.
+    -- No more of the others than are delivered, since a seal fixes their bodies.
     v_good := v_good || pgque._weed(p_queue, p_sub,
       array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
       v_piece - pg_catalog.cardinality(v_good));
@@ -7827,8 +7827,8 @@ $$;
 -- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
 -- calls _heads_of_lanes() to choose those of them that are next.
 
--- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these
--- share lanes.  Two keys in one lane are ordered more than they need.
+-- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
+-- hashed.  Two keys with one hash share a lane: they are ordered more than they need.
 create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
 language sql immutable as $$
   select case
@@ -8717,7 +8717,7 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- retry: what is due, and who is notified
+-- retry: messages that are due, and notifications
 -- ---------------------------------------------------------------------------
 
 -- Returns the owners whose messages the pump moves from the retry queue into the log:
@@ -10102,7 +10102,7 @@ begin
         and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- The time of a requeued dead letter counts anew.
+        -- For a requeued dead letter, the time counts from when it was requeued.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
@@ -10254,8 +10254,8 @@ begin
     v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
     perform pgque._append_position(pgque._at_tick(v_pos, v_last));
   end loop;
-  -- A message that another session has locked keeps the outcome that this session gives
-  -- it.
+  -- A message that another session has locked keeps the outcome that the other session
+  -- gives it.
   with found as materialized (
     select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
   )
@@ -13159,7 +13159,7 @@ $$;
 -- triggers: table changes as events
 -- ---------------------------------------------------------------------------
 
--- What the three trigger functions share.  Arguments: the queue, then options:
+-- Does the work of the three trigger functions.  Arguments: the queue, then options:
 --   backup            keep the old row in ev_extra2
 --   ignore=a,b        leave these columns out; an update of nothing else is no event
 --   pkey=a,b          the key columns, instead of the primary key

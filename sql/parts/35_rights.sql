@@ -1,5 +1,5 @@
 -- ---------------------------------------------------------------------------
--- rights: who may do what with one queue
+-- rights: what a role may do with one queue
 -- ---------------------------------------------------------------------------
 
 -- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role without

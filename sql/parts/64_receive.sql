@@ -189,7 +189,7 @@ begin
     p_ack := null;
   end loop;
   v_now := pgque.clock();
-  -- A message in the window that was opened noted its key or ttl before.
+  -- For each message in the opened window, its key or ttl has been noted.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
@@ -229,8 +229,8 @@ begin
 end
 $$;
 
--- Returns since when a throughput limit was not used.  An amount that was not used
--- within the last second is lost, and so is one that a clock ahead has recorded.
+-- Returns since when a throughput limit was not used: at most for a second, and without
+-- a time in the future, which was recorded before the clock was set back.
 create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
 language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')

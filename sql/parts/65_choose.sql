@@ -193,7 +193,7 @@ begin
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
-    -- Of the others no more than are delivered, since a seal fixes their bodies.
+    -- No more of the others than are delivered, since a seal fixes their bodies.
     v_good := v_good || pgque._weed(p_queue, p_sub,
       array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
       v_piece - pg_catalog.cardinality(v_good));

@@ -6,8 +6,8 @@
 -- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
 -- calls _heads_of_lanes() to choose those of them that are next.
 
--- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these
--- share lanes.  Two keys in one lane are ordered more than they need.
+-- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
+-- hashed.  Two keys with one hash share a lane: they are ordered more than they need.
 create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
 language sql immutable as $$
   select case

@@ -1,5 +1,5 @@
 -- ---------------------------------------------------------------------------
--- retry: what is due, and who is notified
+-- retry: messages that are due, and notifications
 -- ---------------------------------------------------------------------------
 
 -- Returns the owners whose messages the pump moves from the retry queue into the log:

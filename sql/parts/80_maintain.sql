@@ -393,7 +393,7 @@ begin
         and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- The time of a requeued dead letter counts anew.
+        -- For a requeued dead letter, the time counts from when it was requeued.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
@@ -545,8 +545,8 @@ begin
     v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
     perform pgque._append_position(pgque._at_tick(v_pos, v_last));
   end loop;
-  -- A message that another session has locked keeps the outcome that this session gives
-  -- it.
+  -- A message that another session has locked keeps the outcome that the other session
+  -- gives it.
   with found as materialized (
     select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
   )

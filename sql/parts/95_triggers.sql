@@ -2,7 +2,7 @@
 -- triggers: table changes as events
 -- ---------------------------------------------------------------------------
 
--- What the three trigger functions share.  Arguments: the queue, then options:
+-- Does the work of the three trigger functions.  Arguments: the queue, then options:
 --   backup            keep the old row in ev_extra2
 --   ignore=a,b        leave these columns out; an update of nothing else is no event
 --   pkey=a,b          the key columns, instead of the primary key
