@@ -165,7 +165,12 @@ $$;
 
 -- Returns the leaves of a journal that a row is written to; p_leaf is the current one.
 -- Rows that an old snapshot does not see may be in either leaf.  So such a transaction
--- writes to both, and the primary key of one leaf stops it.
+-- writes to both, and the primary key of one leaf stops it:
+--   session 1: READ COMMITTED; reads "leaf 0"
+--   session 2: compaction switches to leaf 1, commits
+--   session 1: appends position 6 to leaf 0, commits
+--   session 3: REPEATABLE READ, snapshot between these commits; appends position 6 to both
+--   result:    leaf 0 refuses: 40001
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 

@@ -5,7 +5,9 @@
 -- A definition (pgque.recurring) changes only when a role changes it.  Each run appends
 -- a row to a journal (pgque.recurring_run), in the transaction that sends the message.
 -- The newest of these rows names the next run.  A sequence holds the time of the
--- earliest run, so that the loop reads no table before that time.
+-- earliest run, so that the loop reads no table before that time.  If a definition is
+-- committed after the loop read the sequence, the next maintenance finds it, within five
+-- seconds.
 
 -- Returns when the first run is due; null if there is none.
 create or replace function pgque._recurring_at() returns timestamptz

@@ -121,8 +121,9 @@ language sql volatile as $$
 $$;
 
 -- Returns how many messages with an expired lease are delivered together: fewer each
--- time, and on the last attempt each one alone.  A message that was requeued while it
--- was leased counts from zero.
+-- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
+-- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
+-- that was requeued while it was leased counts from zero.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
@@ -225,7 +226,8 @@ end
 $$;
 
 -- Returns those of the given messages that may be delivered, at most p_enough.  Expired
--- messages among them, and those whose attempts are used up, are removed.
+-- messages among them, and those whose attempts are used up, are removed.  The limit of
+-- attempts applies here, at a nack and in maint(), never while a lease lives.
 create or replace function pgque._weed(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )

@@ -95,7 +95,7 @@ begin
       select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
         coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
       from (
-        -- What begins at the very end belongs to the last share.
+        -- What begins at the end belongs to the last share.
         select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
         from (%s) t
         where t.tick_id > $1 and t.tick_id <= $2

@@ -117,8 +117,8 @@ language sql set search_path = pg_catalog, pgque, pg_temp as $$
 $$;
 
 -- A procedure that commits may have neither SET nor SECURITY DEFINER.  So in those
--- below all names are qualified, operators get exactly the types that they are for
--- (else an operator in public might fit better), and all work is in functions.
+-- below all names are qualified, operators get the types that they are for (else an
+-- operator in public might fit better), and all work is in functions.
 
 -- Runs maintenance for so long that messages do not wait.  retains becomes true when
 -- retention has done a part of its work.
