@@ -4964,7 +4964,7 @@ comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick()
 --   * Of the ids below it, only those that ran in p_from can be new.  So they are named
 --     one by one.
 -- Every part is a range of the index, and rows of running transactions are not read.
--- With a thousand parts, one range for all new ids with a filter is faster.
+-- With more than 100 parts, one range for all new ids with a filter is faster.
 create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
 language plpgsql stable as $$
 declare
