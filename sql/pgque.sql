@@ -630,10 +630,10 @@ comment on table pgque.consumer is 'Names of consumers.';
 comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
--- The subscribers of queues: consumers, and under a consumer its workers.  A row is
--- locked to serialise the calls of its consumer, and hardly ever updated by them.
--- sub_offsets: the consumer is read by offsets (open_stream), so its redeliveries must
--- be in the log.
+-- Who reads a queue: consumers, and under a consumer its workers.  A row is
+-- locked to serialise its owner's calls and hardly ever updated on that path.
+-- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
+-- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -890,10 +890,10 @@ create table if not exists pgque.sink_stage (
 ) partition by list (leaf);
 comment on table pgque.sink_stage is 'Messages that sinks have staged and not committed. Internal: see sink_begin().';
 
--- Epochs that sinks committed: whole epochs (part -1), and parts of epochs that were
--- written row by row, with the transaction and session that wrote them.  Only the
--- newest epoch of a sink is needed.  pgque.journal holds the number of the current
--- leaf.  An attempt of a write without epochs counts as a sink of its own.
+-- What sinks committed: whole epochs (part -1), and parts of epochs that were
+-- written row by row, by which transaction of which session.  Only a sink's
+-- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
+-- own, once.
 create table if not exists pgque.sink_epoch (
   sink_id       text not null,
   epoch         bigint not null,
@@ -1113,8 +1113,7 @@ begin
     keep_actions interval default '30 days' constraint config_keep_actions check (keep_actions > '0');
     keep_lags interval default '7 days' constraint config_keep_lags check (keep_lags > '0')$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
-  -- Not in the statement that creates it: the leaves of an earlier version become its
-  -- partitions first.
+  -- Not in the statement that creates it: the leaves of an earlier version become its partitions first.
   perform pgque._add_columns('pgque.sink_stage', $c$
     key text;
     delay text;
@@ -3400,10 +3399,10 @@ begin
 end
 $$;
 
--- Stores a part of an epoch, part -1 for the whole, if it is not stored, and returns
--- the stored row.  Of two sessions that try at once, the second waits.  A transaction
--- with a snapshot that does not show a stored row gets 40001, in whichever leaf the row
--- is.
+-- Remembers a part of an epoch, part -1 for the whole, if nobody did yet, and
+-- returns what is remembered.  Two who try at once follow each other.  A
+-- snapshot that is older than what somebody wrote gets 40001 for it, in
+-- whichever leaf it is.
 create or replace function pgque._claim_epoch(
   p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, out claim pgque.sink_epoch, out is_new boolean
 )
@@ -6283,8 +6282,7 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'Subscribes a consumer at a tick and returns 1. If it is subscribed already, it is moved to that tick, its open batch is dropped, and the call '
   'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
--- Moves a consumer to a tick.  A consumer on its own drops its open batch; workers keep
--- theirs.
+-- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
 language plpgsql as $$
 begin
@@ -9622,7 +9620,7 @@ comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
   'not subscribed.';
 -- ---------------------------------------------------------------------------
--- stream: the lag of a reader of offsets, and messages that it could not parse
+-- stream: how far behind a reader of offsets is, and what it could not parse
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.stream_lag(

@@ -306,10 +306,10 @@ comment on table pgque.consumer is 'Names of consumers.';
 comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
--- The subscribers of queues: consumers, and under a consumer its workers.  A row is
--- locked to serialise the calls of its consumer, and hardly ever updated by them.
--- sub_offsets: the consumer is read by offsets (open_stream), so its redeliveries must
--- be in the log.
+-- Who reads a queue: consumers, and under a consumer its workers.  A row is
+-- locked to serialise its owner's calls and hardly ever updated on that path.
+-- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
+-- log.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -566,10 +566,10 @@ create table if not exists pgque.sink_stage (
 ) partition by list (leaf);
 comment on table pgque.sink_stage is 'Messages that sinks have staged and not committed. Internal: see sink_begin().';
 
--- Epochs that sinks committed: whole epochs (part -1), and parts of epochs that were
--- written row by row, with the transaction and session that wrote them.  Only the
--- newest epoch of a sink is needed.  pgque.journal holds the number of the current
--- leaf.  An attempt of a write without epochs counts as a sink of its own.
+-- What sinks committed: whole epochs (part -1), and parts of epochs that were
+-- written row by row, by which transaction of which session.  Only a sink's
+-- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
+-- own, once.
 create table if not exists pgque.sink_epoch (
   sink_id       text not null,
   epoch         bigint not null,
@@ -789,8 +789,7 @@ begin
     keep_actions interval default '30 days' constraint config_keep_actions check (keep_actions > '0');
     keep_lags interval default '7 days' constraint config_keep_lags check (keep_lags > '0')$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
-  -- Not in the statement that creates it: the leaves of an earlier version become its
-  -- partitions first.
+  -- Not in the statement that creates it: the leaves of an earlier version become its partitions first.
   perform pgque._add_columns('pgque.sink_stage', $c$
     key text;
     delay text;

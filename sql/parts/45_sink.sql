@@ -221,10 +221,10 @@ begin
 end
 $$;
 
--- Stores a part of an epoch, part -1 for the whole, if it is not stored, and returns
--- the stored row.  Of two sessions that try at once, the second waits.  A transaction
--- with a snapshot that does not show a stored row gets 40001, in whichever leaf the row
--- is.
+-- Remembers a part of an epoch, part -1 for the whole, if nobody did yet, and
+-- returns what is remembered.  Two who try at once follow each other.  A
+-- snapshot that is older than what somebody wrote gets 40001 for it, in
+-- whichever leaf it is.
 create or replace function pgque._claim_epoch(
   p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, out claim pgque.sink_epoch, out is_new boolean
 )

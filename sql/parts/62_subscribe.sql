@@ -270,8 +270,7 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'Subscribes a consumer at a tick and returns 1. If it is subscribed already, it is moved to that tick, its open batch is dropped, and the call '
   'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
--- Moves a consumer to a tick.  A consumer on its own drops its open batch; workers keep
--- theirs.
+-- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
 language plpgsql as $$
 begin

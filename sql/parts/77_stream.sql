@@ -1,5 +1,5 @@
 -- ---------------------------------------------------------------------------
--- stream: the lag of a reader of offsets, and messages that it could not parse
+-- stream: how far behind a reader of offsets is, and what it could not parse
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.stream_lag(
