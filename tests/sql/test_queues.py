@@ -196,7 +196,9 @@ def test_what_depends_on_a_table_of_a_dropped_queue_keeps_only_that(own: Connect
     assert value(own, "select pgque.drop_queue('gone')") == 1
     assert value(own, "select pgque.drop_queue('other')") == 1
     assert value(own, "select pgque.maint()") == 1
-    assert said == [f"pgque: tables of a dropped queue stay: view public.v depends on table event_{gone}_1"]
+    assert said == [
+        f"pgque: cannot drop the tables of a dropped queue: view public.v depends on table event_{gone}_1"
+    ]
     assert value(own, f"select to_regclass('pgque.event_{other}_1')") is None
     assert value(own, "select pgque.maint()") == 0
     assert len(said) == 2

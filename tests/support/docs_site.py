@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pgque
@@ -139,10 +140,18 @@ def on_post_build(config: MkDocsConfig) -> None:
     summary = (root / "README.md").read_text(encoding="utf-8").split("\n\n")[1]
     text = "\n".join(["# pgque", "", "> " + summary.replace("\n", "\n> "), *index(root)]) + "\n"
     (site / "llms.txt").write_text(text, encoding="utf-8")
-    pages = [
-        target for _, target in LINK.findall(text) if target.endswith(".md") and target != "CHANGELOG.md"
+    linked = [root / target for _, target in LINK.findall(text)]
+    lacking = [
+        path.name for path in (root / INDEX).parent.glob("*.md") if path not in [*linked, root / INDEX]
     ]
-    full = "\n".join((root / page).read_text(encoding="utf-8") for page in pages)
+    if lacking:
+        raise PluginError(
+            f"llms.txt lacks pages, as {INDEX} has no row that begins with a link to them: {lacking}"
+        )
+    pages = [
+        page for page in linked if page.suffix == ".md" and page.name != "CHANGELOG.md" and page.exists()
+    ]
+    full = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     (site / "llms-full.txt").write_text(full, encoding="utf-8")
     for page in root.rglob("*.md"):
         shutil.copy(page, site / page.relative_to(root))

@@ -39,7 +39,7 @@ def run_job(spark: SparkSession, dsn: str, checkpoint: str) -> None:
     # The rows and the number of the micro-batch are one transaction, so a repetition writes nothing.
     @foreach_batch_once(dsn, "example_totals")
     def add(conn: psycopg.Connection, batch: DataFrame, epoch: int) -> None:
-        for row in batch.groupBy("customer").sum("amount").toLocalIterator():
+        for row in batch.groupBy("customer").sum("amount").collect():
             conn.execute(ADD, tuple(row))
 
     orders = (
@@ -62,7 +62,7 @@ def main(dsn: str) -> None:
         client.create_queue(QUEUE)
         client.subscribe(QUEUE, "totals")
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # for the Python workers of Spark
-    spark = SparkSession.builder.getOrCreate()
+    spark = SparkSession.builder.config("spark.sql.shuffle.partitions", 2).getOrCreate()
     new = [[("ann", 50), ("bob", 30), ("ann", 200)], [("ann", 50), ("eve", 1)]]
     with tempfile.TemporaryDirectory() as checkpoint:
         for number, orders in enumerate(new, 1):
