@@ -1776,6 +1776,10 @@ begin
   if to_regclass('pgque.queue_option_queue') is null then
     create index queue_option_queue on pgque.queue_option (opt_queue);
   end if;
+  -- A publication for all tables lets no row be deleted from a table without a key.
+  if (select c.relreplident from pg_class c where c.oid = 'pgque.queue_option'::regclass) <> 'f' then
+    alter table pgque.queue_option replica identity full;
+  end if;
 end
 $$;
 
