@@ -17,6 +17,7 @@ from sql.helpers import (
     move_clock,
     nack,
     need_prepared_transactions,
+    post,
     queue_bytes,
     receive,
     refused,
@@ -389,6 +390,21 @@ def test_health_counts_the_wait_for_a_tick_from_the_message_and_not_from_the_las
     assert rows(own, CHECK, "ticks")[0][0] == "fail"
     value(own, "select pgque.ticker('q', 100, pgque.clock(), 1)")
     assert rows(own, CHECK, "ticks")[0][0] == "ok"
+
+
+def test_the_delivery_of_a_message_with_a_key_leaves_nothing_that_waits_for_a_tick(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    post(own, "q", key="k")
+    tick(own, "q")
+    assert drain(own, "q") == [1]
+    configure(own, "q", health_tick_warn="1 second")
+    move_clock(own, "59 seconds")
+    status, *_ = rows(own, CHECK, "ticks")[0]
+    assert status == "ok"
+    send(own, "q")
+    move_clock(own, "70 seconds")
+    assert rows(own, CHECK, "ticks")[0][0] == "warn"
 
 
 def test_thresholds_are_settings_for_all_queues_too(own: Connection) -> None:
