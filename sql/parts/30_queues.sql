@@ -304,7 +304,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. retry_backoff is a JSON object: {"base": 1, "factor": 2, "cap": 3600, "jitter": 0}, base and cap in seconds. null restores the default.'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
