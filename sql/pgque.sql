@@ -1097,9 +1097,6 @@ begin
     keep_actions interval default '30 days' constraint config_keep_actions check (keep_actions > '0');
     keep_lags interval default '7 days' constraint config_keep_lags check (keep_lags > '0')$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
-  perform pgque._add_columns('pgque.subscriber', $c$
-    sub_archived boolean not null default false;
-    sub_history int$c$);
   -- Not in the statement that creates it: the leaves of an earlier version become its partitions first.
   perform pgque._add_columns('pgque.sink_stage', $c$
     key text;
@@ -1224,6 +1221,14 @@ begin
   from pgque.subscriber s
   where s.sub_id = p.pos_sub and s.sub_main is not null;
   drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
+end
+$$;
+-- Of consumers that are older than this column nobody knows what they archived.
+do $$
+begin
+  perform pgque._add_columns('pgque.subscriber', $c$
+    sub_archived boolean not null default false;
+    sub_history int$c$);
 end
 $$;
 comment on column pgque.config.keep_actions is
@@ -9753,9 +9758,10 @@ $$;
 -- to p_upto.  late are the ids that come from the log: their transactions were still open
 -- at the tick, or the messages were delayed then, or replaced since.  They are few, and
 -- _span() bounds where they are, but where old ids may enter the log at any time.  All is
--- one statement, so that no message moves while it looks for it.
+-- one statement, so that no message moves while it looks for it.  p_first ends the queries
+-- for each of the three.
 create or replace function pgque._archived_sql(
-  p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text
+  p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -9765,6 +9771,7 @@ declare
   v_upto   bigint := p_upto;
   v_ids    text;
   v_late   text;
+  v_which  text;
 begin
   if v_sub.sub_history is null or (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick <> p_tick_id then
     perform pgque._fail('PQ015', pg_catalog.format('consumer %I of queue %I has no archive to read at tick %s', p_consumer, p_queue.queue_name, p_tick_id),
@@ -9774,9 +9781,11 @@ begin
   if not pgque._noted(p_queue.queue_id, '{external}') then
     v_upto := least(p_upto, v_tick.tick_event_seq);
   end if;
-  v_ids := pg_catalog.format('%%1$s.ev_id > %s', coalesce(p_after, 0)) || coalesce(' and %1$s.ev_id <= ' || v_upto, '');
+  v_ids := pg_catalog.format('e.ev_id > %s', coalesce(p_after, 0)) || coalesce(' and e.ev_id <= ' || v_upto, '');
   v_late := pg_catalog.format('(e.ev_txid >= %L::xid8 or e.ev_txid = any (%L::xid8[])) and (e.ev_owner is null or e.ev_owner = 0) and ',
-    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot))) || pg_catalog.format(v_ids, 'e');
+    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot))) || v_ids;
+  v_which := v_ids || ' and e.ev_id not in (select l.ev_id from late l)'
+    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end || p_first;
   return pg_catalog.format(
     $q$
     with late as materialized (
@@ -9786,28 +9795,27 @@ begin
     )
     select distinct on (e.ev_id) %4$s
     from (
-      select %5$s from pgque.archive e where e.bucket >= %3$s * 100000::bigint and e.bucket < (%3$s + 1) * 100000::bigint and e.arc_consumer = %6$s and %7$s
+      (select %5$s from pgque.archive e where e.bucket >= %3$s * 100000::bigint and e.bucket < (%3$s + 1) * 100000::bigint and e.arc_consumer = %6$s and %7$s)
       union all
-      select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s
+      (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
       union all
-      select %8$s from pgque.retry_queue e where e.ev_owner = %9$s and e.ev_queue = %3$s and %7$s
+      (select %8$s from pgque.retry_queue e where e.ev_owner = %9$s and e.ev_queue = %3$s and %7$s)
     ) e
-    where e.ev_id not in (select l.ev_id from late l)%10$s
     order by e.ev_id
     $q$,
     pgque._rows_sql(p_queue.queue_id, pgque._span(p_queue, null, v_upto) || ' and ' || v_late, '{true,true,true}'),
     pgque._rows_sql(p_queue.queue_id, v_late, '{true,true,true}'),
     p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
-    pg_catalog.format(v_ids, 'e'), pgque._event_columns(), v_of.sub_id,
-    case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end);
+    v_which, pgque._event_columns(), v_of.sub_id);
 end
 $$;
 
+-- The settings make it merge the indexes of the days, and read no further than it has to.
 create or replace function pgque.archive_next(
   queue_name text, consumer_name text, tick_id bigint, after_id bigint default 0, max_events bigint default null, incomplete boolean default false,
   caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_bitmapscan = off set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_next   bigint;
@@ -9816,7 +9824,7 @@ begin
     perform pgque._fail('PQ005', format('max_events must be at least 1, for queue %I', v_queue.queue_name), 'Leave it out, or null, for no limit.');
   end if;
   execute format('select max(e.ev_id) from (select e.ev_id from (%s) e order by e.ev_id limit %s) e',
-    pgque._archived_sql(v_queue, $2, $3, $4, null, null, 'e.ev_id'), coalesce($5::text, 'all'))
+    pgque._archived_sql(v_queue, $2, $3, $4, null, null, 'e.ev_id', coalesce(' order by e.ev_id limit ' || $5, '')), coalesce($5::text, 'all'))
   into v_next;
   -- Only now: what was not archived, before that, is noted.
   perform pgque._need_archived(v_queue.queue_name, (pgque._subscriber(v_queue.queue_name, $2)).sub_history, $6);

@@ -781,9 +781,6 @@ begin
     keep_actions interval default '30 days' constraint config_keep_actions check (keep_actions > '0');
     keep_lags interval default '7 days' constraint config_keep_lags check (keep_lags > '0')$c$);
   perform pgque._add_columns('pgque.consumer', 'co_queue int not null default 0');
-  perform pgque._add_columns('pgque.subscriber', $c$
-    sub_archived boolean not null default false;
-    sub_history int$c$);
   -- Not in the statement that creates it: the leaves of an earlier version become its partitions first.
   perform pgque._add_columns('pgque.sink_stage', $c$
     key text;
@@ -908,6 +905,14 @@ begin
   from pgque.subscriber s
   where s.sub_id = p.pos_sub and s.sub_main is not null;
   drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
+end
+$$;
+-- Of consumers that are older than this column nobody knows what they archived.
+do $$
+begin
+  perform pgque._add_columns('pgque.subscriber', $c$
+    sub_archived boolean not null default false;
+    sub_history int$c$);
 end
 $$;
 comment on column pgque.config.keep_actions is

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import psycopg
 import pytest
-
 from conftest import Connect, Role
 from sql.helpers import (
     Connection,
@@ -31,7 +30,6 @@ from sql.helpers import (
     send_many,
     subscribe,
     take,
-    tick,
     value,
 )
 
@@ -227,13 +225,13 @@ class Actors:
 
 
 @pytest.mark.parametrize("keys", [False, True], ids=["plain", "keys"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [3, 6, 9, 22])  # with which c gets something done
 def test_whatever_happens_each_message_is_read_once(
     conn: Connection, archived: str, connect: Connect, seed: int, keys: bool
 ) -> None:
     """Transactions stay open, leases expire, messages are nacked, dead, requeued, delayed or replaced, the
     consumer moves back and tables rotate, before the stream begins and while it reads."""
-    dice = random.Random(f"{seed} {keys}")
+    dice = random.Random(f"{seed} {keys}")  # noqa: S311
     actors = Actors(dice, connect, conn, archived, alone=dice.random() < 0.5)
     conn.execute("set lock_timeout = '100ms'")
     actors.act(dice.randrange(60, 150), keys)
@@ -255,7 +253,7 @@ def test_whatever_happens_each_message_is_read_once(
         sender.commit()
     actors.tick()
     found += stream.log()
-    print(from_archive, len(found))
+    assert from_archive > 0
     assert max(Counter(found).values()) == 1
     assert dict(sorted(found, key=lambda row: int(row[1]))) == actors.sent
     doubles = {number for number, n in Counter(number for number, _ in found).items() if n > 1}

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, LiteralString, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psycopg
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -434,12 +434,10 @@ class _Stream:
         start = parsed.startingAt or "committed" if stands < 0 else str(stands)
         at = "latest" if start in ("committed", options.ARCHIVE) else start
         named = [self._queue, parsed.consumer, at]
-        subscribe: tuple[LiteralString, list[Any]] = ("select pgque.subscribe(%s, %s, %s)", [*named])
+        subscribe: tuple[bytes, list[Any]] = (b"select pgque.subscribe(%s, %s, %s)", [*named])
         if start == options.ARCHIVE:
-            subscribe = (
-                "select pgque.subscribe_archive(%s, %s, %s, %s)",
-                [self._queue, parsed.consumer, parsed.archiveOf, not parsed.failOnDataLoss],
-            )
+            given = [self._queue, parsed.consumer, parsed.archiveOf, not parsed.failOnDataLoss]
+            subscribe = (b"select pgque.subscribe_archive(%s, %s, %s, %s)", given)
         while True:
             try:
                 with _connect.errors(self._queue):
