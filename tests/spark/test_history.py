@@ -179,7 +179,7 @@ def test_the_archive_begins_again_with_another_checkpoint_until_it_is_read(
 def test_only_what_is_asked_for_is_read_of_the_archive(source: Source, conn: Connection) -> None:
     for number in range(6):
         kind = "order" if number % 2 else "other"
-        payload = '{"n": %s}' % number if number < 5 else "no JSON"
+        payload = json.dumps({"n": number}) if number < 5 else "no JSON"
         value(conn, 'select pgque.send(%s, %s, %s::text, \'{"h": "é"}\'::jsonb)', source.queue, kind, payload)
     forced_tick(conn, source.queue)
     drain(conn, source.queue)
