@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from conftest import Role
 from pgque.spark import options
 from sql.helpers import (
@@ -276,7 +277,7 @@ query.awaitTermination()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_drivers_lose_and_double_nothing(
     source: Source,

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import psycopg
 import pytest
+
 from conftest import Connect, Role
 from sql.helpers import (
     Connection,

@@ -17,6 +17,9 @@ select pgque.subscribe('orders', 'mailers');                    -- shared by wor
 select pgque.subscribe('orders', 'spark');                      -- a stream
 select pgque.register_consumer('orders', 'audit');              -- reads by PgQ's names
 select pgque.register_subconsumer('orders', 'team', 'w1');
+select pgque.create_queue('sales', '{"archive_on_ack": true}');
+select pgque.subscribe('sales', 'billing');
+select pgque.subscribe_archive('sales', 'report', archive_of => 'billing');
 create role shop;
 select pgque.grant_queue('orders', 'shop', 'consume');
 create table customers (id int primary key, name text);
@@ -382,8 +385,7 @@ select pgque.stage_dead('orders', 'spark', :to_tick, array[:msg_id], array['no J
 select pgque.unstage_dead('orders', 'spark', :from_tick);
 
 -- subscribe_archive
-select pgque.create_queue('sales', '{"archive_on_ack": true}'), pgque.subscribe('sales', 'billing');
-select pgque.subscribe_archive('sales', 'report', archive_of => 'billing');
+select pgque.subscribe_archive('sales', 'audit', archive_of => 'billing');
 
 -- archive_of
 select pgque.archive_of('sales', 'report');

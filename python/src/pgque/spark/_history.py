@@ -6,6 +6,7 @@ was read. Which messages belong to the archive, `archive_next` and `archive_read
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,8 +40,8 @@ class PgqueHistoryReader(PgqueStreamReader):
             return offset
         if of != wanted:
             raise PgqueBadArgument(
-                f"consumer {self._options.consumer} reads the archive of {of}, not of {wanted}: set archiveOf={of},"
-                " or take a new consumer"
+                f"consumer {self._options.consumer} reads the archive of {of}, not of {wanted}:"
+                f" set archiveOf={of}, or take a new consumer"
             )
         return {**offset, "archive": {"of": of, "after": 0}}
 
@@ -79,7 +80,7 @@ class PgqueHistoryReader(PgqueStreamReader):
         ((queue, tick),) = self._reached.items()
         return [
             _window.Task([_window.Archived(queue, tick, *piece)])
-            for piece in zip(bounds, bounds[1:], strict=False)
+            for piece in itertools.pairwise(bounds)
         ]
 
     def commit(self, end: dict[str, Any]) -> None:

@@ -163,8 +163,8 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         queue = self._options.queue
         if "archive" in offset:
             raise PgqueBadArgument(
-                "the checkpoint stands in an archive: go on with options startingAt=archive and archiveOf until"
-                " the stream has read it"
+                "the checkpoint stands in an archive: go on with options startingAt=archive and archiveOf"
+                " until the stream has read it"
             )
         if ("tick" if queue is not None else "ticks") not in offset:
             raise PgqueBadArgument(
