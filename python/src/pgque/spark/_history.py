@@ -78,10 +78,7 @@ class PgqueHistoryReader(PgqueStreamReader):
         bounds = [first - 1 + (upto - first + 1) * part // count for part in range(count + 1)]
         bounds[0] = after
         ((queue, tick),) = self._reached.items()
-        return [
-            _window.Task([_window.Archived(queue, tick, *piece)])
-            for piece in itertools.pairwise(bounds)
-        ]
+        return [_window.Task([_window.Archived(queue, tick, *piece)]) for piece in itertools.pairwise(bounds)]
 
     def commit(self, end: dict[str, Any]) -> None:
         """Move the consumer's position, once the archive is read."""
