@@ -611,7 +611,9 @@ def test_a_transaction_has_its_id_before_it_draws_that_of_a_message(
 ) -> None:
     """Whoever looks for a message by its id relies on that (see _span in the SQL)."""
     blocker = transaction()
-    sequence = value(conn, "select q.queue_event_seq::text from pgque.queue as q where q.queue_name = %s", subscribed)
+    sequence = value(
+        conn, "select q.queue_event_seq::text from pgque.queue as q where q.queue_name = %s", subscribed
+    )
     blocker.execute(f"alter sequence {sequence} cache 1".encode())
     sender = background(lambda c: WAYS[way](c, subscribed))
     wait_for_lock(sender.pid)
