@@ -9912,7 +9912,7 @@ begin
       union all
       (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
       union all
-      (select %8$s from pgque.retry_queue e where e.ev_owner = %9$s and e.ev_queue = %3$s and %7$s)
+      (select %8$s from (%9$s) e where %7$s)
       union all
       (select %8$s from (%12$s) e where %7$s)
     ) e
@@ -9921,7 +9921,9 @@ begin
     pgque._rows_sql(p_queue.queue_id, pgque._span(p_queue, null, v_upto) || ' and ' || v_late, '{true,true,true}'),
     pgque._rows_sql(p_queue.queue_id, v_late, '{true,true,true}'),
     p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
-    v_which, pgque._event_columns(), v_of.sub_id, v_sub.sub_id, v_ids,
+    v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
+      'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
+    v_sub.sub_id, v_ids,
     pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then v_since || 'e.ev_owner = ' || v_of.sub_id else 'false' end));
 end
 $$;

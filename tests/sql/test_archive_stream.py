@@ -21,6 +21,7 @@ from sql.helpers import (
     forced_tick,
     ids,
     nack,
+    payloads,
     post,
     pump,
     receive,
@@ -366,6 +367,26 @@ def test_a_message_that_moves_while_the_archive_is_read_comes_once(
     assert [number for number, _ in first + second] == sent
     assert stream.read(0, sent[3]) == first + second
     assert column(conn, "select a.msg_id from pgque.archive_list(%s) as a order by 1", archived) == sent[1:]
+
+
+def test_a_message_that_waits_with_an_older_body_comes_with_its_last(
+    conn: Connection, archived: str, connect: Connect
+) -> None:
+    """While a key is being replaced, its message goes to the retry queue with the body that it has."""
+    first, second = connect(autocommit=False), connect(autocommit=False)
+    number = post(conn, archived, "old", key="k")
+    forced_tick(conn, archived)
+    assert post(first, archived, "new", key="k") == number
+    assert receive(conn, archived) == []
+    first.commit()
+    forced_tick(conn, archived)
+    post(second, archived, "never", key="k")
+    assert receive(conn, archived) == []
+    second.rollback()
+    stream = Stream(conn, archived)
+    assert stream.archive() == [(number, "new")]
+    assert payloads(conn, archived) == ["new"]
+    assert stream.log() == []
 
 
 def test_a_worker_that_holds_a_batch_holds_the_tick_back(conn: Connection, archived: str) -> None:
