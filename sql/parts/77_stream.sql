@@ -315,5 +315,5 @@ $$;
 comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], pgque.caller) is
   'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see subscribe_archive(). The columns are those of read_window(); '
   'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
-  'drop_policy drop, or because they expire. Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
+  'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
   'stand at tick_id.';
