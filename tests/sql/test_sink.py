@@ -1297,7 +1297,9 @@ def test_compaction_keeps_the_list_of_the_newest_epoch(ready: Connection) -> Non
         assert listed(ready, "s", ["c"], 2) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("epoch", "servers"), [(None, ["a"]), (0, []), (0, None), (0, ["a", "a"]), (0, ["a", None])])
+@pytest.mark.parametrize(
+    ("epoch", "servers"), [(None, ["a"]), (0, []), (0, None), (0, ["a", "a"]), (0, ["a", None])]
+)
 def test_a_list_of_servers_that_is_none_is_refused(
     conn: Connection, subscribed: str, epoch: int | None, servers: list[str] | None
 ) -> None:
