@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgque.spark")
 
 _WAY_OUT = (
-    "Keep the server in option servers until its messages are read, or go on without them with"
-    " failOnDataLoss=false"
+    "The checkpoint has this server, and option servers has not. Keep it in the list until its messages"
+    " are read, or go on without them with failOnDataLoss=false."
 )
 _GONE = frozenset({"PQ001", "PQ011"})  # no such queue, not subscribed
 
@@ -189,11 +189,7 @@ class _Drivers(_Driver):
                 raise
             except PgqueError as error:
                 if self._options.failOnDataLoss:
-                    text = str(error).rstrip(".")
-                    raise type(error)(
-                        f"{text}. The checkpoint has this server and option servers has not. {_WAY_OUT}",
-                        sqlstate=error.sqlstate,
-                    ) from None
+                    raise type(error)(str(error), sqlstate=error.sqlstate, hint=_WAY_OUT) from None
                 log.warning("pgque: left behind: %s", error)
             self._left.add(server)
             if server in self._others:

@@ -189,10 +189,11 @@ class Shares:
         except PgqueConnectionError as error:
             if server in (self._options.servers or ()):
                 raise
-            reason = str(error)
+            failed = error
         raise PgqueConnectionError(
-            f"{reason}\nEpoch {self._epoch} of sink {self._sink_id} was begun with this server, and cannot be"
-            " completed without it; afterwards option servers counts"
+            str(failed),
+            hint=f"Epoch {self._epoch} of sink {self._sink_id} was begun with this server, and cannot be"
+            " completed without it. After it option servers counts.",
         )
 
     def finish(self) -> tuple[Share, ...]:
