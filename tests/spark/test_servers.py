@@ -670,8 +670,8 @@ class Watch:
 
     def take(self) -> int:
         """Receive what there is; return how much has arrived so far."""
-        for number, one in enumerate(self.by):
-            one += self._farm.take(number)
+        for number in range(3):
+            self.by[number] += self._farm.take(number)
         return self.got.total()
 
     def put(self, number: int, *payloads: str) -> None:
@@ -723,14 +723,30 @@ STAGE = ("pgque.sink_stage_0", "pgque.sink_stage_1")
 
 @pytest.mark.timeout(300)
 def test_servers_and_tasks_that_die_lose_and_double_nothing(
-    spark: SparkSession, farm: Farm, tmp_path: Path, wait_until: Callable[..., None]
+    spark: SparkSession,
+    farm: Farm,
+    tmp_path: Path,
+    wait_until: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from pgque.spark.listener import PgqueListener
+
+    registry = CollectorRegistry()
+    listener = PgqueListener(f"dbname=postgres user=spark password={PASSWORD}", registry=registry)
+    caplog.set_level(logging.INFO, "pgque.spark")
+    spark.streams.addListener(listener)
     watch = Watch(farm, wait_until)
     query = start(spark, farm, tmp_path)
     try:
         for number in range(3):
             watch.put(number, *texts(f"a{number}", 200))
         watch.arrive(query)
+        for number in range(3):
+            line = f"server {farm.name(number)}, queue {farm.queue}, consumer job at tick"
+            wait_until(lambda line=line: line in caplog.text, "the progress is logged", 20)
+            assert f'server="{farm.name(number)}"' in generate_latest(registry).decode()
         # A reading and a writing task lose their sessions on one server, and are run again.
         value(
             farm.conns[1], "select pgque.send_batch(%s, 'default', %s::text[])", farm.queue, texts("b1", 200)
@@ -774,6 +790,7 @@ def test_servers_and_tasks_that_die_lose_and_double_nothing(
         assert all(any(str(text).startswith("<d") for text in one) for one in watch.by)
     finally:
         query.stop()
+        spark.streams.removeListener(listener)
 
 
 JOB = """
