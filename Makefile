@@ -113,9 +113,10 @@ reference: $(VENV)/.test ## Write sql/REFERENCE.md, the function reference
 	@PYTHONPATH=tests $(BIN)/python -m support.catalog reference > sql/REFERENCE.md.new
 	@mv sql/REFERENCE.md.new sql/REFERENCE.md
 
-picture: $(VENV)/.test ## Write sql/message.svg, the picture of a message's way
-	@PYTHONPATH=tests $(BIN)/python -m support.picture > sql/message.svg.new
-	@mv sql/message.svg.new sql/message.svg
+picture: $(VENV)/.test ## Write sql/message.svg and sql/positions.svg, the pictures of the documents
+	@for picture in message positions; do \
+	  PYTHONPATH=tests $(BIN)/python -m support.picture $$picture > sql/$$picture.svg.new && mv sql/$$picture.svg.new sql/$$picture.svg || exit 1; \
+	done
 
 generate: sql ## Write every generated file: the SQL file, the dump, the reference, the picture, the sync Python modules
 	@$(MAKE) --no-print-directory schema reference picture

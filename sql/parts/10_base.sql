@@ -163,6 +163,11 @@ $$;
 -- The leaves of a journal that a row goes to, p_leaf being the one that is written.
 -- What an old snapshot does not see may be in either leaf, so it writes to both:
 -- the primary key of one stops it.
+--   session 1: READ COMMITTED; reads "leaf 0"
+--   session 2: compaction switches to leaf 1, commits
+--   session 1: appends position 6 to leaf 0, commits
+--   session 3: REPEATABLE READ, snapshot between these commits; appends position 6 to both
+--   result:    leaf 0 refuses: 40001
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 

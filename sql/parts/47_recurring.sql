@@ -7,6 +7,9 @@
 -- The newest of these rows says when the next run is due.  A sequence says when the
 -- first of all is due, so that the loop reads no table until then.
 
+-- A definition that is committed after the loop read the sequence is found by the next
+-- maintenance, within five seconds.
+
 -- When the first run is due; null if there is none.
 create or replace function pgque._recurring_at() returns timestamptz
 language sql volatile as $$ select pg_catalog.to_timestamp(nullif(pg_catalog.pg_sequence_last_value('pgque.recurring_at'), 0) / 1000000.0) $$;

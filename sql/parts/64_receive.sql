@@ -48,6 +48,7 @@ begin
     end if;
   end if;
 
+  -- If no message may go, a call stops after about 10,000 messages, 1,000 with keys.
   while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 and v_looked < 10000 loop
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);

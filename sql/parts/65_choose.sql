@@ -120,7 +120,8 @@ language sql volatile as $$
 $$;
 
 -- How many messages that lapsed go out together: fewer each time, and on the
--- last attempt each is alone.  One that was requeued while it was held counts from zero.
+-- last attempt each is alone: with 5 attempts and 100 messages 100, 22, 5, 1.  So a message
+-- that kills its worker is alone at last.  One that was requeued while it was held counts from zero.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
@@ -223,6 +224,7 @@ $$;
 
 -- Of messages that wait and are due, those that may be delivered, p_enough of them.
 -- The others on the way are taken out: expired, or their attempts are used up.
+-- The limit of attempts applies here, at a nack and in maint(), never while a lease lives.
 create or replace function pgque._weed(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )

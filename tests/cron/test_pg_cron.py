@@ -395,3 +395,37 @@ def test_a_statement_timeout_that_leaves_gaps_between_the_runs_is_named_with_its
             f"alter role {role} in database {DATABASE} reset all",
             "select pg_reload_conf()",
         )
+
+
+def test_a_database_without_pg_cron_is_ticked_by_the_pg_cron_of_another(
+    cron: CronServer, wait_until: WaitUntil
+) -> None:
+    """As on services that keep pg_cron in the database postgres; see python/docs/managed.md."""
+    app = cron.process.dsn_for("app")
+    with cron.connect() as here:
+        here.execute("create database app")
+        try:
+            with psycopg.connect(app) as install:
+                install.execute(servers.SQL_FILE.read_bytes())
+                install.execute("select pgque.create_queue('q'), pgque.subscribe('q', 'c')")
+            with psycopg.connect(app, autocommit=True) as there:
+                with pytest.raises(psycopg.Error) as caught:
+                    there.execute("select pgque.start()")
+                assert caught.value.sqlstate == "PQ014"
+            schedule = "1 second" if cron.subminute else "@reboot"
+            here.execute(
+                "select cron.schedule_in_database('pgque app', %s, 'call pgque.ticker_loop()', 'app')",
+                [schedule],
+            )
+            if not cron.subminute:
+                cron.process.restart()
+            with psycopg.connect(app, autocommit=True) as there:
+                there.execute("select pgque.send('q', 'hello')")
+                query = "select count(*) from pgque.receive('q', 'c')"
+                wait_until(lambda: there.execute(query).fetchone() == (1,), "the message", timeout=20)
+                ticker = there.execute("select status from pgque.status() where component = 'ticker'")
+                assert ticker.fetchone() == ("running",)
+        finally:
+            with cron.connect() as again:
+                again.execute("select cron.unschedule(jobid) from cron.job")
+                again.execute("drop database app with (force)")

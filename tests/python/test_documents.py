@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
@@ -35,8 +36,9 @@ NOT_RUN = {
     "python/docs/benchmarks.md": 1,
     "python/docs/docker.md": 3,
     "python/docs/frameworks.md": 2,
+    "python/docs/managed.md": 1,
     "python/docs/monitoring.md": 5,
-    "python/docs/production.md": 1,
+    "python/docs/security.md": 1,
     "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
     "python/docs/tutorial.md": 1,
@@ -83,6 +85,29 @@ def test_the_runbook_has_a_section_for_each_alert() -> None:
     alerts = re.findall(r"- alert: (\w+)", rules)
     assert len(alerts) > 10
     assert [alert for alert in alerts if f"\n## {alert}\n" not in runbook] == []
+
+
+def test_the_commands_of_the_runbook_fit_the_functions(fresh_dsn: str) -> None:
+    """Each is called, and may fail with an error of pgque only."""
+    install(fresh_dsn)
+    page = (ROOT / "python" / "docs" / "runbook.md").read_text(encoding="utf-8")
+    text, questions = page.split("\n## Questions\n")
+    commands = [f"select * from pgque.{call}" for call in re.findall(r"`(\w+\([^`]*\))`", questions)]
+    commands += [found for found in re.findall(r"`(select [^`]*)`", text) if "pgque" in found]
+    assert len(commands) > 25
+    values = {"dl_id": "1", "tick": "pgque.tick_for('orders', 'latest')"}
+    failed = []
+    with psycopg.connect(fresh_dsn, autocommit=True) as conn:
+        conn.execute("select pgque.create_queue('orders'), pgque.subscribe('orders', 'billing')")
+        for command in commands:
+            called = re.sub(r"\b(?:dl_id|tick)\b(?!')", lambda word: values[word[0]], command)
+            try:
+                with conn.transaction(force_rollback=True):
+                    conn.execute(called.encode())
+            except psycopg.Error as error:
+                if (error.sqlstate or "")[:2] != "PQ":
+                    failed.append(f"{command}: {error}")
+    assert failed == []
 
 
 def test_the_page_of_errors_has_each_code_with_its_class() -> None:

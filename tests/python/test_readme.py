@@ -6,8 +6,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 RELIABILITY = ROOT / "sql" / "RELIABILITY.md"
+INTERNALS = ROOT / "sql" / "README.md"
 
 
 def _missing(document: str) -> list[str]:
@@ -42,6 +45,21 @@ def test_each_test_that_a_guarantee_names_exists() -> None:
     assert len(limits) > 10
     for row in limits:
         assert len(row) == 3 and all(row), f"what is not promised, why, what to do: {row}"
+
+
+@pytest.mark.parametrize("page", ["security", "managed"])
+def test_each_file_of_tests_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / "python" / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    files = re.findall(r"`([a-z]+/test_\w+\.py)`", text)
+    assert len(files) > 2
+    assert [file for file in files if not (ROOT / "tests" / file).is_file()] == []
+
+
+def test_each_function_that_internals_name_exists() -> None:
+    names = set(re.findall(r"`(_[a-z_]+)[`(]", INTERNALS.read_text(encoding="utf-8")))
+    made = (ROOT / "sql" / "pgque.sql").read_text(encoding="utf-8")
+    assert len(names) > 5
+    assert sorted(name for name in names if f"function pgque.{name}(" not in made) == []
 
 
 def test_a_test_that_is_gone_is_missed() -> None:

@@ -64,7 +64,8 @@ step "pglast parses sql/pgque.sql" parses
 step "pgspot" pgspot
 step "sql/schema.txt is current (make schema)" generated schema sql/schema.txt support.catalog schema
 step "sql/REFERENCE.md is current (make reference)" generated reference sql/REFERENCE.md support.catalog reference
-step "sql/message.svg is current (make picture)" generated picture sql/message.svg support.picture
+step "sql/message.svg is current (make picture)" generated picture sql/message.svg support.picture message
+step "sql/positions.svg is current (make picture)" generated picture sql/positions.svg support.picture positions
 step "sync Python is generated from async" sync
 step "python/SPARK.md has the options" options
 step "ruff check" "$bin/ruff" check --quiet python tests

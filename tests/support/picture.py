@@ -1,16 +1,17 @@
-"""Print the picture of a message's way: `python -m support.picture > sql/message.svg`, or `make picture`.
+"""Print a picture of the documents: `python -m support.picture message > sql/message.svg`, or `make picture`.
 
 No background, and a grey that can be read on white and on black, since a README is shown on both.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from html import escape
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 900, 416
+WIDTH = 900
 GREY, BLUE, GREEN, YELLOW, PINK, PURPLE = "#768390", "#2f81f7", "#2da44e", "#d4a72c", "#e85aad", "#8957e5"
 TITLE = 15
 LABEL = 12.5
@@ -91,8 +92,8 @@ def log(left: float, top: float, right: float, bottom: float) -> str:
     return "\n".join(found)
 
 
-def picture() -> str:
-    """Return the whole picture."""
+def message() -> str:
+    """Return the picture of a message's way."""
     parts = [
         box((16, 92), (120, 62), "1  send()", ["stores a row"], GREEN),
         arrow([(136, 123), (172, 123)], GREEN),
@@ -125,11 +126,86 @@ def picture() -> str:
         text((808, 314), ["last attempt"], PINK, anchor="start"),
         box((716, 340), (168, 66), "7  dead letter", ["kept for you:", "requeue, replay, purge"], PINK),
     ]
+    return drawing(
+        "A message's way: send, tick, window, delivery, ack or nack, retry queue, dead letter", 416, parts
+    )
+
+
+def messages(left: float, top: float, count: int, colour: str, opacity: float) -> str:
+    """Return a row of messages."""
+    return "\n".join(
+        f'<rect x="{left + 24 * n:g}" y="{top:g}" width="14" height="14" rx="2" fill="{colour}"'
+        f' fill-opacity="{opacity:g}" stroke="{colour}" stroke-width="1.5"/>'
+        for n in range(count)
+    )
+
+
+def table(
+    left: float, right: float, lines: Sequence[str], counts: Sequence[tuple[float, int]], colour: str
+) -> str:
+    """Return one of the three tables of the log, with messages."""
+    top, bottom = 62, 132
     return "\n".join(
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+            f'<rect x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}" rx="6"'
+            f' fill="{colour}" fill-opacity="0.08" stroke="{colour}" stroke-width="1.5"/>',
+            text((left + 14, top + 18), lines, colour, anchor="start"),
+            *(messages(x, top + 40, count, colour, 0.6) for x, count in counts),
+        )
+    )
+
+
+def positions() -> str:
+    """Return the picture of positions over the windows of a log."""
+    ticks = {"tick 39": 234.0, "tick 40": 362.0, "tick 41": 490.0, "tick 42": 660.0}
+    parts = [
+        text((16, 24), ["older messages"], anchor="start"),
+        arrow([(130, 20), (760, 20)]),
+        text((884, 24), ["newer messages"], anchor="end"),
+        table(16, 222, ["table 0"], [(30, 7)], GREY),
+        table(226, 484, ["table 1"], [(250, 4), (378, 4)], BLUE),
+        table(488, 884, ["table 2: send appends here"], [(508, 6), (680, 3)], GREEN),
+    ]
+    for name, x in ticks.items():
+        parts += [
+            f'<line x1="{x:g}" y1="54" x2="{x:g}" y2="138" stroke="{PURPLE}" stroke-width="2"/>',
+            text((x, 49), [name], PURPLE),
+        ]
+    parts += [
+        text((790, 156), ["no tick yet:", "not visible"]),
+        # the windows that are read
+        arrow([(362, 200), (362, 144)], YELLOW),
+        text((362, 218), ["position of billing", "(a pool)"], YELLOW),
+        f'<rect x="366" y="144" width="120" height="8" fill="{YELLOW}" fill-opacity="0.5"/>',
+        text((426, 170), ["window"], YELLOW),
+        arrow([(426, 176), (458, 196)], YELLOW),
+        box(
+            (462, 178),
+            (176, 70),
+            "batch of worker w1",
+            ["lease until 12:00:30,", "then any worker gets it"],
+            YELLOW,
+        ),
+        arrow([(660, 200), (660, 144)], PINK),
+        text((660, 218), ["position of audit"], PINK, anchor="start"),
+        text(
+            (16, 160),
+            ["passed by all positions:", "the next rotation empties", "table 0 with TRUNCATE"],
+            anchor="start",
+        ),
+    ]
+    return drawing(
+        "A log: ticks cut it into windows; each consumer has a position; a worker has a lease", 262, parts
+    )
+
+
+def drawing(title: str, height: int, parts: Sequence[str]) -> str:
+    """Return a picture of these parts."""
+    return "\n".join(
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
             ' role="img" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
-            "<title>A message's way: send, tick, window, delivery, ack or nack, retry queue, dead letter</title>",
+            f"<title>{title}</title>",
             "<defs>",
             *(head(colour) for colour in (GREY, BLUE, GREEN, YELLOW, PINK, PURPLE)),
             "</defs>",
@@ -140,4 +216,4 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    print(picture())
+    print({"message": message, "positions": positions}[sys.argv[1]]())
