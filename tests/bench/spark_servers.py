@@ -1,0 +1,180 @@
+"""What a row costs that Spark reads from one, two or three servers, or writes to them.
+
+All of it runs on one machine, so what is compared is rows per second of the CPU: Spark's and that of all
+servers. With more servers than cores no more rows per second can be had here.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from os import getpid, sysconf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from bench.measure import Row
+from bench.spark import started
+from pgque import embedded
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SQL_FILE = Path(__file__).resolve().parents[2] / "sql" / "pgque.sql"
+TICK = sysconf("SC_CLK_TCK")
+PASSWORD = "bench"
+
+
+def cpu_seconds() -> float:
+    """Return what this process and all below it have used so far, those that ended too."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+            ticks[int(entry.name)] = sum(map(int, fields[11:15]))
+    found, level = 0, {getpid()}
+    while level:
+        found += sum(ticks[pid] for pid in level)
+        level = {pid for pid, parent in parents.items() if parent in level}
+    return found / TICK
+
+
+class Farm:
+    """Three servers with a queue to read and one to write."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.servers = [stack.enter_context(embedded.start()) for _ in range(3)]
+        self.conns = [
+            stack.enter_context(psycopg.connect(server.dsn, autocommit=True)) for server in self.servers
+        ]
+        for conn in self.conns:
+            conn.execute(SQL_FILE.read_bytes())
+            conn.execute(
+                f"create role spark login password '{PASSWORD}' in role pgque_reader, pgque_writer".encode()
+            )
+            conn.execute("select pgque.create_queue('source'), pgque.create_queue('target')")
+            conn.execute("select pgque.subscribe('source', 'keeps')")
+
+    def options(self, count: int) -> dict[str, str]:
+        """Return Spark's options for the first servers."""
+        names = ",".join(f"127.0.0.1:{server.port}" for server in self.servers[:count])
+        return {"servers": names, "dbname": "postgres", "user": "spark", "password": PASSWORD}
+
+    def fill(self, rows: int) -> None:
+        """Send as many rows to each server."""
+        for conn in self.conns:
+            for _ in range(10):
+                conn.execute(
+                    "select pgque.send_batch('source', 'default', array(select"
+                    ' format(\'{"id": %%s, "pad": "%%s"}\', n, repeat(\'x\', 170)) from generate_series(1, %s) as n))',
+                    [rows // 10],
+                )
+                conn.execute("select pgque.force_next_tick('source'), pgque.ticker('source')")
+
+
+def read(session: SparkSession, farm: Farm, count: int, rows: int, per_trigger: int) -> None:
+    """Read a stream of some servers, with as many rows in all."""
+    found = 0
+
+    def each(frame: DataFrame, number: int) -> None:
+        nonlocal found
+        found += frame.selectExpr("count(*) as n", "sum(length(payload))").collect()[0]["n"]
+
+    consumer = f"bench{time.monotonic_ns()}"
+    with tempfile.TemporaryDirectory() as checkpoint:
+        session.readStream.format("pgque").options(
+            **farm.options(count),
+            queue="source",
+            consumer=consumer,
+            startingAt="earliest",
+            maxEventsPerTrigger=str(per_trigger),
+        ).load().writeStream.foreachBatch(each).option("checkpointLocation", checkpoint).trigger(
+            availableNow=True
+        ).start().awaitTermination()
+    for conn in farm.conns[:count]:
+        conn.execute("select pgque.unsubscribe('source', %s)", [consumer])
+    assert found == rows * count, found
+
+
+def write(session: SparkSession, farm: Farm, frame: DataFrame, count: int) -> None:
+    """Write a frame to some servers, exactly once."""
+    frame.write.format("pgque").options(
+        **farm.options(count), queue="target", sinkId=f"bench{time.monotonic_ns()}", epoch="0"
+    ).mode("append").save()
+
+
+def measured(rounds: int, call: Callable[[int], int]) -> dict[int, tuple[float, float]]:
+    """Return rows per second of the CPU, and of time, of one to three servers: medians of rounds in turn."""
+    found: dict[int, list[tuple[float, float]]] = {1: [], 2: [], 3: []}
+    for number in range(rounds + 1):
+        for count, rates in found.items():
+            cpu, clock = cpu_seconds(), time.perf_counter()
+            rows = call(count)
+            took = time.perf_counter() - clock
+            if number:
+                rates.append((rows / (cpu_seconds() - cpu), rows / took))
+    return {
+        count: (statistics.median(r[0] for r in rates), statistics.median(r[1] for r in rates))
+        for count, rates in found.items()
+    }
+
+
+def lines(what: str, note: str, found: dict[int, tuple[float, float]]) -> Iterator[Row]:
+    """Lay out one to three servers."""
+    one = found[1][0]
+    for count, (per_cpu, per_second) in found.items():
+        yield Row(
+            f"Spark {what} {count} server{'s' if count > 1 else ''}",
+            f"{per_cpu:,.0f} rows/CPU s",
+            f"{one:,.0f} rows/CPU s",
+            per_cpu / one,
+            "≥ 0.8" if count > 1 else "",
+            per_cpu / one >= 0.8,
+            f"{note}; {per_second:,.0f} rows/s; beside it one server",
+            {"servers": count, "per_cpu_s": per_cpu, "per_s": per_second, "ratio": per_cpu / one},
+        )
+
+
+def main() -> None:
+    """Measure both ways and write the rows."""
+    quick = "--quick" in sys.argv
+    rounds = 2 if quick else 5
+    rows = 60_000 if quick else 300_000
+    with ExitStack() as stack, started() as session:
+        farm = Farm(stack)
+        farm.fill(rows)
+
+        def reads(count: int) -> int:
+            read(session, farm, count, rows, 100_000)
+            return rows * count
+
+        found = [*lines("stream of", "micro-batches of 100,000 rows", measured(rounds, reads))]
+        frame = session.range(0, rows, 1, 2).selectExpr(
+            "cast(id as string) as key",
+            "concat('{\"id\": ', id, ', \"pad\": \"', repeat('x', 170), '\"}') as payload",
+        )
+        frame = frame.cache()
+        frame.count()
+
+        def writes(count: int) -> int:
+            write(session, farm, frame, count)
+            return rows
+
+        found += lines("sink of", f"a batch of {rows:,} rows, exactly once", measured(rounds, writes))
+    Path(sys.argv[1]).write_text(json.dumps([asdict(row) for row in found]))
+
+
+if __name__ == "__main__":
+    main()
