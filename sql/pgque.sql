@@ -1108,7 +1108,9 @@ begin
     delay text;
     deliver_at timestamptz;
     ttl text$c$);
-  perform pgque._add_columns('pgque.sink_epoch', 'servers text[]');
+  perform pgque._add_columns('pgque.sink_epoch', $c$
+    servers text[];
+    servers_by text$c$);
   -- Whether an attempt has rows with options.
   create index if not exists sink_stage_options on pgque.sink_stage (attempt)
     where key is not null or delay is not null or deliver_at is not null or ttl is not null;
@@ -3417,8 +3419,8 @@ begin
   end if;
   v_leaf := coalesce((select j.journal_epoch_cur from pgque.journal j), 0);
   with new as (
-    insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, servers, leaf)
-    select p_sink, p_epoch, p_part, p_parts, p_once, p_servers, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, servers, servers_by, leaf)
+    select p_sink, p_epoch, p_part, p_parts, p_once, p_servers, case when p_part = -2 then session_user end, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
     on conflict do nothing
     returning *
   )
@@ -3561,6 +3563,8 @@ $$;
 
 create or replace function pgque.sink_servers(sink_id text, epoch bigint, servers text[]) returns text[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+declare
+  v_claim  pgque.sink_epoch;
 begin
   perform pgque._need_read_committed('sink_servers');
   if $2 is null or coalesce(cardinality($3), 0) = 0 or cardinality($3) <> (select count(distinct s.name) from unnest($3) s (name)) then
@@ -3571,14 +3575,20 @@ begin
   if pgque._epoch_servers($1, $2) is null and exists (select from pgque.sink_epoch e where e.sink_id = $1 and e.epoch = $2) then
     return '{}';
   end if;
-  return ((pgque._claim_epoch($1, $2, -2, null, false, $3)).claim).servers;
+  v_claim := (pgque._claim_epoch($1, $2, -2, null, false, $3)).claim;
+  -- Who asks connects to these servers with a password, and writes to them.
+  if v_claim.servers_by <> session_user then
+    perform pgque._refuse_epoch($1, $2, format('its list of servers was stored by role %I, and is not for role %I', v_claim.servers_by, session_user),
+      'Repeat it as the role that began it, or give the new query another sink_id.');
+  end if;
+  return v_claim.servers;
 end
 $$;
 comment on function pgque.sink_servers(text, bigint, text[]) is
   'Stores the list of servers that an epoch is spread over, and returns the stored list, which is that of the first call. Call it with the same list on '
   'each server of the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An '
   'empty list is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
-  'server twice; PQ016 the epoch is older than the sink''s newest; 25000 not READ COMMITTED.';
+  'server twice; PQ016 the epoch is older than the sink''s newest, or another role stored its list; 25000 not READ COMMITTED.';
 
 create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint, servers text[] default null) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -3747,8 +3757,8 @@ begin
     v_cur := 1 - v_cur;
   else
     execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
-    insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, servers, leaf)
-    select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, o.servers, v_cur
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, servers, servers_by, leaf)
+    select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, o.servers, o.servers_by, v_cur
     from pgque.sink_epoch o
     where o.leaf = 1 - v_cur and o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
       and o.epoch >= (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = o.sink_id)

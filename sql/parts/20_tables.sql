@@ -787,7 +787,9 @@ begin
     delay text;
     deliver_at timestamptz;
     ttl text$c$);
-  perform pgque._add_columns('pgque.sink_epoch', 'servers text[]');
+  perform pgque._add_columns('pgque.sink_epoch', $c$
+    servers text[];
+    servers_by text$c$);
   -- Whether an attempt has rows with options.
   create index if not exists sink_stage_options on pgque.sink_stage (attempt)
     where key is not null or delay is not null or deliver_at is not null or ttl is not null;

@@ -102,7 +102,7 @@ class Farm:
         )
         reader = PgqueDataSource({k: v for k, v in given.items() if v}).streamReader(schema)
         self._open.callback(reader.stop)
-        return reader  # type: ignore[return-value]
+        return reader
 
     def writer(self, *numbers: int, epoch: int | None = 0, **more: str) -> PgqueWriter:
         """Return what Spark makes for a write of key and payload."""
@@ -418,11 +418,10 @@ def test_a_server_can_be_left_behind_on_purpose(
 
 def test_one_database_under_two_names_is_refused(farm: Farm) -> None:
     twice = f"{farm.names(0)},localhost:{farm.servers[0].port}/app"
-    given = {"servers": twice}
     for call in (
-        lambda: farm.reader(0, **given).initialOffset(),
-        lambda: farm.writer(0, **given).write(iter([frame("x")])),
-        lambda: farm.batch(**given),
+        lambda: farm.reader(0, servers=twice).initialOffset(),
+        lambda: farm.writer(0, servers=twice).write(iter([frame("x")])),
+        lambda: farm.batch(servers=twice),
     ):
         with pytest.raises(PgqueBadArgument, match="are one database with two names"):
             call()
@@ -836,7 +835,7 @@ def test_a_driver_killed_between_two_servers_is_made_up_for_with_another_list(
             def exception(self) -> str:
                 return str(driver.output()[-4000:])
 
-        watch.waiting(1, "sink_commit", Query())  # type: ignore[arg-type]
+        watch.waiting(1, "sink_commit", Query())
         driver.kill()
     assert 0 < watch.take() < watch.sent.total()
     query = start(spark, farm, tmp_path / "checkpoint", (1, 2))

@@ -13,6 +13,7 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from conftest import Role
 from sql.helpers import (
     Connection,
     Message,
@@ -1250,6 +1251,17 @@ def test_an_epoch_keeps_the_first_list_of_servers_and_takes_no_commit_with_anoth
     assert listed(conn, subscribed, other, 5) == other
     refused("PQ016", commit, conn, subscribed, [attempt], 1, 4, first)
     assert sent_texts(conn, subscribed) == ["x"]
+
+
+def test_a_list_of_servers_is_for_the_role_that_stored_it(
+    conn: Connection, subscribed: str, roles: Callable[..., Role], connect: Callable[..., Connection]
+) -> None:
+    """Who could store one for others would have them connect to a server of theirs."""
+    first, second = (connect(roles("writer").dsn) for _ in range(2))
+    assert listed(first, subscribed, ["elsewhere"]) == ["elsewhere"]
+    assert "was stored by role" in str(refused("PQ016", listed, second, subscribed, ["a", "b"]))
+    assert listed(first, subscribed, ["a", "b"]) == ["elsewhere"]
+    assert listed(second, subscribed, ["a", "b"], 1) == ["a", "b"]
 
 
 def test_an_epoch_that_was_committed_without_a_list_gets_none(conn: Connection, subscribed: str) -> None:

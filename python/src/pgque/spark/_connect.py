@@ -143,7 +143,7 @@ def tell_apart(seen: dict[str, str], server: str, conn: Connection) -> None:
     microsecond.
     """
     row = conn.execute(
-        "select pg_postmaster_start_time()::text || ' ' || d.oid from pg_database as d"
+        "select extract(epoch from pg_postmaster_start_time()) || ' ' || d.oid from pg_database as d"
         " where d.datname = current_database()"
     )
     other = seen.setdefault(str(one(row)[0]), server)
