@@ -875,7 +875,7 @@ def test_drivers_servers_and_sessions_killed_many_times_lose_and_double_nothing(
             time.sleep(chance.uniform(0, 0.1))
 
     driver = job(run_driver, farm, tmp_path / "checkpoint", lists[0])
-    driver.wait_for("RUNNING")
+    driver.wait_for("RUNNING", 240)
     for _ in range(16):
         traffic(chance.uniform(1, 6))
         what = chance.choice(["driver", "driver", "server", "server", "sessions"])
@@ -895,7 +895,7 @@ def test_drivers_servers_and_sessions_killed_many_times_lose_and_double_nothing(
         time.sleep(chance.uniform(0, 1))
         if not driver.running:
             driver = job(run_driver, farm, tmp_path / "checkpoint", chance.choice(lists))
-            driver.wait_for("RUNNING")
+            driver.wait_for("RUNNING", 240)
 
     def complete() -> bool:
         nonlocal driver
