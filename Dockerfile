@@ -2,8 +2,20 @@
 #   docker build -t pgque . && docker run -d --name pgque -e POSTGRES_PASSWORD=secret -p 5432:5432 pgque
 # The program pgque with its web page, which needs a database elsewhere:
 #   docker build -t pgque-web --target web .
+# The files of the extension alone, for a server that mounts them: an image volume of CloudNativePG, or a folder in
+# extension_control_path of PostgreSQL 18:
+#   docker build -t pgque-extension --target extension .
 # tests/image/compose.yaml runs both, with Prometheus and Grafana.
 ARG BASE_IMAGE=debian:trixie-slim
+
+FROM ${BASE_IMAGE} AS files
+
+COPY sql/files.sh sql/Makefile sql/pgque.control sql/pgque.sql /pgque/
+RUN sh /pgque/files.sh /files/share/extension
+
+FROM scratch AS extension
+
+COPY --from=files /files /
 
 FROM ${BASE_IMAGE} AS database
 
@@ -21,16 +33,10 @@ RUN export DEBIAN_FRONTEND=noninteractive \
  && install -d -o postgres -g postgres -m 700 "$PGDATA" \
  && install -d /docker-entrypoint-initdb.d
 
-COPY sql/pgque.control /usr/share/postgresql/17/extension/pgque.control
-# The Makefile has the list of the earlier versions, from which the file updates too.
-COPY Makefile sql/pgque.sql /usr/share/pgque/
+COPY --from=files /files/share/extension /usr/share/postgresql/17/extension
+COPY sql/pgque.sql /usr/share/pgque/
 COPY tests/image/entrypoint.sh /usr/local/bin/docker-entrypoint.sh
-RUN cd /usr/share/postgresql/17/extension \
- && version=$(sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" pgque.control) \
- && earlier=$(sed -n 's/^EARLIER *:= *//p' /usr/share/pgque/Makefile) && [ -n "$earlier" ] \
- && for from in "" $earlier; do ln -s /usr/share/pgque/pgque.sql "pgque--${from:+$from--}$version.sql" || exit; done \
- && rm /usr/share/pgque/Makefile && chmod a+r pgque.control /usr/share/pgque/pgque.sql \
- && chmod 755 /usr/local/bin/docker-entrypoint.sh
+RUN chmod a+r /usr/share/pgque/pgque.sql && chmod 755 /usr/local/bin/docker-entrypoint.sh
 
 VOLUME /var/lib/postgresql/data
 EXPOSE 5432

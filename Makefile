@@ -1,4 +1,4 @@
-# pgque: set-up, demo, tests, checks. `make help` lists the targets.
+# pgque: set-up, demo, tests, checks, packages. `make help` lists the targets.
 
 PYTHON  ?= python3
 VENV    := .venv
@@ -24,30 +24,10 @@ NOT_FORMATTED := --exclude '*.md' --exclude client.py --exclude consumer.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo pipeline test test-all test-long verify verify-long test-spark test-spark-long smoke-spark check lint bench sql schema reference \
-        picture generate format docs docker matrix cron clean
+        picture generate format docs install uninstall dist docker matrix cron clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^(# )?[a-z-]+:.*## / { sub(/^# /, "", $$1); printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-
-# --- PGXS: `make install` puts the extension into the server of PG_CONFIG --------------------------------
-# Only for these goals: everything else must work without PostgreSQL's build files, and PGXS has names of its own.
-ifneq (,$(filter install uninstall,$(MAKECMDGOALS)))
-PG_CONFIG  ?= pg_config
-PGXS       := $(shell $(PG_CONFIG) --pgxs 2>/dev/null)
-ifeq (,$(wildcard $(PGXS)))
-$(error make install needs PostgreSQL's build files (Debian: postgresql-server-dev-NN) and pg_config; name it with PG_CONFIG=/path/to/pg_config)
-endif
-EXTENSION  := sql/pgque
-EXTVERSION := $(shell sed -n "s/^default_version *= *'\([^']*\)'.*/\1/p" sql/pgque.control)
-EARLIER    := 0.4.3 0.4.4 0.5.0 0.5.1 0.6.0
-# The file installs over any version, so it is the way from each of them too.
-DATA_built := build/pgque--$(EXTVERSION).sql $(EARLIER:%=build/pgque--%--$(EXTVERSION).sql)
-include $(PGXS)
-
-build/pgque--%.sql: sql/pgque.sql
-	@mkdir -p build && cp $< $@
-
-else
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.run ## Run the demo; KEEP=1 leaves the server and its web page up, FILE=x.jsonl sends a file, SERVER=docker|local|embedded
 	@$(BIN)/pgque demo $(if $(KEEP),--keep) $(if $(FILE),--file "$(FILE)") $(if $(SERVER),--server $(SERVER))
@@ -128,14 +108,14 @@ format: $(VENV)/.lint ## Format the Python files
 
 # The pages, and what they link to, in the folders that they have here
 PAGES := README.md CHANGELOG.md LICENSE sql python/README.md python/SPARK.md python/docs python/src/pgque/demo/pipeline/job.py \
-         tests/bench/results tests/examples tests/image/compose.yaml $(addprefix tests/support/,documents.py reference_examples.sql)
+         tests/bench/results tests/examples tests/image/compose.yaml tests/python/test_calls_pgbouncer.py tests/faults/test_disaster.py $(addprefix tests/support/,documents.py reference_examples.sql)
 
 docs: $(VENV)/docs/.ready ## Build the site of the documents in build/docs; fails for a link that leads nowhere
 	@rm -rf build/pages && mkdir -p build/pages
-	@tar -cf - --exclude __pycache__ $(PAGES) | tar -xf - -C build/pages
+	@tar -cf - --exclude __pycache__ --exclude sql/build $(PAGES) | tar -xf - -C build/pages
 	@cp $(VENV)/docs/package/shim/index.js build/pages/iframe-worker.js
 	@printf -- '---\nsearch: {boost: 0.1}\n---\n' | cat - CHANGELOG.md > build/pages/CHANGELOG.md   # found after all other pages
-	@NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict -f python/mkdocs.yml
+	@PYTHONPATH=python/src NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/python -m mkdocs build --strict -f python/mkdocs.yml
 
 $(VENV)/docs/.ready: $(SUPPORT)/requirements-docs.txt $(SUPPORT)/venv.sh
 	@command -v npm >/dev/null || { echo "make docs needs npm. Debian and Ubuntu: sudo apt install npm" >&2; exit 1; }
@@ -143,10 +123,21 @@ $(VENV)/docs/.ready: $(SUPPORT)/requirements-docs.txt $(SUPPORT)/venv.sh
 	@cd $(VENV)/docs && npm pack --silent iframe-worker@1.0.4 >/dev/null && tar -xzf iframe-worker-1.0.4.tgz
 	@touch $@
 
-# install: ## Install the extension into the server of PG_CONFIG (PGXS); then `create extension pgque`
+install: ## Install the extension into the server of PG_CONFIG (PGXS); then `create extension pgque`
+uninstall: ## Remove it again
+install uninstall:
+	@$(MAKE) --no-print-directory -C sql $@
+
+dist: $(VENV)/dist/.ready ## Write packages into build/dist: wheel, sdist, PGXN zip, Debian packages, the image of the extension's files
+	@$(SUPPORT)/dist.sh $(VENV)/dist/bin
+
+$(VENV)/dist/.ready: $(SUPPORT)/requirements-dist.txt $(SUPPORT)/venv.sh
+	@$(SUPPORT)/venv.sh $(VENV)/dist "$(PYTHON)" -r $<
+	@touch $@
+
 # The context is what the image needs, not the whole folder, which may hold .venv.
 docker: ## Build the image pgque: PostgreSQL 17 with pg_cron and pgque, ticking
-	@tar -cf - Dockerfile Makefile sql tests/image | docker build -t pgque --target database -
+	@tar -cf - Dockerfile sql tests/image | docker build -t pgque --target database -
 
 matrix: $(VENV)/.test ## Run tests/sql on PostgreSQL 14, 15 and 18, a part of it on 16 and 17
 	@$(SUPPORT)/matrix.sh $(BIN) $(ARGS)
@@ -155,7 +146,7 @@ cron: $(VENV)/.lint ## Run tests/cron on pg_cron 1.4 and 1.6 (Debian's packages)
 	@$(SUPPORT)/cron.sh $(BIN) $(ARGS)
 
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) python/build python/dist
+	rm -rf $(VENV) build sql/build python/build python/dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- The virtual environment, in three steps: to run, to test, to lint --------------------------------
@@ -179,5 +170,3 @@ $(VENV)/.test: $(VENV)/.run $(SUPPORT)/requirements.txt $(SUPPORT)/requirements-
 $(VENV)/.lint: $(VENV)/.test $(SUPPORT)/requirements-lint.txt
 	@$(INSTALL) -r $(SUPPORT)/requirements-lint.txt
 	@touch $@
-
-endif

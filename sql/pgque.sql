@@ -1,16 +1,16 @@
 -- pgque: a message queue and shared event log inside PostgreSQL.
 --
--- Producers append events to a table.  A ticker records, every now and then,
--- which transactions had committed: a tick is a stored MVCC snapshot.  What
--- became visible between two ticks is a window, and a window never changes:
--- it can be read twice, by many consumers, in slices, after a crash.  Every
--- consumer owns a position, "the tick up to which I am done", and moves it by
--- appending one row to a journal.  Nothing on that path is updated or deleted.
--- Each queue writes into one of three tables in turn, and a table whose rows every
--- position has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an
--- old open transaction costs nothing.
--- A message that is delivered again waits in the retry queue, and is delivered from
--- there, without a tick.
+-- Producers append events to a table.  A ticker records several times a second which
+-- transactions have committed: a tick is a stored MVCC snapshot.  The rows that became
+-- visible between two ticks are a window.  A window never changes: it can be read twice,
+-- by many consumers, in slices, after a crash.  Every consumer has a position, the tick
+-- up to which it is done, and moves it by appending one row to a journal.  Nothing on
+-- that path is updated or deleted.
+-- Each queue writes into one of three tables in turn.  A table whose rows every position
+-- has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an old open
+-- transaction costs nothing.
+-- A message that is redelivered waits in the retry queue, and is delivered from there,
+-- without a tick.
 --
 -- The parts of this file follow the life of a message:
 --   base          schema, roles, clock, errors
@@ -25,7 +25,7 @@
 --   window        which rows lie between two snapshots
 --   position      where consumers stand
 --   lease         which batches are open, and which outcomes they have
---   subscribe     who reads a queue
+--   subscribe     consumers of a queue
 --   receive       deliver a batch
 --   choose        which messages are in it
 --   keys          a pending message is replaced
@@ -35,7 +35,7 @@
 --   outcomes      ack, nack, retry, dead
 --   leases        release, extend, reclaim, share
 --   archive       messages that are done and kept
---   retry         what is due, and who is notified
+--   retry         messages that are due, and notifications
 --   dead          dead letters
 --   read          windows without side effects
 --   maintain      rotation, compaction, retention, restore
@@ -67,8 +67,9 @@ declare
   v_role     text;
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
-  -- What others may create in public must not run here, also statement by
-  -- statement; the last part puts the path back.  CREATE EXTENSION has its own.
+  -- Objects of other roles in schema public must not run here, also if the file runs
+  -- statement by statement.  The last part restores the path.  CREATE EXTENSION sets a
+  -- path of its own.
   v_local := exists (select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgque');
   perform pg_catalog.set_config('pgque.path_before', pg_catalog.current_setting('search_path'), v_local);
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', v_local);
@@ -80,7 +81,8 @@ begin
     create schema pgque;
     revoke all on schema pgque from public;   -- what default privileges gave
   end if;
-  -- What somebody else put into the schema, or may put there, would run with our rights.
+  -- Objects that another role put into the schema, or may put there, would run with our
+  -- rights.
   select min(f.what) into v_foreign
   from (
     select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner
@@ -106,8 +108,8 @@ begin
   if v_foreign is not null then
     raise exception using
       errcode = 'insufficient_privilege',
-      message = format('schema pgque is not ours alone: %s', v_foreign),
-      hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
+      message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
+      hint = 'Remove these objects and rights, then install as the owner of the schema (set role). Or drop the schema.';
   end if;
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
@@ -126,15 +128,15 @@ begin
         execute format('create role %I', v_role) || case v_role when 'pgque_admin' then ' in role pgque_reader, pgque_writer' else '' end;
       exception
         when unique_violation then
-          null;   -- another database of the server gets it at this moment
+          null;   -- another database of the server installs at this moment
       end;
     end if;
   end loop;
-  -- Who calls a function.  Inside one that runs with its owner's rights nothing
-  -- says so any more; but the default of an argument is evaluated outside, and
-  -- so is the check of a value that somebody passes there himself.  A value that
-  -- was stored is not checked again: nobody but the owner may make a column, a
-  -- function or a type of it.
+  -- The role that calls a function.  Inside a function that runs with its owner's
+  -- rights, current_user is the owner.  But the default of an argument is evaluated
+  -- outside, and so is the check of a value that a caller passes.  A stored value is
+  -- not checked again: only the owner may create a column, a function or a type of the
+  -- domain.
   if to_regtype('pgque.caller') is null then
     create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
@@ -142,7 +144,8 @@ begin
 end
 $$;
 comment on domain pgque.caller is
-  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
+  'The role that calls a function. It is the default of each last argument of this type and the only value that the argument accepts: leave the '
+  'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.7.0'::text $$;
@@ -153,8 +156,8 @@ create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 comment on function pgque.clock() is 'Returns the current time as pgque sees it. Tests replace this function to move time.';
 
--- Raises an error.  Every error has a code of its own kind, a message that names
--- the object, and a hint that says what to do.
+-- Raises an error.  Every error has a code of its own kind, a message that names the
+-- object, and a hint with the next command.
 create or replace function pgque._fail(p_code text, p_message text, p_hint text, p_detail text default null) returns void
 language plpgsql as $$
 begin
@@ -165,12 +168,12 @@ begin
 end
 $$;
 
--- The mark of the writing transaction, for generated columns: a hash of its id and
--- of the time it began.  The id alone is not enough, since the transaction that
--- loads a dump into another cluster may have the id of the one that wrote the row.
--- Marks are 2^62 and more; 0.4.4 and earlier stored the id itself, which is less.
--- The function is declared immutable so that a generated column may use it, and it
--- is the point that it is not: loading a dump computes the column again, in another
+-- The mark of the writing transaction, for generated columns: a hash of its id and of
+-- the time it began.  The id alone is not enough: the transaction that loads a dump
+-- into another cluster may have the id of the one that wrote the row.  Marks are 2^62
+-- and more; 0.4.4 and earlier stored the id itself, which is less.
+-- The function is declared immutable so that a generated column may use it.  It is
+-- volatile on purpose: loading a dump computes the column again, in another
 -- transaction.
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$
@@ -180,7 +183,7 @@ begin
 end
 $$;
 
--- The same for a statement that is planned once and run in many transactions.
+-- Returns the mark in a statement that is planned once and run in many transactions.
 create or replace function pgque._mark() returns xid8
 language plpgsql as $$
 declare
@@ -191,9 +194,9 @@ begin
 end
 $$;
 
--- The name of this session.  No other one has or had it, but where the owner is no
--- superuser and not told when the sessions of others began: there the server's
--- start has to do, and a process id may come again.
+-- Returns the name of this session, which no other session has or had.  Exception: an
+-- owner that is no superuser cannot see when other sessions began.  Then the start of
+-- the server has to do, and a process id may recur.
 create or replace function pgque._session() returns text
 language sql stable as $$
   select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from coalesce(a.backend_start, pg_catalog.pg_postmaster_start_time()))::text
@@ -207,20 +210,20 @@ language plpgsql as $$
 begin
   if pgque._old_snapshot() then
     perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.');
+      'Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick.');
   end if;
 end
 $$;
 
--- Whether the transaction's snapshot may be older than the locks it takes.
+-- Returns whether the transaction's snapshot may be older than the locks it takes.
 create or replace function pgque._old_snapshot() returns boolean
 language sql stable as $$
   select pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
 $$;
 
--- The leaves of a journal that a row goes to, p_leaf being the one that is written.
--- What an old snapshot does not see may be in either leaf, so it writes to both:
--- the primary key of one stops it.
+-- Returns the leaves of a journal that a row is written to; p_leaf is the current one.
+-- Rows that an old snapshot does not see may be in either leaf.  So such a transaction
+-- writes to both, and the primary key of one leaf stops it:
 --   session 1: READ COMMITTED; reads "leaf 0"
 --   session 2: compaction switches to leaf 1, commits
 --   session 1: appends position 6 to leaf 0, commits
@@ -229,10 +232,10 @@ $$;
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
--- Ends a block that only read, or whose writes are to be taken back, and that catches
--- PQ099.  Its locks are released; what it put into variables or returned stays.  A
--- transaction that reads all queues would otherwise have more locks than a server has
--- room for.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
+-- Ends a block that only read, or whose writes are to be undone, and that catches
+-- PQ099.  The locks of the block are released; variables and returned rows stay.
+-- Without this, a transaction that reads all queues would need more locks than a server
+-- has.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
 create or replace function pgque._let_go() returns void
 language plpgsql as $$
 begin
@@ -240,10 +243,10 @@ begin
 end
 $$;
 
--- Executes a statement that takes locks which others take in other orders.  It waits
--- a moment for a lock, then releases all and begins anew, with more patience each
--- time: in the end the server detects a deadlock.  The caller's lock_timeout limits
--- the whole.
+-- Executes a statement that takes locks in another order than other code.  It waits a
+-- moment for a lock, then releases all locks and starts again, and waits longer each
+-- time: in the end the server detects a deadlock.  The caller's lock_timeout limits the
+-- whole.
 create or replace function pgque._insist(p_statement text) returns void
 language plpgsql as $$
 declare
@@ -265,7 +268,7 @@ begin
           raise;
         end if;
       when undefined_table then
-        -- Somebody else dropped one since it was found.
+        -- Another session dropped a table since it was found.
         v_gone := v_gone + 1;
         if v_gone > 6 then
           raise;
@@ -277,16 +280,16 @@ begin
 end
 $$;
 
--- How many locks a transaction that serves all queues may have.  The rest of what the
--- server has room for is for others.
+-- Returns how many locks a transaction that serves all queues may have.  The other
+-- locks of the server are for other sessions.
 create or replace function pgque._lock_room() returns bigint
 language sql stable as $$
   select pg_catalog.current_setting('max_locks_per_transaction')::bigint * 3 / 4
     * (pg_catalog.current_setting('max_connections')::bigint + pg_catalog.current_setting('max_prepared_transactions')::bigint)
 $$;
 
--- An interval of a setting, which must lie ahead of whatever time it is added to:
--- -1 month 31 days is above 0 and may lead back.
+-- Returns the interval of a setting, which must lead forward from every time: -1 month
+-- 31 days is above 0 and may lead back.
 create or replace function pgque._period(p_period text) returns interval
 language plpgsql immutable as $$
 declare
@@ -301,8 +304,8 @@ begin
 end
 $$;
 
--- Whether a retry_backoff setting makes sense: seconds, a factor, at most so
--- many seconds, and how much of it is left to chance.
+-- Returns whether a retry_backoff setting is valid: base and cap in seconds, a factor,
+-- and jitter, the share that is random.
 create or replace function pgque._backoff_valid(p_backoff jsonb) returns boolean
 language sql immutable as $$
   select case
@@ -311,7 +314,7 @@ language sql immutable as $$
     when exists (
       select from jsonb_each(p_backoff) b
       where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number'
-        -- It is computed with as double precision.
+        -- The delay is computed in double precision.
         or (b.value <> '0' and abs((b.value #>> '{}')::numeric) < 0.000001)) then false
     else coalesce((p_backoff->>'base')::numeric, 1) between 0 and 31536000
       and coalesce((p_backoff->>'factor')::numeric, 2) between 1 and 1000
@@ -323,9 +326,9 @@ $$;
 -- tables
 -- ---------------------------------------------------------------------------
 
--- An upgrade changes tables that calls lock in orders of their own.  So it takes
--- all of them before it changes one, and lets go of all when one is not to be had
--- in the time that a call takes.
+-- An upgrade changes tables that calls lock in different orders.  So it locks all of
+-- them before it changes one.  If one lock is not free within the time of a call, it
+-- releases all and tries again.
 do $$
 declare
   v_before   text := current_setting('pgque.version_before');
@@ -358,14 +361,14 @@ begin
     and l.database = (select d.oid from pg_database d where d.datname = current_database());
   raise exception using
     errcode = 'lock_not_available',
-    message = 'an upgrade needs the tables of pgque for itself for a moment, and did not get them',
-    detail = 'Locks are held by: ' || coalesce(v_holders, 'others, at times'),
+    message = 'the upgrade cannot lock the tables of pgque within 30 seconds',
+    detail = 'Locks are held by: ' || coalesce(v_holders, 'different sessions each time'),
     hint = 'End transactions that stay open (pg_stat_activity, pg_terminate_backend) and try again. Nothing was changed.';
 end
 $$;
 
--- Adds columns that earlier versions did not have; a table that lacks none is
--- not locked.  p_columns is what follows ADD COLUMN, one a line.
+-- Adds columns that earlier versions did not have.  A table that has all of them is not
+-- locked.  p_columns is what follows ADD COLUMN, one a line.
 create or replace function pgque._add_columns(p_table text, p_columns text) returns void
 language plpgsql as $$
 declare
@@ -383,7 +386,7 @@ begin
 end
 $$;
 
--- One row, made by pgque._init().
+-- One row, created by pgque._init().
 create table if not exists pgque.config (
   config_id       int not null default 1
     constraint config_pkey primary key
@@ -408,21 +411,22 @@ comment on table pgque.config is 'Settings of the loop: one row, or none while a
 comment on column pgque.config.config_id is 'Always 1.';
 comment on column pgque.config.tick_period_ms is
   'Longest gap that the loop leaves between two ticks of a queue with messages. Set by set_tick_period_ms(). Unit: milliseconds.';
-comment on column pgque.config.stopped_at is 'When stop() was called last; loops that began before end.';
+comment on column pgque.config.stopped_at is 'When stop() was called last. Loops that began before it end.';
 comment on column pgque.config.expire_every is
   'How often maint() deletes expired messages from the retry queue; none: never. Set by set_schedule(''expire'', interval).';
 comment on column pgque.config.delete_expired_every is
   'How often maint() deletes dead letters whose message expired; none: never. Set by set_schedule(''delete_expired'', interval).';
 
--- One row a queue.  queue_xid is the mark of the transaction that wrote the row,
--- and every statement that updates a row sets it.  When the row is loaded from a
--- dump, that is the mark of another transaction, the generated columns notice, and
+-- One row a queue.  queue_xid is the mark of the transaction that wrote the row, and
+-- every statement that updates a row sets it.  In a row that was loaded from a dump it
+-- is the mark of another transaction.  The generated columns show that, and
 -- pgque._rebase() has to run before the queue takes events.
---   queue_own                    the settings that are the queue's own; the others
---                                follow config.defaults
---   queue_keyed, queue_expiring  whether a message ever had a key, a ttl: ask _keyed(), _expiring()
---   queue_health_...             when health() warns and when it fails; 0 is never
---   queue_reader                 which version's reader functions it has
+--   * queue_own: the settings that are the queue's own; the others follow
+--     config.defaults
+--   * queue_keyed, queue_expiring: whether a message ever had a key, a ttl: call
+--     _keyed(), _expiring()
+--   * queue_health_...: when health() warns and when it fails; 0 is never
+--   * queue_reader: the version of its reader functions
 create table if not exists pgque.queue (
   queue_id                 int generated by default as identity
     constraint queue_pkey primary key,
@@ -514,16 +518,16 @@ comment on column pgque.queue.queue_ticker_idle_period is 'Time between two tick
 comment on column pgque.queue.queue_max_retries is
   'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
 comment on column pgque.queue.queue_retention_period is
-  'How far a consumer may lag. A consumer that lags for longer is moved forward, and what it missed is given up (see drop_policy). 0 restores the '
-  'default.';
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). 0 '
+  'restores the default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
-comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick asks for a tick; see force_next_tick().';
-comment on column pgque.queue.queue_uid is 'Identity of the queue that no other one ever has, in any database.';
-comment on column pgque.queue.queue_created_at is 'When it was created.';
-comment on column pgque.queue.queue_xid is 'Mark of the transaction that wrote this row last.';
-comment on column pgque.queue.queue_restored is 'Whether it was loaded from a dump and not used since; its first use repairs it.';
-comment on column pgque.queue.queue_open is 'Whether it takes events as it is.';
+comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick requests a tick; see force_next_tick().';
+comment on column pgque.queue.queue_uid is 'Identity of the queue, unique in all databases and for all time.';
+comment on column pgque.queue.queue_created_at is 'When the queue was created.';
+comment on column pgque.queue.queue_xid is 'Mark of the transaction that last wrote this row.';
+comment on column pgque.queue.queue_restored is 'Whether the queue was loaded from a dump and not used since. Its first use repairs it.';
+comment on column pgque.queue.queue_open is 'Whether the queue takes events.';
 comment on column pgque.queue.queue_visibility_timeout is
   'How long a worker''s lease on a batch lasts, unless receive() is called with another time.';
 comment on column pgque.queue.queue_max_receive_attempts is
@@ -533,14 +537,14 @@ comment on column pgque.queue.queue_drop_policy is
   'that dlq_purge() and delete_expired() do not delete. drop: it is deleted, and metrics() counts it.';
 comment on column pgque.queue.queue_dead_letter_queue is
   'Name of the queue that takes messages that are given up under drop_policy dead_letter; none: they become dead letters. A name that ends in .dlq '
-  'creates that queue. Set it queue by queue.';
+  'creates that queue. Set it for each queue.';
 comment on column pgque.queue.queue_retry_backoff is
   'When a rejected message is redelivered, if nack() is called without a time: the n-th retry follows after base * factor ^ (n - 1) seconds, at most '
   'cap seconds. A random share of that time, up to jitter, is subtracted. The value is a JSON object; its defaults are {"base": 1, "factor": 2, '
   '"cap": 3600, "jitter": 0}. base and cap are 0 to 31536000, factor is 1 to 1000, jitter is 0 to 1. Without a value, every retry follows after a '
   'minute.';
 comment on column pgque.queue.queue_message_ttl is
-  'How long after it was sent a message may be delivered, unless it is sent with a ttl of its own; 0: for ever.';
+  'How long after it was sent a message may be delivered, unless it is sent with a ttl of its own; 0: no limit.';
 comment on column pgque.queue.queue_max_depth is
   'How many messages the slowest consumer may have ahead of it before send() fails with PQ003; 0: no limit. It has no effect without a consumer. '
   'Unit: messages.';
@@ -583,15 +587,15 @@ create table if not exists pgque.tick (
   tick_snapshot   pg_snapshot not null,
   tick_event_seq  bigint not null
 ) partition by list (slot);
-comment on table pgque.tick is 'The ticks of all queues: snapshots between which batches lie.';
+comment on table pgque.tick is 'The ticks of all queues: the snapshots at which windows begin and end.';
 comment on column pgque.tick.slot is 'Partition: queue_id * 3 + table number.';
 comment on column pgque.tick.tick_queue is 'The queue: queue.queue_id.';
 comment on column pgque.tick.tick_id is 'Number of the tick in its queue.';
-comment on column pgque.tick.tick_time is 'When it was made.';
-comment on column pgque.tick.tick_snapshot is 'Which transactions had finished by then.';
-comment on column pgque.tick.tick_event_seq is 'Value of the event sequence by then.';
+comment on column pgque.tick.tick_time is 'When the tick was stored.';
+comment on column pgque.tick.tick_snapshot is 'The snapshot: which transactions had finished at the tick.';
+comment on column pgque.tick.tick_event_seq is 'Value of the event sequence at the tick.';
 
--- Who may do what with one queue; see "rights".
+-- Rights of roles to one queue; see "rights".
 create table if not exists pgque.queue_right (
   right_queue  int not null
     constraint queue_right_queue_fkey references pgque.queue,
@@ -605,11 +609,11 @@ comment on column pgque.queue_right.right_queue is 'The queue.';
 comment on column pgque.queue_right.right_role is 'The role.';
 comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
 
--- Leaves of dropped queues, waiting until they can go without stopping anyone.
+-- Dropped queues whose leaves are dropped when that blocks no other session.
 create table if not exists pgque.dropped_queue (
   queue_id  int not null constraint dropped_queue_pkey primary key
 );
-comment on table pgque.dropped_queue is 'Dropped queues whose tables still have to go. Internal.';
+comment on table pgque.dropped_queue is 'Dropped queues whose tables are not dropped yet. Internal.';
 
 -- A name belongs to one queue, so that a transaction that subscribes a new name
 -- blocks the name on no other queue.  co_queue is 0 for the names of 0.4.4 and
@@ -680,7 +684,7 @@ create table if not exists pgque.journal (
     constraint journal_idem_cur_range check (journal_idem_cur in (0, 1)),
   journal_emptied_at  timestamptz not null default '-infinity'
 );
-comment on table pgque.journal is 'Which leaf of the positions is written. Internal.';
+comment on table pgque.journal is 'The current leaf of the positions. Internal.';
 
 create table if not exists pgque.position (
   pos_sub        int not null,
@@ -712,12 +716,13 @@ create table if not exists pgque.position (
 ) partition by list (leaf);
 comment on table pgque.position is 'Journal of positions; the newest row of a subscriber counts. Internal: see get_consumer_info().';
 
--- Messages of an open batch that have their outcome already.  Moves from leaf
--- to leaf together with the positions.  In place of an id: 0, the batch is closed;
--- below 0, its end was moved; above 2^62, that id was settled in the retry queue;
--- 2^62 + 2^61 + n, what was left of it, n messages, was moved there; the highest, its
--- answer to its worker was that a message is lost.  set_until of one below 0 is where the lease
--- ends.
+-- Messages of an open batch that have their outcome.  The rows move from leaf to leaf
+-- together with the positions.  set_ev_id is the id of a message, or:
+--   * 0: the batch is closed
+--   * below 0: the end of its lease was moved, to set_until
+--   * above 2^62: the message id - 2^62 got its outcome in the retry queue
+--   * 2^62 + 2^61 + n: the n messages without an outcome were moved to the retry queue
+--   * the highest: its worker got the answer that a message is lost
 create table if not exists pgque.settled (
   set_batch  bigint not null,
   set_ev_id  bigint not null,
@@ -727,7 +732,7 @@ create table if not exists pgque.settled (
 ) partition by list (leaf);
 comment on table pgque.settled is 'Messages of open batches that have an outcome. Internal.';
 
--- Where the rows of a big window lie: a cache, see pgque._map_window.
+-- Places of the rows of a big window: a cache, see pgque._map_window.
 create table if not exists pgque.window_map (
   map_queue      int not null,
   map_from       bigint not null,
@@ -741,7 +746,7 @@ create table if not exists pgque.window_map (
   map_xid        xid8 not null,
   map_valid      boolean generated always as (map_xid = pgque._xid()) stored
 );
-comment on table pgque.window_map is 'Where the rows of big windows lie: a cache. Internal.';
+comment on table pgque.window_map is 'Places of the rows of big windows: a cache. Internal.';
 
 -- Messages that wait: for another attempt of a consumer, or with a delay and no
 -- owner (0) yet.
@@ -772,25 +777,26 @@ create table if not exists pgque.retry_queue (
   ev_lane         text,
   constraint retry_queue_pkey primary key (ev_owner, ev_id, ev_queue)
 );
-comment on table pgque.retry_queue is 'Messages that wait: failed ones for their consumer, also while a worker holds them, and delayed ones for everybody.';
-comment on column pgque.retry_queue.ev_retry_after is 'When it is due.';
+comment on table pgque.retry_queue is
+  'Messages to be redelivered to a consumer, also while a worker has them leased, and delayed messages for every consumer.';
+comment on column pgque.retry_queue.ev_retry_after is 'When the message is due, or its lease expires.';
 comment on column pgque.retry_queue.ev_queue is 'The queue: queue.queue_id.';
 comment on column pgque.retry_queue.ev_id is 'Id of the message.';
-comment on column pgque.retry_queue.ev_time is 'When it was sent.';
+comment on column pgque.retry_queue.ev_time is 'When the message was sent.';
 comment on column pgque.retry_queue.ev_txid is 'Transaction that stored it in the queue.';
-comment on column pgque.retry_queue.ev_owner is 'Who gets it: subscription.sub_id, or 0 for everybody (a delayed message).';
-comment on column pgque.retry_queue.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.retry_queue.ev_owner is 'The subscriber that receives it: subscription.sub_id, or 0 for every consumer (a delayed message).';
+comment on column pgque.retry_queue.ev_retry is 'How often the message failed; NULL: never.';
 comment on column pgque.retry_queue.ev_type is 'Type of the message.';
-comment on column pgque.retry_queue.ev_data is 'Its payload.';
+comment on column pgque.retry_queue.ev_data is 'The payload.';
 comment on column pgque.retry_queue.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
 comment on column pgque.retry_queue.ev_extra2 is 'Free text of the sender.';
 comment on column pgque.retry_queue.ev_extra3 is 'Free text of the sender.';
 comment on column pgque.retry_queue.ev_extra4 is 'Free text of the sender.';
 comment on column pgque.retry_queue.ev_headers is 'Metadata of the sender.';
 comment on column pgque.retry_queue.ev_key is 'Key of a keyed message.';
-comment on column pgque.retry_queue.ev_bytes is 'Its payload, if it was sent as bytes.';
-comment on column pgque.retry_queue.ev_expires is 'When it is worth nothing any more; NULL: never.';
-comment on column pgque.retry_queue.ev_error is 'The reason given when it failed last.';
+comment on column pgque.retry_queue.ev_bytes is 'The payload, if it was sent as bytes.';
+comment on column pgque.retry_queue.ev_expires is 'When the message expires; NULL: never.';
+comment on column pgque.retry_queue.ev_error is 'The reason given when the message last failed.';
 
 create table if not exists pgque.dead_letter (
   dl_id           bigint generated by default as identity
@@ -820,30 +826,30 @@ create table if not exists pgque.dead_letter (
   dl_held         boolean not null default false,
   constraint dead_letter_once unique (dl_queue_id, dl_consumer_id, ev_id)
 );
-comment on table pgque.dead_letter is 'Messages whose retries are used up, once for each consumer; see dlq_inspect().';
-comment on column pgque.dead_letter.dl_id is 'Number of the dead letter; what dlq_requeue() and dlq_replay() take.';
+comment on table pgque.dead_letter is 'Messages that were given up, once for each consumer; see dlq_inspect().';
+comment on column pgque.dead_letter.dl_id is 'Number of the dead letter: the argument of dlq_requeue() and dlq_replay().';
 comment on column pgque.dead_letter.dl_queue_id is 'The queue: queue.queue_id.';
 comment on column pgque.dead_letter.dl_consumer_id is 'The consumer that failed it: consumer.co_id.';
-comment on column pgque.dead_letter.dl_time is 'When it became a dead letter.';
-comment on column pgque.dead_letter.dl_reason is 'Why: the reason of the last nack().';
+comment on column pgque.dead_letter.dl_time is 'When the message became a dead letter.';
+comment on column pgque.dead_letter.dl_reason is 'Why the message was given up: the reason of the last nack().';
 comment on column pgque.dead_letter.ev_id is 'Id of the message.';
-comment on column pgque.dead_letter.ev_time is 'When it was sent.';
+comment on column pgque.dead_letter.ev_time is 'When the message was sent.';
 comment on column pgque.dead_letter.ev_txid is 'Transaction that stored it in the queue.';
-comment on column pgque.dead_letter.ev_retry is 'How often it failed; NULL: never.';
+comment on column pgque.dead_letter.ev_retry is 'How often the message failed; NULL: never.';
 comment on column pgque.dead_letter.ev_type is 'Type of the message.';
-comment on column pgque.dead_letter.ev_data is 'Its payload.';
+comment on column pgque.dead_letter.ev_data is 'The payload.';
 comment on column pgque.dead_letter.ev_extra1 is 'Free text of the sender: the partition key, or a trigger''s table.';
 comment on column pgque.dead_letter.ev_extra2 is 'Free text of the sender.';
 comment on column pgque.dead_letter.ev_extra3 is 'Free text of the sender.';
 comment on column pgque.dead_letter.ev_extra4 is 'Free text of the sender.';
 comment on column pgque.dead_letter.ev_headers is 'Metadata of the sender.';
 comment on column pgque.dead_letter.ev_key is 'Key of a keyed message.';
-comment on column pgque.dead_letter.ev_bytes is 'Its payload, if it was sent as bytes.';
-comment on column pgque.dead_letter.ev_expires is 'When it is worth nothing any more; NULL: never.';
-comment on column pgque.dead_letter.ev_error is 'The reason given when it failed last.';
+comment on column pgque.dead_letter.ev_bytes is 'The payload, if it was sent as bytes.';
+comment on column pgque.dead_letter.ev_expires is 'When the message expires; NULL: never.';
+comment on column pgque.dead_letter.ev_error is 'The reason given when the message last failed.';
 
--- What send_idem() sent, in two leaves; of a key the row with the highest
--- idem_n is true.
+-- Messages of send_idem(), in two leaves.  The row of a key with the highest idem_n is
+-- the valid one.
 create table if not exists pgque.idempotency (
   idem_queue    int not null,
   idem_key      text not null,
@@ -854,10 +860,11 @@ create table if not exists pgque.idempotency (
 ) partition by list (leaf);
 comment on table pgque.idempotency is 'Keys of send_idem() until their ttl ends. Internal.';
 
--- What sinks staged and have not committed, in two leaves; which of them takes
--- new rows a sequence says, which turns without a dead row.  Not unlogged, as no
--- table here is.  If PostgreSQL crashes right after a rolled-back TRUNCATE of an unlogged
--- table, the next start can fail with "could not create file ...: File exists".
+-- Messages that sinks have staged and not committed, in two leaves.  A sequence holds
+-- the number of the current leaf, because a change of it leaves no dead row.  The
+-- tables are not unlogged, as no table here is: if PostgreSQL crashes right after a
+-- rolled-back TRUNCATE of an unlogged table, the next start can fail with "could not
+-- create file ...: File exists".
 create sequence if not exists pgque.sink_leaf as int minvalue 0 maxvalue 1;
 
 create table if not exists pgque.sink_attempt (
@@ -867,7 +874,7 @@ create table if not exists pgque.sink_attempt (
   started_at  timestamptz not null,
   leaf        int not null
 ) partition by list (leaf);
-comment on table pgque.sink_attempt is 'What sinks began to write. Internal: see sink_begin().';
+comment on table pgque.sink_attempt is 'Attempts of sinks to write. Internal: see sink_begin().';
 create table if not exists pgque.sink_stage (
   attempt        uuid not null,
   n              int not null,
@@ -881,7 +888,7 @@ create table if not exists pgque.sink_stage (
   leaf           int not null,
   constraint sink_stage_one_payload check (payload is null or payload_bytes is null)
 ) partition by list (leaf);
-comment on table pgque.sink_stage is 'What sinks staged and have not committed. Internal: see sink_begin().';
+comment on table pgque.sink_stage is 'Messages that sinks have staged and not committed. Internal: see sink_begin().';
 
 -- What sinks committed: whole epochs (part -1), and parts of epochs that were
 -- written row by row, by which transaction of which session.  Only a sink's
@@ -900,8 +907,8 @@ create table if not exists pgque.sink_epoch (
 ) partition by list (leaf);
 comment on table pgque.sink_epoch is 'Epochs that sinks committed. Internal: see sink_commit().';
 
--- What happened to messages that nobody will see again, and how often, in two
--- leaves; metrics() adds them up.
+-- Counts of messages that were removed or redelivered, in two leaves; metrics() adds
+-- them up.
 create table if not exists pgque.tally (
   tal_queue  int not null,
   tal_sub    int not null,
@@ -911,8 +918,8 @@ create table if not exists pgque.tally (
 ) partition by list (leaf);
 comment on table pgque.tally is 'Counts of messages that were dropped, expired or archived. Internal: see metrics().';
 
--- Messages that were done with and shall be kept.  A leaf holds one day of one
--- queue; bucket = queue_id * 100000 + days since 2000-01-01.
+-- Messages that are done and kept.  A leaf holds one day of one queue; bucket =
+-- queue_id * 100000 + days since 2000-01-01.
 create sequence if not exists pgque.archive_id_seq;
 create table if not exists pgque.archive (
   bucket         bigint not null,
@@ -938,14 +945,16 @@ create table if not exists pgque.archive (
   ev_expires     timestamptz,
   ev_error       text
 ) partition by list (bucket);
-comment on table pgque.archive is 'Messages that were done with and kept; a leaf holds one day of one queue. See archive_list().';
+comment on table pgque.archive is 'Messages that are done and kept; a leaf holds one day of one queue. See archive_list().';
 
--- Messages that the ticker sends at their times; see "recurring".  rec_every is an
--- interval in seconds, counted from rec_anchor; rec_seconds to rec_weekdays are what a
--- cron expression allows, rec_fixed is whether it names hours without * and /, and
--- rec_either is whether a day matches if rec_days or rec_weekdays does.
--- rec_since is the number of the first run that counts.  rec_xid is as queue_xid.
--- rec_role is a name, so that a dump can be loaded where the role is missing.
+-- Messages that the ticker sends at their times; see "recurring".
+--   * rec_every: an interval in seconds, counted from rec_anchor
+--   * rec_seconds to rec_weekdays: the values that a cron expression allows
+--   * rec_fixed: whether it names hours without * and /
+--   * rec_either: whether a day matches if rec_days or rec_weekdays does
+--   * rec_since: the number of the first run that counts
+--   * rec_xid: as queue_xid
+--   * rec_role: a name, so that a dump can be loaded where the role is missing
 create table if not exists pgque.recurring (
   rec_id             int generated by default as identity
     constraint recurring_pkey primary key,
@@ -1012,11 +1021,11 @@ create table if not exists pgque.recurring_run (
 ) partition by list (leaf);
 comment on table pgque.recurring_run is 'Journal of the runs of recurring messages. Internal: see list_recurring().';
 
--- When the first recurring message is due, in microseconds since 1970.
+-- The time of the first recurring message that is due, in microseconds since 1970.
 create sequence if not exists pgque.recurring_at minvalue 0;
 
--- History, in two leaves each: one is written, the other is emptied when all of it is
--- older than what is to be kept.
+-- History, in two leaves each: one is the current one, and the other is emptied when
+-- all of its rows are older than the setting keeps them.
 create sequence if not exists pgque.action_leaf as int minvalue 0 maxvalue 1;
 create table if not exists pgque.action (
   act_time         timestamptz not null,
@@ -1027,7 +1036,7 @@ create table if not exists pgque.action (
   act_args         jsonb,
   leaf             int not null
 ) partition by list (leaf);
-comment on table pgque.action is 'Who changed what by hand. Internal: see list_actions().';
+comment on table pgque.action is 'Changes by hand. Internal: see list_actions().';
 
 create sequence if not exists pgque.sample_leaf as int minvalue 0 maxvalue 1;
 create sequence if not exists pgque.sampled minvalue 0;
@@ -1039,17 +1048,18 @@ create table if not exists pgque.sample (
   smp_pending  bigint not null,
   leaf         int not null
 ) partition by list (leaf);
-comment on table pgque.sample is 'How far consumers lagged. Internal: see consumer_lags().';
+comment on table pgque.sample is 'Samples of the lag of consumers. Internal: see consumer_lags().';
 
--- When the reapers ran last, in seconds since 1970, and when consumers were woken last
--- for what waits, in microseconds: registers that leave no dead rows.
+-- Sequences as registers that leave no dead rows: the last runs of the cleanup jobs in
+-- seconds since 1970, and the last notification of consumers for due messages in
+-- microseconds.
 create sequence if not exists pgque.expire_ran minvalue 0;
 create sequence if not exists pgque.delete_expired_ran minvalue 0;
 create sequence if not exists pgque.woken minvalue 0;
 
--- The journals are append only and have two leaves, of which one is written while
--- what still counts of the other is brought over, and that is emptied.  Up to 0.5
--- the leaves were tables without a root.
+-- The journals are append only and have two leaves.  While one is the current one, the
+-- valid rows of the other are copied to it, and the other is emptied.  Up to 0.5 the
+-- leaves were tables without a root.
 do $$
 declare
   v_journal   record;
@@ -1070,7 +1080,8 @@ begin
       execute format('create table pgque.%I partition of pgque.%I (leaf default %s%s) for values in (%3$s)',
         v_leaf, v_journal.name, v_journal.leaf, format(', constraint %I primary key (' || v_journal.key || ')', v_leaf || '_pkey'));
     elsif not (select c.relispartition from pg_class c where c.oid = ('pgque.' || v_leaf)::regclass) then
-      -- Private functions that have its row type are made anew with the root's.
+      -- Private functions that have its row type are created again with that of the
+      -- root.
       for v_function in
         select p.oid::regprocedure::text
         from pg_proc p
@@ -1131,8 +1142,8 @@ begin
   if not (select s.seqcycle from pg_sequence s where s.seqrelid = pg_get_serial_sequence('pgque.subscriber', 'sub_id')::regclass) then
     alter table pgque.subscriber alter sub_id set cycle;
   end if;
-  -- No statistics of what waits: they are of a moment in which a consumer may have
-  -- had nothing, and by them the planner takes its thousands of messages for one.
+  -- No statistics of the retry queue: they may be of a moment in which a consumer had
+  -- no rows there.  By them the planner would expect one row where there are thousands.
   if exists (
     select from pg_attribute a
     where a.attrelid = 'pgque.retry_queue'::regclass and a.attnum > 0 and not a.attisdropped and coalesce(a.attstattarget, -1) <> 0)
@@ -1142,9 +1153,9 @@ begin
       from pg_attribute a
       where a.attrelid = 'pgque.retry_queue'::regclass and a.attnum > 0 and not a.attisdropped);
   end if;
-  -- 0.4.4 and earlier stored the transaction's id.  A tick whose snapshot lies ahead
-  -- of this cluster's ids came out of a dump.  The locks of the leaves are released
-  -- queue by queue: there may be more of them than the server has room for.
+  -- 0.4.4 and earlier stored the transaction's id.  A tick whose snapshot is ahead of
+  -- this cluster's ids came out of a dump.  The locks of the leaves are released queue
+  -- by queue: there may be more of them than the server has room for.
   for v_queue in select q.queue_id from pgque.queue q where q.queue_xid < '4611686018427387904' and not q.queue_restored loop
     v_ahead := false;
     begin
@@ -1171,12 +1182,12 @@ begin
     return;
   end if;
   perform pgque._add_columns('pgque.subscriber', 'sub_offsets boolean not null default false');
-  -- A transaction with a snapshot from before gets 40001.
+  -- A transaction with an older snapshot gets 40001.
   update pgque.journal j set journal_cur = j.journal_cur;
   update pgque.subscriber s set sub_offsets = s.sub_offsets;
   update pgque.position p set pos_batch = p.pos_last_batch
   where (p.pos_fresh > 0 or p.pos_shelf > 0) and p.pos_seq = p.pos_last_batch >> 20;
-  -- Earlier batches of those that are not workers are done.
+  -- Earlier batches of consumers without workers are done.
   update pgque.position p set pos_batch = null
   from (select n.pos_sub as id, max(n.pos_seq) as seq from pgque.position n group by n.pos_sub) s
   where s.id = p.pos_sub and p.pos_seq < s.seq and p.pos_fresh is null and p.pos_batch is not null;
@@ -1186,7 +1197,8 @@ begin
     pos_done_count = greatest(p.pos_next_event_seq - p.pos_event_seq, 1)
   from pgque.subscriber s
   where s.sub_id = p.pos_sub and s.sub_role = 'normal' and p.pos_fresh is null;
-  -- The batches of subconsumers become their consumer's, below its newest row.
+  -- The batches of subconsumers become those of their consumer, with lower numbers than
+  -- its newest row.
   for v_main in
     select distinct on (p.pos_sub) p.*
     from pgque.subscriber s
@@ -1232,7 +1244,7 @@ begin
 end
 $$;
 comment on column pgque.config.keep_actions is
-  'How long list_actions() goes back at least; none: actions are not noted. Set by set_history(''actions'', interval).';
+  'How long list_actions() goes back at least; none: actions are not recorded. Set by set_history(''actions'', interval).';
 comment on column pgque.config.keep_lags is
   'How long consumer_lags() goes back at least; none: lags are not sampled. Set by set_history(''lags'', interval).';
 comment on column pgque.config.tick_share is
@@ -1241,21 +1253,22 @@ comment on column pgque.queue.queue_tick_gap is
   'Shortest time that the loop leaves between two ticks. With many consumers it is at least 4 ms for each, at most the tick period.';
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
-comment on column pgque.queue.queue_reader is 'The version that made the functions that read its tables.';
+comment on column pgque.queue.queue_reader is 'The version that created the functions that read its tables.';
 comment on column pgque.queue.queue_max_consumers is
-  'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003, for roles that have a right to '
+  'How many consumers a queue may have, subconsumers included; 0: no limit. Beyond it subscribe() fails with PQ003 for roles that have a right to '
   'this queue only. Only a member of pgque_admin sets it. Unit: consumers.';
-comment on column pgque.queue.queue_health_pending_warn is 'health() warns when a consumer''s oldest pending message is older than this or than 80 % of retention_period; 0: only than the latter.';
+comment on column pgque.queue.queue_health_pending_warn is
+  'health() warns when a consumer''s oldest pending message is older than this, or older than 80 % of retention_period. 0: only the latter.';
 comment on column pgque.queue.queue_health_pending_fail is
-  'health() fails when a consumer''s oldest pending message is older than this or than retention_period; 0: only than retention_period. health() warns of messages that a '
-  'worker has had for longer than this and than ten times visibility_timeout; 0: never.';
+  'health() fails when a consumer''s oldest pending message is older than this, or older than retention_period. 0: only the latter. health() warns '
+  'of messages that a worker has leased for longer than this and than ten times visibility_timeout; 0: never.';
 comment on column pgque.queue.queue_health_tick_warn is 'health() warns when messages have waited longer for a tick; 0: never.';
 comment on column pgque.queue.queue_health_tick_fail is 'health() fails when messages have waited longer for a tick; 0: never.';
 comment on column pgque.queue.queue_health_depth_warn is
   'health() warns when the queue is this full; 0: never. A full queue fails. Unit: percent of max_depth.';
 
--- Indexes.  CREATE INDEX locks its table against writers even if the index is
--- there, and an upgrade must not.
+-- Indexes.  CREATE INDEX locks its table against writers even if the index exists, and
+-- an upgrade must not.
 do $$
 begin
   if to_regclass('pgque.queue_uid_key') is null then
@@ -1279,7 +1292,8 @@ begin
   if to_regclass('pgque.retry_queue_queue') is null then
     create index retry_queue_queue on pgque.retry_queue (ev_queue, ev_id);
   end if;
-  -- Of one consumer what is due; delayed messages have no consumer (0) yet.
+  -- The messages of one consumer that are due.  Delayed messages have no consumer (0)
+  -- yet.
   if to_regclass('pgque.retry_queue_owner_due') is null then
     create index retry_queue_owner_due on pgque.retry_queue (ev_owner, ev_retry_after);
   end if;
@@ -1289,7 +1303,8 @@ begin
   if to_regclass('pgque.retry_queue_lane') is null then
     create index retry_queue_lane on pgque.retry_queue (ev_owner, ev_lane, ev_id) where ev_lane is not null;
   end if;
-  -- The same of messages without a key, behind any number of others whose key is out.
+  -- The same for messages without a key, since any number of others may wait for their
+  -- busy key.
   if to_regclass('pgque.retry_queue_free_due') is null then
     create index retry_queue_free_due on pgque.retry_queue (ev_owner, ev_retry_after) where ev_lane is null;
   end if;
@@ -1307,9 +1322,9 @@ begin
 end
 $$;
 
--- A message as existing clients write it, `row(...)::pgque.message` with ten
--- values, when they nack; the same with our columns, as a consumer gets it; and
--- what became of one message of a call that settles several.
+-- Types of a message as existing clients write it when they nack,
+-- `row(...)::pgque.message` with ten values; of the same with our columns, as a
+-- consumer gets it; and of the outcome of one message in a call for several.
 do $$
 begin
   if to_regtype('pgque.outcome') is null then
@@ -1367,7 +1382,7 @@ begin
 end
 $$;
 comment on type pgque.message is 'The first ten columns of pgque.delivery, as existing clients write them for nack().';
-comment on type pgque.look is 'What the loop knows of a queue since it looked at it. Internal.';
+comment on type pgque.look is 'State of a queue that the loop keeps after a check. Internal.';
 comment on type pgque.delivery is 'A message as receive() delivers it to a consumer.';
 comment on column pgque.delivery.msg_id is 'Id of the message in its queue; it stays through retries and dead letters.';
 comment on column pgque.delivery.batch_id is 'The batch it was delivered with: the argument of ack() and nack().';
@@ -1389,13 +1404,15 @@ comment on column pgque.delivery.queue is 'Name of its queue.';
 comment on type pgque.outcome is 'Outcome of one message of a call for several.';
 comment on column pgque.outcome.msg_id is 'Id of the message.';
 comment on column pgque.outcome.ok is 'Whether this call had the effect on the message.';
-comment on column pgque.outcome.reason is 'Why not, if not: not in this batch, settled already, batch not open, lost to another worker; of dead() by queue: not found behind the position, dead already.';
+comment on column pgque.outcome.reason is
+  'Why not, if not: not in this batch, settled already, batch not open, lost to another worker. For dead() by queue: not found behind the '
+  'position, dead already.';
 -- ---------------------------------------------------------------------------
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
 
--- The row of a queue that is named, or meant by its queue_uid; or PQ001.  Who
--- has no right to it gets 42501, whether it exists or not.
+-- Returns the row of a queue, by its name or its queue_uid, or raises PQ001.  A caller
+-- without a right to the queue gets 42501, whether the queue exists or not.
 create or replace function pgque._queue(p_queue text, p_caller name default current_user, p_right text default 'see') returns pgque.queue
 language plpgsql as $$
 declare
@@ -1418,12 +1435,12 @@ create or replace function pgque._no_queue(p_queue text) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ001', pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.');
+    'Create it as an administrator: select pgque.create_queue(name); List the queues that you may read: select queue_name from pgque.get_queue_info();');
 end
 $$;
 
--- Makes the one row of each of the tables that have one.  The install script
--- does not, so that a dump of the extension's data can be loaded.
+-- Creates the single rows of the tables that have one.  The install script does not, so
+-- that a dump of the extension's data can be loaded.
 create or replace function pgque._init() returns void
 language plpgsql as $$
 begin
@@ -1432,7 +1449,7 @@ begin
 end
 $$;
 
--- Takes back what default privileges give everybody.
+-- Revokes the rights that default privileges give to public.
 create or replace function pgque._keep_from_public(p_relation text) returns void
 language plpgsql as $$
 begin
@@ -1444,8 +1461,8 @@ begin
 end
 $$;
 
--- Makes one of a queue's six tables and attaches it.  ATTACH locks the parent
--- in a mode that lets senders and readers of other queues go on.
+-- Creates one of a queue's six tables and attaches it.  ATTACH locks the parent in a
+-- mode that does not block senders and readers of other queues.
 create or replace function pgque._create_leaf(p_kind text, p_queue_id int, p_n int, p_event_seq regclass) returns void
 language plpgsql as $$
 declare
@@ -1469,8 +1486,8 @@ begin
 end
 $$;
 
--- The index by which senders and receivers find what was said about a key;
--- messages without one are not in it.
+-- Creates the index by which senders and receivers find the rows of a key.  Messages
+-- without a key are not in it.
 create or replace function pgque._create_key_index(p_leaf text) returns void
 language plpgsql as $$
 begin
@@ -1480,7 +1497,7 @@ begin
 end
 $$;
 
--- An upgrade makes it for the queues that are there.
+-- An upgrade creates it for existing queues.
 do $$
 declare
   v_leaf  text;
@@ -1515,7 +1532,8 @@ $$;
 create or replace function pgque._setting_type(p_param text) returns text
 language sql immutable as $$ select t.type from pgque._setting_types() t where t.param = p_param $$;
 
--- A parameter's name without PgQ's prefix queue_; PQ005 if there is none such.
+-- Returns a parameter's name without PgQ's prefix queue_; PQ005 if there is no such
+-- parameter.
 create or replace function pgque._setting(p_name text, p_for text) returns text
 language plpgsql as $$
 declare
@@ -1529,15 +1547,15 @@ begin
 end
 $$;
 
--- The value of a setting as SQL.  Null is the default: the global one, or else
--- the column's.  A queue as a value is its id.
+-- Returns the value of a setting as SQL.  Null is the default: the global one, or else
+-- the one of the column.  The value of a setting that names a queue is the queue's id.
 create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text, p_caller name) returns text
 language plpgsql as $$
 declare
   v_type  text := pgque._setting_type(p_param);
 begin
   if p_param = 'max_consumers' then
-    -- It limits the administrator of one queue too.
+    -- This setting limits the administrator of one queue too.
     perform pgque._need_all(p_caller, 'max_consumers is set by roles that administer all queues');
   end if;
   if p_param = 'retention_period' and p_value::interval = '0' then
@@ -1557,8 +1575,8 @@ begin
 end
 $$;
 
--- The id of the queue that shall take another one's dead letters.  A name that
--- ends in .dlq makes it if it is new.
+-- Returns the id of the queue that takes the dead letters of another one.  If its name
+-- ends in .dlq and it does not exist, it is created.
 create or replace function pgque._dead_letter_target(p_target text, p_queue text, p_caller name) returns int
 language plpgsql as $$
 declare
@@ -1573,14 +1591,14 @@ begin
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
-    perform pgque._fail('PQ005', pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
-      'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().');
+    perform pgque._fail('PQ005', pg_catalog.format('queue %I cannot take the dead letters of queue %I', v_target.queue_name, p_queue),
+      'Choose another queue. A queue that takes dead letters cannot have a dead_letter_queue itself: messages that fail there stay as dead letters, see dlq_inspect().');
   end if;
   return v_target.queue_id;
 end
 $$;
 
--- Columns and SQL values of the settings in a JSON object.
+-- Returns columns and SQL values of the settings in a JSON object.
 create or replace function pgque._settings_sql(p_queue text, p_config jsonb, p_caller name, out columns text[], out vals text[])
 language plpgsql as $$
 declare
@@ -1591,13 +1609,13 @@ begin
   vals := '{}';
   if pg_catalog.jsonb_typeof(p_config) is distinct from 'object' then
     perform pgque._fail('PQ005', pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
-      'For example {"max_retries": 3, "rotation_period": "1 hour"}.');
+      'Pass an object such as {"max_retries": 3, "rotation_period": "1 hour"}.');
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     if 'queue_' || v_param = any (columns) then
       perform pgque._fail('PQ005', pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
-        'A setting goes by its name with or without queue_, not by both.');
+        'Give the setting once, with or without the prefix queue_.');
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
@@ -1605,7 +1623,7 @@ begin
 end
 $$;
 
--- The queue's own settings after a change: null takes one back.
+-- Returns the queue's own settings after a change; null removes one.
 create or replace function pgque._own_settings(p_own jsonb, p_config jsonb) returns jsonb
 language sql immutable as $$
   select pg_catalog.jsonb_strip_nulls(p_own || coalesce(
@@ -1625,8 +1643,8 @@ begin
 end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
-  'Creates a queue and returns 1. Returns 0 if the name is taken; the settings of that queue stay. queue_name: 1 to 57 bytes, any characters. config: '
-  'a JSON object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
+  'Creates a queue and returns 1. Returns 0 and changes nothing if the name is taken. queue_name: 1 to 57 bytes, any characters. config: a JSON '
+  'object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -1636,10 +1654,10 @@ begin
       'A queue name has 1 to 57 bytes; any character is allowed.');
   elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %I', p_name),
-      'It looks like a queue_uid, by which every function finds a queue too.');
+      'Choose a name that does not have the form of a queue_uid: functions accept the queue_uid in place of the name.');
   elsif p_name like '%.dlq' then
     perform pgque._fail('PQ004', pg_catalog.format('reserved queue name: %I', p_name),
-      'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.');
+      'Create a queue for dead letters with pgque.alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}''), or choose a name that does not end in .dlq.');
   end if;
 end
 $$;
@@ -1654,7 +1672,8 @@ begin
   perform pgque._init();
   v_settings := pgque._settings_sql(p_queue,
     (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config), current_user);
-  -- Two sessions that create one name meet here; the second sees the first.
+  -- Two sessions that create the same name wait here; the second sees the queue of the
+  -- first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(p_queue));
   if exists (select from pgque.queue q where q.queue_name = p_queue collate "default") then
     return 0;
@@ -1685,7 +1704,7 @@ begin
   return 1;
 exception
   when unique_violation then
-    -- A creator whose snapshot is older than the name's commit.
+    -- The snapshot of this transaction is older than the commit that created the name.
     return 0;
   when data_exception or check_violation then
     perform pgque._bad_setting(p_queue, p_config, sqlerrm);
@@ -1694,7 +1713,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100 years, tick_gap: 1 millisecond to 1 minute), tick_storage is at least 1048576 bytes, switches are true or false; null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. null restores the default.'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
@@ -1706,9 +1725,9 @@ begin
 end
 $$;
 
--- What an update of a queue's row stores as queue_xid: its own transaction, but
--- for a row that came out of a dump still the old one, since only
--- pgque._rebase() may make it a row of this cluster.
+-- Returns what an update of a queue's row stores as queue_xid: the current transaction.
+-- A row that came out of a dump keeps the old value, since only pgque._rebase() may
+-- make it a row of this cluster.
 create or replace function pgque._queue_xid(p_queue pgque.queue) returns xid8
 language sql volatile as $$
   select case when p_queue.queue_restored then p_queue.queue_xid else pgque._mark() end
@@ -1741,18 +1760,19 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
   'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
--- Which options messages of a queue have had: keys, ttls; whether some entered the log
--- under an id that was drawn before (moved); whether another system ever ticked it
--- (external).  Senders append a row with the
--- first key and the first ttl, and wait for nobody: an update of the queue's row would
--- stop pause() and subscribe() until they commit.  Two first senders append two rows.
+-- Notes about a queue: its messages had keys or ttls; some entered the log under an id
+-- that was drawn before (moved); another system ticked it (external).
+-- Senders append a row with the first key and the first ttl, and do not wait.  An
+-- update of the queue's row would block pause() and subscribe() until they commit.  Two
+-- first senders append two rows.
 create table if not exists pgque.queue_option (
   opt_queue  int not null,
   opt_name   text not null
     constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'))
 );
-comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl, or was moved into the log, or another system ticked it. Internal.';
--- Earlier versions did not note what they moved.
+comment on table pgque.queue_option is
+  'Notes of each queue: a message had a key or a ttl, a message was moved into the log, or another system ticked the queue. Internal.';
+-- Earlier versions did not note moved messages.
 do $$
 begin
   if current_setting('pgque.version_before') ~ '^0\.[456]\.' or not exists (
@@ -1773,6 +1793,10 @@ begin
   if to_regclass('pgque.queue_option_queue') is null then
     create index queue_option_queue on pgque.queue_option (opt_queue);
   end if;
+  -- A publication for all tables lets no row be deleted from a table without a key.
+  if (select c.relreplident from pg_class c where c.oid = 'pgque.queue_option'::regclass) <> 'f' then
+    alter table pgque.queue_option replica identity full;
+  end if;
 end
 $$;
 
@@ -1790,8 +1814,9 @@ begin
 end
 $$;
 
--- Whether one of these is noted: 'moved', for messages of the log that are younger than
--- their ids (delayed ones, or retries of consumers that are read by offsets); 'external'.
+-- Returns whether one of these is noted: 'moved' (the log has messages that are younger
+-- than their ids: delayed ones, or retries of consumers that are read by offsets) or
+-- 'external'.
 create or replace function pgque._noted(p_queue_id int, p_names text[]) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -1804,7 +1829,7 @@ language sql volatile as $$
   insert into pgque.queue_option select p_queue_id, p_name where not pgque._noted(p_queue_id, array[p_name])
 $$;
 
--- Notes for good that messages of a queue have keys, or expire.
+-- Notes permanently that messages of a queue have keys, or expire.
 create or replace function pgque._note_options(p_queue pgque.queue, p_keyed boolean, p_expiring boolean) returns void
 language plpgsql as $$
 begin
@@ -1817,7 +1842,8 @@ begin
 end
 $$;
 
--- The same for a queue whose setting message_ttl was changed, so that its row is locked.
+-- Notes the same for a queue whose setting message_ttl was changed, so that its row is
+-- locked.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
 language sql volatile as $$
   update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
@@ -1851,7 +1877,8 @@ comment on function pgque.queue_config(text, pgque.caller) is
   'Returns the settings of a queue with the values in force, one a row. dead_letter_queue is NULL for a role that has no right to that queue. Errors: '
   'PQ001 no such queue.';
 
--- A setting's default is its column's, its meaning the column's comment.
+-- The default of a setting is that of its column, the description is the column's
+-- comment.
 create or replace function pgque.queue_settings(
   queue_name text, caller pgque.caller default current_user,
   out setting text, out value text, out default_value text, out source text, out type text, out description text
@@ -1889,11 +1916,11 @@ begin
   v_column := 'queue_' || v_param;
   if v_param = 'dead_letter_queue' then
     perform pgque._fail('PQ005', 'dead_letter_queue has no global default',
-      'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.');
+      'Set it for each queue with pgque.alter_queue().');
   end if;
   v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
-    -- The range that the column's constraint names.
+    -- The range is that of the column's constraint.
     execute format('select true from (select %s as %I) q where %s',
       v_value, v_column, coalesce((
         select string_agg('(' || pg_get_expr(c.conbin, c.conrelid) || ')', ' and ')
@@ -1915,16 +1942,16 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid default for %I: %s', v_param, quote_nullable($2)),
-      'The old one stays. ' || pgque._settings_hint(),
+      'The default is unchanged. ' || pgque._settings_hint(),
       sqlerrm);
 end
 $$;
 comment on function pgque.set_default_config(text, text) is
-  'Sets the default of a setting for all queues that have no value of their own, and returns the number of queues changed. It applies from the next '
-  'call of any session; NULL restores the built-in default. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no default '
-  'for all queues.';
+  'Sets the default of a setting for all queues without a value of their own, and returns the number of queues changed. NULL restores the built-in '
+  'default. The change applies from the next call of any session. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no '
+  'default for all queues.';
 
--- Names are those of all queues, so a right to one is not enough.
+-- Names concern all queues, so a right to one queue is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -1955,7 +1982,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Closes a queue for senders; consumers still receive what is there. Errors: PQ001 no such queue; senders get PQ013.';
+  'Pauses a queue: senders get PQ013, and consumers still receive its messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -1966,9 +1993,9 @@ begin
   perform pgque._did('resume', v_queue.queue_name);
 end
 $$;
-comment on function pgque.resume(text, pgque.caller) is 'Opens a paused queue again. Errors: PQ001 no such queue.';
+comment on function pgque.resume(text, pgque.caller) is 'Resumes a paused queue. Errors: PQ001 no such queue.';
 
--- Refuses to drop a queue that somebody still needs.
+-- Refuses to drop a queue that is in use.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
 language plpgsql as $$
 begin
@@ -1977,7 +2004,7 @@ begin
       'Unsubscribe them first, or call pgque.drop_queue(name, true).');
   elsif exists (select from pgque.recurring r where r.rec_queue = p_queue.queue_name) then
     perform pgque._fail('PQ006', pg_catalog.format('recurring messages are sent to queue %I', p_queue.queue_name),
-      'Drop them first (list_recurring, drop_recurring), or call pgque.drop_queue(name, true): they fail then, until a queue of this name is created.');
+      'Drop them first with pgque.drop_recurring(name), or call pgque.drop_queue(name, true). After that they fail until a queue of this name is created.');
   elsif exists (
       select from pgque.retry_queue r
       where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
@@ -1985,14 +2012,14 @@ begin
     or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
   then
     perform pgque._fail('PQ006', pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
-      'Deal with them first, or call pgque.drop_queue(name, true).');
+      'Deliver or delete them first, or call pgque.drop_queue(name, true), which deletes them.');
   end if;
 end
 $$;
 
--- The answer to a call that found the queue and then waited while it was dropped.
--- A check is made with the rights of whoever inserts, and everybody can read its
--- text: so it has the queue's number.
+-- Raises the error for a call that found the queue and then waited while it was
+-- dropped.  The check constraint runs with the rights of the inserting role, and
+-- everybody can read its text: so it contains the queue's number and not its name.
 create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -2002,8 +2029,8 @@ begin
 end
 $$;
 
--- Drops a queue, its tables' locks first: whoever reads or writes them may come
--- to want its rows too.
+-- Drops a queue.  It locks the queue's tables first, because readers and writers of
+-- these tables lock the queue's rows later.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
 language plpgsql as $$
 declare
@@ -2035,14 +2062,14 @@ begin
       execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%s)) not valid', v_leaf, p_queue_id);
     end loop;
   end if;
-  -- maint() does the rest: that takes locks on what every sender uses, and this
-  -- transaction may stay open.
+  -- maint() does the rest: it needs locks that block every sender, and this transaction
+  -- may stay open.
   insert into pgque.dropped_queue (queue_id) values (p_queue_id);
 end
 $$;
 
--- The tables are emptied at once; maint() drops them when no other queue has to
--- wait for that.
+-- The tables are emptied at once.  maint() drops them when no other queue has to wait
+-- for that.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -2061,24 +2088,25 @@ exception
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, delayed messages, retries '
-  'or dead letters, or takes the dead letters of another queue; messages in the log that no consumer will get do not count. The call waits for open '
-  'transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; PQ006 the queue is needed and force is '
-  'not true.';
+  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, recurring messages, '
+  'delayed messages, retries or dead letters, or takes the dead letters of another queue. Messages in the log that no consumer will get do not '
+  'count. The call waits for open transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; '
+  'PQ006 force is needed and is not true.';
 
--- The six tables of a queue.
+-- Returns the six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
 language sql stable as $$
   select k.kind, g.n, pg_catalog.format('pgque.%s_%s_%s', k.kind, p_queue_id, g.n)
   from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
 $$;
 
--- Drops the tables of dropped queues if the locks on the two parents can be
--- had at once: waiting for them would stop every sender.  So does what is done
--- while they are held, such as waiting for a sequence somebody looks at: it ends
--- after about a tenth of a second.  What is left is for the next call, as is what the
--- server has no room for, since each queue takes two dozen locks.  The order is
--- random, so that what somebody uses keeps no other.
+-- Drops the tables of dropped queues, if both parents can be locked at once: waiting
+-- for these locks would block every sender.
+-- While the parents are locked, each step blocks senders too, for example if a sequence
+-- is locked.  So the function ends after about a tenth of a second, and the next call
+-- continues.  It also takes no more queues than the server has locks for, two dozen a
+-- queue.
+-- The order is random, so that a table in use does not keep the others.
 create or replace function pgque._drop_leaves() returns int
 language plpgsql set lock_timeout = '50ms' as $$
 declare
@@ -2092,7 +2120,7 @@ begin
   if not exists (select from pgque.dropped_queue) then
     return 0;
   end if;
-  -- Not the tables of all other queues with them.
+  -- ONLY: without the tables of all other queues.
   lock table only pgque.event, only pgque.tick in access exclusive mode nowait;
   v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
   for v_id in select d.queue_id from pgque.dropped_queue d order by pg_catalog.random() limit v_room loop
@@ -2116,8 +2144,8 @@ begin
     exception
       when dependent_objects_still_exist then
         get stacked diagnostics v_detail = pg_exception_detail;
-        raise warning 'pgque: tables of a dropped queue stay: %', v_detail
-          using hint = 'Drop what depends on them; maint() does the rest.';
+        raise warning 'pgque: cannot drop the tables of a dropped queue: %', v_detail
+          using hint = 'Drop the objects that depend on them. The next maint() drops the tables.';
       when lock_not_available then
         null;
     end;
@@ -2129,19 +2157,19 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- rights: who may do what with one queue
+-- rights: what a role may do with one queue
 -- ---------------------------------------------------------------------------
 
--- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role
--- without them can be given a right to one: then it is a member of pgque_user,
--- which may call the functions that ask whose call it is, and nothing more.  It
--- stays a member: roles are of the cluster, rights of the database.
+-- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role without
+-- them can get a right to one queue.  It then becomes a member of pgque_user, which may
+-- only call the functions that check the caller.  It stays a member: roles belong to
+-- the cluster, rights to the database.
 
--- Whether a role has a right to a queue: produce, consume, admin, which is both
--- and more, or see, which is any.  The owner's own functions have all.  The
--- answer is true or false.  A caller that is null has no right: the domain
--- pgque.caller refuses null only where a value becomes one of it, and an outer
--- join or an empty subquery makes a null of it later.
+-- Returns true if a role has a right to a queue, else false.  Rights: produce; consume;
+-- admin, which includes both and more; see, which is any right.  The owner's own
+-- functions have all rights.  A caller that is null has no right: the domain
+-- pgque.caller refuses null only when a value is converted to it, and an outer join or
+-- an empty subquery may give a null later.
 create or replace function pgque._may(p_caller name, p_right text, p_queue_id int) returns boolean
 language plpgsql as $$
 begin
@@ -2162,28 +2190,28 @@ declare
   v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
   if p_caller is null then
-    perform pgque._fail('insufficient_privilege', v_message, 'Leave the argument caller out: its default is the role that calls.',
+    perform pgque._fail('insufficient_privilege', v_message, 'Leave out the argument caller. Its default is the role that calls.',
       'The argument caller is null.');
   end if;
   perform pgque._fail('insufficient_privilege', v_message,
-    pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+    pg_catalog.format('If the queue exists, an administrator can grant the right: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
       case p_right when 'see' then 'consume' else p_right end),
     pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end));
 end
 $$;
 
--- Refuses what an administrator of one queue may not do to that queue either.
+-- Refuses operations on one queue that its administrator may not do.
 create or replace function pgque._need_all(p_caller name, p_message text) returns void
 language plpgsql as $$
 begin
   if not pgque._may(p_caller, 'admin', null) then
-    perform pgque._fail('insufficient_privilege', p_message, 'A member of pgque_admin may call it.');
+    perform pgque._fail('insufficient_privilege', p_message, 'Call it as a member of pgque_admin.');
   end if;
 end
 $$;
 
--- A batch id, or null where the caller has no right to the batch's queue: then
--- the id is as good as one that never was.
+-- Returns a batch id, or null if the caller has no right to the batch's queue.  Then
+-- the id counts as one that never existed.
 create or replace function pgque._batch_for(p_caller name, p_batch bigint) returns bigint
 language plpgsql as $$
 begin
@@ -2234,10 +2262,10 @@ begin
 end
 $$;
 comment on function pgque.revoke_queue(text, text, text) is
-  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role stays '
-  'a member of pgque_user, which is no right to any queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role '
+  'stays a member of pgque_user, which gives no right to a queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
--- As _may() has it, for all queues at once.
+-- Applies the rules of _may() to all queues at once.
 create or replace function pgque.my_rights(
   caller pgque.caller default current_user, out queue_name text, out see boolean, out produce boolean, out consume boolean, out admin boolean
 ) returns setof record
@@ -2266,12 +2294,13 @@ begin
 end
 $$;
 comment on function pgque.my_rights(pgque.caller) is
-  'Returns what the caller may do: the first row, without queue_name, with all queues, and then a row for each queue that it has a right to. see: get_queue_info() and the like; '
-  'produce: send; consume: subscribe, receive, acknowledge and reject, read; admin: all of these, and operate the queue, in the first row also those calls that concern no single queue. '
-  'The rights come from pgque_reader (see and consume), pgque_writer (produce) and pgque_admin, or from grant_queue().';
+  'Returns the rights of the caller: first a row for all queues (queue_name is NULL), then a row for each queue to which it has a right. see: call '
+  'get_queue_info() and the like. produce: send. consume: subscribe, receive, acknowledge, reject and read. admin: all of these, and operate the '
+  'queue; in the first row also the calls that concern no single queue. The rights come from pgque_reader (see and consume), pgque_writer '
+  '(produce), pgque_admin or grant_queue().';
 
--- The queue of a right that is named as it should be.  One such change at a
--- time; rights of roles that are gone go too.
+-- Returns the id of the queue for a change of rights, after a check of the arguments.
+-- One such change runs at a time.  It also deletes rights of dropped roles.
 create or replace function pgque._right_queue(p_queue text, p_role text, p_right text) returns int
 language plpgsql as $$
 declare
@@ -2281,7 +2310,7 @@ begin
   delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
   if p_right is null or p_right not in ('produce', 'consume', 'admin') then
     perform pgque._fail('PQ005', pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
-      'The rights are produce, consume and admin.');
+      'Use produce, consume or admin.');
   elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
     perform pgque._fail('undefined_object', pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
       'Pass the name of a role as in pg_roles, without quotes.');
@@ -2294,7 +2323,7 @@ $$;
 -- send: append events
 -- ---------------------------------------------------------------------------
 
--- Headers as they are stored: a JSON object, or PQ005.
+-- Returns headers as they are stored: a JSON object, or PQ005.
 create or replace function pgque._headers(p_queue text, p_headers jsonb) returns jsonb
 language plpgsql strict immutable set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -2319,12 +2348,12 @@ create or replace function pgque._bad_headers(p_queue text, p_headers text) retu
 language plpgsql immutable as $$
 begin
   perform pgque._fail('PQ005', pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
-    'For example {"trace": "4bf92f35"}.',
+    'Pass an object such as {"trace": "4bf92f35"}.',
     pg_catalog.left(p_headers, 200));
 end
 $$;
 
--- When a message that is sent to a queue now expires; null is never.
+-- Returns when a message that is sent now expires; null means never.
 create or replace function pgque._expires(p_queue pgque.queue, p_ttl interval default null) returns timestamptz
 language sql volatile as $$
   select case when coalesce(p_ttl, p_queue.queue_message_ttl) > '0' then pgque.clock() + coalesce(p_ttl, p_queue.queue_message_ttl) end
@@ -2347,7 +2376,7 @@ begin
   end if;
   if p_bytes is not null and p_data is not null then
     perform pgque._fail('PQ005', format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
-      'Text goes into payload, bytes into payload_bytes; the other one is null.');
+      'Pass text as payload or bytes as payload_bytes, and null for the other one.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
@@ -2356,7 +2385,7 @@ begin
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
   where q.queue_name = p_queue collate "default" and q.queue_open
-    -- In this order: a stranger is not to hear that it is full.
+    -- In this order: a role without a right must not learn that the queue is full.
     and case
       when caller = current_user collate "C" or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
         then q.queue_max_depth = 0 or pgque._room(q, 1)
@@ -2369,8 +2398,8 @@ begin
 end
 $$;
 
--- The name of a queue that takes events.  Says why it takes none, or, when it
--- came out of a dump, makes it take them.
+-- Returns the name of a queue that takes events.  Raises an error if the queue does not
+-- exist or is paused.  A queue that came out of a dump is repaired first.
 create or replace function pgque._need_open(p_queue text, p_caller name default current_user) returns text
 language plpgsql as $$
 declare
@@ -2378,21 +2407,21 @@ declare
 begin
   if v_queue.queue_paused then
     perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      'An administrator opens it again with pgque.resume(name).');
+      'Resume it as an administrator: select pgque.resume(name);');
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
 end
 $$;
 
--- Whether a queue with max_depth has room for so many messages more; PQ003 if
+-- Returns whether a queue with max_depth has room for p_count more messages; PQ003 if
 -- not.
 create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
--- How many messages more a queue with max_depth takes; PQ003 if fewer than
--- p_count.  The session remembers up to which id there is room: consumers only
--- move forward, and each message uses an id.  This does not hold
+-- Returns how many more messages a queue with max_depth takes; PQ003 if fewer than
+-- p_count.  The session remembers up to which id there is room: consumers only move
+-- forward, and each message uses an id.  The remembered value is not valid
 --   * after a change of the queue's row, such as another max_depth;
 --   * after _depth_grows(), or while a transaction that called it is open;
 --   * beyond a transaction with an old snapshot.
@@ -2427,15 +2456,16 @@ begin
 end
 $$;
 
--- The value that a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
+-- Returns the value that a session remembers, with a proof that pgque wrote it: writers
+-- cannot read queue_xid.
 create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
 language sql immutable as $$
   select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')
 $$;
 
--- Call it before the depth of a queue grows without a send: before a consumer is
--- subscribed or moved back, and before a dead letter is requeued.  Senders then forget
--- what they remember, and remember nothing until this transaction ends.
+-- Call this before the depth of a queue grows without a send: before a consumer is
+-- subscribed or moved back, and before a dead letter is requeued.  Senders then drop
+-- the value that they remember, and remember none until this transaction ends.
 create sequence if not exists pgque.depth_growth;
 create or replace function pgque._depth_grows(p_queue_id int) returns void
 language plpgsql as $$
@@ -2445,11 +2475,11 @@ begin
 end
 $$;
 
--- How many messages more a queue takes after an id; PQ003 if fewer than p_count.  Null:
--- there is no consumer and no delayed message, so nothing counts.
--- Three answers, the cheapest first:
+-- Returns how many more messages a queue takes after an id; PQ003 if fewer than
+-- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
+-- Three checks, the cheapest first:
 --   * No consumer stands before the oldest stored tick.
---   * The slowest consumer is looked up.  There may be ten thousand of them.
+--   * The slowest consumer is searched.  There may be ten thousand consumers.
 --   * Near the limit the messages are counted, because rolled-back sends use ids too.
 --     This is always so with an external ticker, whose event_seq may mean anything.
 create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
@@ -2478,15 +2508,15 @@ begin
   end if;
   if v_left < p_count then
     perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
-      'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
+      'Try again when the consumers have caught up, or raise max_depth. Nothing was sent.',
       pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
 end
 $$;
 
--- The event sequence of the oldest stored tick of a queue, read without keeping
--- the locks: they would postpone rotation until the sender's transaction ends.
+-- Returns the event sequence of the oldest stored tick of a queue, and releases the
+-- locks of the read: they would postpone rotation until the sender's transaction ends.
 create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
@@ -2518,13 +2548,13 @@ begin
 end
 $$;
 
--- The elements of an array in one dimension, counted from 1.
+-- Returns the elements of an array in one dimension, counted from 1.
 create or replace function pgque._flat(p_array anyarray) returns anyarray
 language sql immutable as $$
   select case when pg_catalog.array_ndims($1) > 1 or pg_catalog.array_lower($1, 1) <> 1 then array(select e from pg_catalog.unnest($1) e) else $1 end
 $$;
 
--- Refuses options that do not fit the messages or make no sense: PQ005.
+-- Refuses options that do not fit the messages or are invalid: PQ005.
 create or replace function pgque._check_options(
   p_queue text, p_count int, p_headers jsonb[], p_keys text[],
   p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
@@ -2559,7 +2589,7 @@ begin
   limit 1;
   if v_wrong is not null then
     perform pgque._fail('PQ005', pg_catalog.format(v_wrong, p_queue),
-      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
+      'Pass delay and ttl as intervals from now, deliver_at as a time. ttl 0 means that the message never expires.');
   end if;
   perform pgque._headers(p_queue, h) from pg_catalog.unnest(p_headers) h where h is not null;
 end
@@ -2580,9 +2610,9 @@ begin
 end
 $$;
 
--- The same with a type for each message; data and bytes may both be given, with
--- one of them null in each message.  Ids in input order; to take them first is
--- faster than to have them returned.  A delayed message is stored in the retry
+-- Sends many messages with a type for each.  Data and bytes may both be given, with one
+-- of them null in each message.  Returns ids in input order: taking the ids first is
+-- faster than returning them from the insert.  A delayed message is stored in the retry
 -- queue, for every consumer (owner 0).
 create or replace function pgque._send_rows(
   p_queue pgque.queue, p_types text[], p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
@@ -2641,7 +2671,7 @@ begin
   where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
   get diagnostics v_delayed = row_count;
   if v_stored + v_delayed < v_without then
-    perform pgque._no_queue(v_queue.queue_name);   -- it was dropped meanwhile
+    perform pgque._no_queue(v_queue.queue_name);   -- the queue was dropped meanwhile
   end if;
   if v_without < v_count then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
@@ -2651,8 +2681,8 @@ begin
       v_ids[v_n] := pgque._send_keyed(v_queue, p_types[v_n], p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
     end loop;
   end if;
-  -- Only now it is known which keys made a message; and what is delayed counts though
-  -- nobody has subscribed.
+  -- Only now it is known which keys made a new message.  A delayed message counts even
+  -- if no consumer has subscribed.
   if v_queue.queue_max_depth > 0 and (v_delayed > 0 or v_last < any (v_ids)) then
     perform pgque._room(v_queue, 0);
   end if;
@@ -2675,9 +2705,9 @@ language sql immutable as $$ select pg_catalog.hashtext(p_key) & 1023 $$;
 create or replace function pgque._many_keys(p_count bigint) returns boolean
 language sql immutable as $$ select p_count > 200 $$;
 
--- Locks keys of a queue until the transaction ends, as everything must that sends or
--- removes a message with a key.  Locks are taken in one order, so that two batches
--- cannot wait for each other.
+-- Locks keys of a queue until the transaction ends.  Everything that sends or removes a
+-- message with a key calls this.  Locks are taken in one order, so that two batches
+-- cannot deadlock.
 create or replace function pgque._lock_keys(p_queue_id int, p_keys text[]) returns void
 language plpgsql as $$
 declare
@@ -2696,8 +2726,9 @@ begin
 end
 $$;
 
--- Locks buckets.  While one of them is busy for longer than a moment, this waits for that
--- one only and releases the others, so that their keys can be sent and delivered.
+-- Locks buckets.  If one of them stays locked for longer than a moment, the function
+-- waits for this bucket only and releases the others, so that their keys can be sent
+-- and delivered.
 create or replace function pgque._lock_buckets(p_queue_id int, p_buckets int[]) returns void
 language plpgsql as $$
 declare
@@ -2729,11 +2760,12 @@ begin
 end
 $$;
 
--- Waits for all who have said something about a key and not committed: what they
--- replaced must not be passed by meanwhile, or nobody would get what they sent.
--- Who waits for a lock keeps others from it, so most of the time it only tries:
--- one sender that stays open is not to stop them all.  A sender with an older
--- snapshot, which does not show who passes what, is stopped by the queue's row.
+-- Waits for open transactions that sent a message with a key or removed one.  A
+-- consumer must not pass a message that such a transaction replaces: then the new body
+-- would be delivered to no consumer.
+-- A session that waits for a lock blocks later ones, so the function mostly tries: one
+-- sender that stays open must not stop all senders.  A sender with an older snapshot
+-- does not see which consumer passes a message; the update of the queue's row stops it.
 create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
 language plpgsql as $$
 declare
@@ -2752,7 +2784,8 @@ begin
       elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
         perform pgque._let_go();
       end if;
-      -- A consumer with an older snapshot may keep the row: senders do not wait for it.
+      -- A consumer with an older snapshot may hold the row lock: senders do not wait
+      -- for it.
       update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
       perform pg_catalog.set_config('lock_timeout', v_wait, true);
       exit;
@@ -2761,24 +2794,25 @@ begin
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+      perform pgque._fail('lock_not_available', pg_catalog.format('open transactions have sent messages with keys to queue %I: pid %s', p_queue.queue_name, (
           select pg_catalog.string_agg(distinct l.pid::text, ', ')
           from pg_catalog.pg_locks l
           where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
-        'Try again when they have; set lock_timeout to wait longer.');
+        'Try again after they commit, or set a higher lock_timeout to wait longer.');
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
 end
 $$;
 
--- Sends a message with a key.  While one with that key is pending, it takes the
--- place of its body: a row with the same id and the next number (ev_retry) is
--- appended, which only readers of keys see (owner 0).  Whoever hands the message
--- out appends a seal (owner -1), and a purge a row of owner -2; after either
--- the next send is a message of its own.  The unique index stops a transaction
--- whose snapshot does not show the last of these rows; such a transaction locks
--- the queue's row too, so that the table can not change either.
+-- Sends a message with a key.  If a message with this key is pending, its body is
+-- replaced: a row with the same id and the next number (ev_retry) is appended, which
+-- only readers of keys see (owner 0).
+-- A delivery of the message appends a seal (owner -1), and a purge a row of owner -2.
+-- After either, the next send is a new message.
+-- A transaction whose snapshot does not show the last of these rows violates the unique
+-- index.  Such a transaction also locks the queue's row, so that the current table
+-- cannot change.
 create or replace function pgque._send_keyed(
   p_queue pgque.queue, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
   p_due timestamptz, p_expires timestamptz, p_partition_key text
@@ -2792,11 +2826,12 @@ begin
   if pgque._old_snapshot() then
     perform from pgque.queue q where q.queue_id = p_queue.queue_id for share;
   end if;
-  -- One that is delayed has been handed out to nobody.
+  -- A delayed message was delivered to no consumer.
   update pgque.retry_queue r
   set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
   where r.ev_owner = 0 and r.ev_queue = p_queue.queue_id
-    -- One that had expired may be back: clocks are set back too.
+    -- Only one that has not expired.  An expired one may be valid again: clocks are set
+    -- back too.
     and r.ev_id = (
       select d.ev_id from pgque.retry_queue d
       where d.ev_queue = p_queue.queue_id and d.ev_key = p_key and d.ev_owner = 0 and (d.ev_expires > pgque.clock()) is not false
@@ -2820,7 +2855,7 @@ begin
     if not found then
       perform pgque._no_queue(p_queue.queue_name);
     end if;
-    -- Workers may have put it aside without handing it out.
+    -- Workers may have put the message into the retry queue without delivering it.
     update pgque.retry_queue r
     set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
     where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_id = v_last.ev_id;
@@ -2840,7 +2875,7 @@ begin
     where q.queue_id = p_queue.queue_id;
   end if;
   if not found then
-    perform pgque._no_queue(p_queue.queue_name);   -- it was dropped meanwhile
+    perform pgque._no_queue(p_queue.queue_name);   -- the queue was dropped meanwhile
   end if;
   return v_id;
 exception
@@ -2850,7 +2885,7 @@ exception
 end
 $$;
 
--- The newest row that says something about a key.
+-- Returns the newest row of a key.
 create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -2867,8 +2902,8 @@ begin
 end
 $$;
 
--- Whether some consumer can not get a pending message any more, or reads it as
--- part of a whole window.
+-- Returns whether a consumer has passed a pending message, or reads it as part of a
+-- whole window.
 create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -2899,8 +2934,8 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'Sends one message and returns its id: PgQ''s name for send(), with the four extra texts of an event. Errors: PQ001 no such queue; PQ013 the queue '
-  'is paused.';
+  'Sends one message with the four extra texts of an event, and returns its id. It is PgQ''s name for send(). Errors: PQ001 no such queue; PQ013 '
+  'the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
@@ -2926,14 +2961,14 @@ language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_hea
 comment on function pgque.send(text, text, jsonb, text) is
   'The same for JSON. Errors: also PQ005 if the key begins with { and may be meant as headers; name the argument headers or partition_key.';
 
--- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
--- place was taken for headers: those are not to become a partition key in silence.
+-- Returns a partition key that is no JSON object.  Up to 0.4.4 an untyped literal in
+-- its place was read as headers: these must not silently become a partition key.
 create or replace function pgque._no_headers(p_queue text, p_key text) returns text
 language plpgsql immutable as $$
 begin
   if pg_catalog.ltrim(p_key) like '{%' then
     perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
-      'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
+      'Name the argument: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
   end if;
   return p_key;
 end
@@ -2950,11 +2985,12 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: while a message with this key is '
-  'pending (delivered to no consumer yet), the new one replaces its body and headers, and its id is returned. delay (from now) or deliver_at: the '
-  'message is not delivered before. ttl: the message is not delivered after; 0 is never, NULL is the queue''s message_ttl. delay and ttl are at most '
-  '100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; PQ003 the queue is full; '
-  'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
+  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
+  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
+  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
+  'and ttl are at most 100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; '
+  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
+  'change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -2977,8 +3013,8 @@ language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $
 comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
   'The same for bytes: consumers get them in payload_bytes, and payload is NULL.';
 
--- Appends one event per element with one statement; ids in input order.  To
--- take the ids first is faster than to have them returned.
+-- Appends one event for each element with one statement, and returns ids in input
+-- order.  Taking the ids first is faster than returning them from the insert.
 create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -3016,7 +3052,7 @@ begin
 end
 $$;
 
--- Whether there is nothing to send; PQ005 for a null array.
+-- Returns whether there is nothing to send; PQ005 for a null array.
 create or replace function pgque._no_payloads(p_queue text, p_count int) returns boolean
 language plpgsql as $$
 begin
@@ -3074,8 +3110,8 @@ language sql as $$
 $$;
 comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for bytes.';
 
--- Of two senders of one key the second waits; one whose snapshot does not show
--- what the first did gets 40001.
+-- Of two senders with one key, the second waits.  If its snapshot does not show the
+-- message of the first, it gets 40001.
 create or replace function pgque.send_idem(
   queue text, type text, payload text, idem_key text,
   ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
@@ -3089,7 +3125,7 @@ declare
 begin
   if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
     perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
-      'Without a key use pgque.send().');
+      'Pass such a key and ttl. To send without a key, use pgque.send().');
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
   v_leaf := pgque._idem_leaf();
@@ -3119,7 +3155,7 @@ comment on function pgque.send_idem(text, text, text, text, interval, text, pgqu
   'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
   'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
 
--- Which leaf of the idempotency keys is written; see _journal_leaf().
+-- Returns the leaf of the idempotency keys that is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int
 language plpgsql as $$
 declare
@@ -3144,20 +3180,20 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is
-  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. Its column defaults make a row of ev_type and '
-  'ev_data a complete event. Call it again in each transaction: rotation changes the table. An ev_id taken in an earlier transaction may be covered '
-  'by a tick only a minute later. Errors: PQ001 no such queue.';
+  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. With its column defaults, a row of ev_type and '
+  'ev_data is a complete event. Call it again in each transaction: rotation changes the table. If an ev_id was taken in an earlier transaction, a '
+  'tick may cover its row up to a minute later. Errors: PQ001 no such queue.';
 -- ---------------------------------------------------------------------------
 -- sink: INSERT, COPY and Spark send
 -- ---------------------------------------------------------------------------
 
--- Two views that turn rows into messages.  Views, because a table in their
--- place is dropped and made anew by a writer that overwrites.  Their columns
--- are text where a driver has strings.  sink knows all that send() knows, by a
--- trigger; sink_bulk takes plain messages, by a rule, which is faster.
--- Their column queue is of a domain: under session_replication_role = replica
--- neither rules nor triggers of a view do anything, and no view can have them do it
--- always, so a row would be lost silently.  The check of the domain refuses it.
+-- Two views that turn rows into messages.  They are views because a writer that
+-- overwrites would drop a table and create it again.  Their columns are text where a
+-- driver has strings.  sink has the options of send() by a trigger; sink_bulk takes
+-- plain messages by a rule, which is faster.
+-- Their column queue has a domain type.  Under session_replication_role = replica,
+-- neither rules nor triggers of a view fire, and a view cannot have triggers that
+-- always fire.  So a row would be lost silently: the check of the domain refuses it.
 do $$
 declare
   v_grants  text[];
@@ -3167,7 +3203,8 @@ begin
     create domain pgque.sink_queue as text
       constraint session_replication_role_is_not_replica check (pg_catalog.current_setting('session_replication_role') <> 'replica');
     revoke usage on type pgque.sink_queue from public;
-    -- Views of an earlier version are made anew, with what was granted on them.
+    -- Views of an earlier version are created again, with the rights that were granted
+    -- on them.
     v_grants := array(
       select format('grant %s%s on %s to %s%s', a.privilege_type, p.columns, c.oid::regclass,
         case a.grantee when 0 then 'public' else a.grantee::regrole::text end, case when a.is_grantable then ' with grant option' end)
@@ -3185,7 +3222,7 @@ begin
         get stacked diagnostics v_grant = pg_exception_detail;
         raise exception using
           errcode = 'dependent_objects_still_exist',
-          message = 'the views pgque.sink and pgque.sink_bulk cannot be made anew while other objects depend on them',
+          message = 'the views pgque.sink and pgque.sink_bulk cannot be replaced while other objects depend on them',
           detail = v_grant,
           hint = 'Drop these objects, upgrade, and create them again.';
     end;
@@ -3204,19 +3241,18 @@ begin
 end
 $$;
 comment on view pgque.sink is
-  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text of '
-  'a JSON object), partition_key; key, delay, deliver_at, ttl as in send(): delay and ttl are texts of intervals, a number is seconds. With sink_id, '
-  'epoch and part: rows of a part that another transaction has already written for this epoch are left out. parts, if given, must be the same each '
-  'time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under session_replication_role = replica, '
-  'where the view cannot send.';
+  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text '
+  'of a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With '
+  'sink_id, epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must '
+  'be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under '
+  'session_replication_role = replica, where the view cannot send.';
 comment on view pgque.sink_bulk is
   'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
   'payload, headers.';
 
--- The table that a message of this queue goes to, for a statement whose own
--- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
--- opens a queue that came out of a dump.  For such a statement a queue that was
--- made since is not there yet.
+-- Returns the table for a message of this queue, for a statement that found the queue
+-- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
+-- dump.  A queue that was created after the statement began does not exist for it yet.
 create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -3228,9 +3264,9 @@ begin
 end
 $$;
 
--- Whether a queue with max_depth has room for one more row of a statement, which a
--- number that nobody can guess stands for; PQ003 if not.  Up to which id there is
--- room is asked once, and again when others have used those ids up.
+-- Returns whether a queue with max_depth has room for one more row of a statement;
+-- PQ003 if not.  A random number stands for the statement.  The id up to which there is
+-- room is computed once, and again when other sessions have used these ids.
 create or replace function pgque._sink_room(p_queue_id int, p_statement uuid) returns boolean
 language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -3251,13 +3287,13 @@ begin
 end
 $$;
 
--- The rule has no condition: with one, the server would run the source of the
--- rows twice.  Each of a row's columns is named once, since an expression in
--- VALUES takes its place and would be run as often as it is named.  The look-up
--- is lateral, so that rows keep their order, and is remembered for the rows of one
--- queue, so the limit is asked outside; what it does not find open is left
--- to _open_slot(), since the row would be lost silently otherwise.  The
--- functions run with the rights of whoever inserts.
+-- The rule has no condition: with one, the server would run the source of the rows
+-- twice.  Each column of a row is named once, since an expression in VALUES replaces
+-- its name, and would run as often as it is named.
+-- The lookup is lateral, so that rows keep their order.  It is cached for the rows of
+-- one queue, so the limit is checked outside of it.  A row without an open queue is
+-- left to _open_slot(), or it would be lost silently.  The functions run with the
+-- rights of the inserting role.
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
@@ -3273,7 +3309,7 @@ create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
     offset 0
   ) q on true;
 
--- COPY takes no rules, only triggers.
+-- COPY ignores rules and fires triggers.
 create or replace function pgque._sink_bulk_row() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -3282,7 +3318,7 @@ begin
 end
 $$;
 
--- A text of a sink as an interval, or PQ005.
+-- Returns a text of a sink as an interval, or raises PQ005.
 create or replace function pgque._sink_interval(p_queue text, p_column text, p_text text) returns interval
 language plpgsql strict stable set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -3290,13 +3326,13 @@ begin
 exception
   when data_exception then
     perform pgque._fail('PQ005', format('the %s of a message for queue %I is not an interval', p_column, p_queue),
-      'For example 30 (seconds) or ''1 hour 30 minutes''.', left(p_text, 200));
+      'Pass an interval such as 30 (seconds) or ''1 hour 30 minutes''.', left(p_text, 200));
 end
 $$;
 
--- One row of sink: a message, unless it belongs to a part of an epoch that
--- another transaction wrote.  Rows of the first test are rare.  Others are stored
--- here, which is faster; what finds no open queue with room is left to _send().
+-- Sends one row of sink, unless it belongs to a part of an epoch that another
+-- transaction wrote.  Rows with options are rare.  Others are stored here, which is
+-- faster.  A row without an open queue with room is left to _send().
 create or replace function pgque._sink_row() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -3311,7 +3347,7 @@ begin
       -- Without the name of its sink a replay would be sent twice.
       perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'),
           coalesce(new.part::text, 'null'), coalesce(quote_ident(new.queue), 'null')),
-        'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.');
+        'Set sink_id too. For messages that are not replayed, leave out sink_id, epoch, part and parts.');
     end if;
     if new.payload is not null and new.payload_bytes is not null then
       perform pgque._send(new.queue, new.type, new.payload, null, null, null, null, null, new.payload_bytes);
@@ -3351,8 +3387,8 @@ begin
 end
 $$;
 
--- Checks the name of an epoch and refuses one that is older than the sink's
--- newest: it is no replay, whose rows may be left out.
+-- Checks the name of an epoch and refuses one that is older than the sink's newest: it
+-- is no replay, whose rows may be left out.
 create or replace function pgque._check_epoch(p_sink text, p_epoch bigint) returns void
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -3360,12 +3396,12 @@ declare
 begin
   if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
     perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
-      'A sink_id has 1 to 200 printable characters; epochs count from 0.');
+      'Pass a sink_id of 1 to 200 printable characters, and an epoch from 0.');
   end if;
   v_newest := (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = p_sink);
   if v_newest > p_epoch then
     perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('it is older than the newest epoch %s', v_newest),
-      'Epochs start over when a checkpoint is deleted: give the new query another sink_id.');
+      'Give the new query another sink_id. Epochs start from 0 again when a checkpoint is deleted.');
   end if;
 end
 $$;
@@ -3396,8 +3432,8 @@ begin
   if not p_once then
     perform pgque._lock_epoch(p_sink, p_epoch, p_part);
   end if;
-  -- Takes the share lock of an old snapshot: 40001 if the leaves turned since, and
-  -- older epochs may have been forgotten.
+  -- Takes the share lock of an old snapshot: 40001 if the leaves rotated since, and
+  -- older epochs may have been deleted.
   perform pgque._journal_leaf();
   perform pgque._check_epoch(p_sink, p_epoch);
   select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s',
@@ -3408,7 +3444,7 @@ begin
   limit 1;
   if found then
     perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
-      'A replay must have the partitions of the first run: repartition() before the write, or use format("pgque"), which does not care.');
+      'Call repartition() before the write, since a replay must have the partitions of the first run. Or use format("pgque"), which works with any partitions.');
   end if;
   select e.* into claim
   from pgque.sink_epoch e
@@ -3428,12 +3464,12 @@ begin
 end
 $$;
 
--- Whether this transaction writes this part of an epoch: the first that claims
--- it does, all of it, and the others leave all of it out.  The parts that a
--- session touched are kept in a setting, one line each and the newest first:
--- the part, the transaction's id, whether it writes.  A session that comes to a
--- part again in another transaction commits after every statement; the part
--- could be torn then, so it is refused.
+-- Returns whether this transaction writes this part of an epoch.  The first transaction
+-- that claims a part writes all of it, and the others leave out all of it.  The parts
+-- that a session wrote or left out are kept in a setting, one line each and the newest
+-- first: the part, the transaction's id, whether it writes.  If a session has rows of
+-- one part in two transactions, it commits after every statement, and the part could be
+-- incomplete: so it is refused.
 create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
 language plpgsql as $$
 declare
@@ -3450,10 +3486,10 @@ begin
   elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
         coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
-      'Epochs and parts count from 0; parts, if given, is how many there are.');
+      'Pass epoch and part from 0. parts, if given, is the number of parts.');
   end if;
   v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
-  -- One that came out of a dump may name the same transaction, but another session.
+  -- A row that came out of a dump may name the same transaction, but another session.
   v_writes := (v_claim.txid = pg_catalog.pg_current_xact_id() and v_claim.session = pgque._session()) is true;
   if not v_writes and v_claim.session = pgque._session()
     or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
@@ -3467,7 +3503,7 @@ begin
 end
 $$;
 
--- Which leaf takes what is staged.
+-- Returns the leaf that takes staged rows.
 create or replace function pgque._sink_leaf() returns int
 language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
 
@@ -3484,19 +3520,19 @@ end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
   'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
-  'attempt and n = 0, 1, 2, ... in the order to be sent. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count from '
-  'sink_commit(). Nothing is sent before it. epoch NULL: a write that is never repeated. Errors: '
-  'PQ005 invalid sink_id or epoch; PQ016 the epoch is older than the sink''s newest.';
+  'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
+  'from sink_commit(). Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
+  'the epoch is older than the sink''s newest.';
 
--- The attempts of both leaves.
+-- Returns the attempts of both leaves.
 create or replace function pgque._attempts() returns setof pgque.sink_attempt
 language sql stable as $$
   select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
--- The rows that attempts staged, their order in the epoch, and pieces of it that
--- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  What was staged for
--- another epoch is left out.
+-- Returns the rows that attempts staged, with their order in the epoch, in pieces that
+-- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  Rows that were staged
+-- for another epoch are left out.
 create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
 returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
   deliver_at timestamptz, ttl text)
@@ -3621,7 +3657,7 @@ begin
   end if;
   -- Compaction moves rows from leaf to leaf.
   lock table pgque.sink_attempt, pgque.sink_stage in access share mode;
-  -- Before anything is stored: a full queue costs little, however often this is tried.
+  -- Before anything is stored: so repeated calls for a full queue cost little.
   perform pgque._room(q, s.count)
   from (
     select s.queue, count(*)
@@ -3648,7 +3684,7 @@ begin
   cross join lateral (
     select * from pgque.sink_stage s where s.attempt = a.attempt order by n
   ) s
-  -- By this detour the planner remembers the look-up for the rows of one queue.
+  -- With this detour the planner caches the lookup for the rows of one queue.
   cross join lateral (select s.queue offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
@@ -3664,7 +3700,7 @@ begin
   end if;
   if v_count is distinct from $4 then
     perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
-      'What is staged is kept for a day. Write the epoch again; nothing was sent.');
+      'Write the epoch again. Nothing was sent. Staged rows are kept for a day.');
   end if;
   return 'applied';
 end
@@ -3675,7 +3711,7 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
   'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
   'is paused; PQ005 invalid option; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
 
--- The attempts that may still be committed.
+-- Returns the attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
 language sql stable as $$
   select a.*
@@ -3688,10 +3724,9 @@ language sql stable as $$
         and e.sink_id = case when a.epoch is null then a.attempt::text else a.sink_id end)
 $$;
 
--- Reclaims what was staged.  The leaf that is not written is emptied under its
--- lock, if that is free, after what may still be committed was copied to the
--- other one.  The leaves change when this one is large, or a minute old with
--- nothing that counts.
+-- Deletes staged rows.  The other leaf is emptied under its lock, if that is free,
+-- after the rows that may still be committed were copied to the current one.  The
+-- leaves rotate when the current one is large, or has had nothing to keep for a minute.
 create or replace function pgque._compact_stage() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -3729,11 +3764,11 @@ exception
 end
 $$;
 
--- How long a committed epoch is remembered.
+-- Returns how long a committed epoch is kept.
 create or replace function pgque._epoch_life(p_once boolean) returns interval
 language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
 
--- The same for committed epochs, of which each sink's newest is kept.
+-- Does the same for committed epochs.  The newest of each sink is kept.
 create or replace function pgque._compact_epochs() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -3741,7 +3776,7 @@ declare
   v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
 begin
   if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
-    -- Worth it if half can go.
+    -- Worth it if half of the rows can be deleted.
     execute format(
       'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
       ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
@@ -3765,7 +3800,8 @@ begin
     on conflict do nothing;
     execute format('truncate pgque.sink_epoch_%s', 1 - v_cur);
   end if;
-  -- After either step an old snapshot could miss an epoch: it meets this row.
+  -- After either step a transaction with an old snapshot could miss an epoch: the
+  -- update of this row stops it.
   update pgque.journal j set journal_epoch_cur = v_cur;
   return 1;
 exception
@@ -3808,8 +3844,9 @@ begin
 end
 $$;
 
--- Whether the field of days, or that of weekdays, restricts nothing, so that the other
--- one alone decides.  (A day matches if either does, once both restrict.)
+-- Returns whether the field of days, or that of weekdays, restricts nothing, so that
+-- the other one alone decides.  (A day matches if either field matches, once both
+-- restrict.)
 create or replace function pgque._is_star(p_field text, p_all boolean, p_other text) returns boolean
 language sql immutable as $$ select '*' = any (pg_catalog.string_to_array(p_field, ',')) or p_all and p_other like '%*%' $$;
 
@@ -3838,13 +3875,13 @@ begin
   v_rec.rec_starts_at := p_starts_at;
   v_rec.rec_ends_at := p_ends_at;
   if p_timezone = 'UTC' then
-    v_rec.rec_timezone := p_timezone;   -- to list all takes a tenth of a second
+    v_rec.rec_timezone := p_timezone;   -- listing all names takes a tenth of a second
   else
     select z.name into v_rec.rec_timezone from pg_catalog.pg_timezone_names z where pg_catalog.lower(z.name) = pg_catalog.lower(p_timezone) limit 1;
   end if;
   if v_rec.rec_timezone is null then
     perform pgque._fail('PQ005', pg_catalog.format('unknown time zone: %s', pg_catalog.quote_nullable(p_timezone)),
-      'Use a name such as Europe/Berlin: select name from pg_timezone_names.');
+      'Use a name such as Europe/Berlin. List the names: select name from pg_timezone_names;');
   elsif not coalesce(pg_catalog.isfinite(p_starts_at), true) or not coalesce(pg_catalog.isfinite(p_ends_at), true) then
     perform pgque._no_schedule(p_cron, 'starts_at and ends_at must be finite');
   end if;
@@ -3898,9 +3935,9 @@ $$;
 create or replace function pgque._at_least(p_values int[], p_least int) returns int
 language sql immutable as $$ select min(v.n) from pg_catalog.unnest(p_values) v (n) where v.n >= p_least $$;
 
--- The first time after another that a cron expression names, on a clock that is never
--- changed.  Null if there is none within nine years (29 February is every eighth year
--- at least).
+-- Returns the first time after another that matches a cron expression, on a clock that
+-- is never changed.  Null if there is none within nine years (29 February is every
+-- eighth year at least).
 create or replace function pgque._next_local(p_rec pgque.recurring, p_after timestamp) returns timestamp
 language plpgsql immutable as $$
 declare
@@ -3912,7 +3949,8 @@ declare
   v_at      int[];
   v_match   boolean[];
 begin
-  -- Hour, minute and second, each the first one if a greater unit moves on.
+  -- Hour, minute and second: each restarts at its first value if a greater unit
+  -- advances.
   v_at[3] := pgque._at_least(p_rec.rec_seconds, extract(second from v_first)::int);
   v_minute := v_minute + (v_at[3] is null)::int;
   v_at[2] := pgque._at_least(p_rec.rec_minutes, v_minute);
@@ -3946,9 +3984,9 @@ $$;
 create or replace function pgque._offset(p_at timestamptz, p_zone text) returns interval
 language sql stable as $$ select (p_at at time zone p_zone) - (p_at at time zone 'UTC') $$;
 
--- The first instant after p_after at which a clock of the time zone shows a time of the
--- cron expression after p_local.  PostgreSQL reads a time that exists twice as the later
--- one, and a time that does not exist by the clock before the change.
+-- Returns the first instant after p_after at which a clock of the time zone shows a
+-- time of the cron expression after p_local.  PostgreSQL reads a time that exists twice
+-- as the later one, and a time that does not exist by the clock before the change.
 create or replace function pgque._next_instant(p_rec pgque.recurring, p_after timestamptz, p_local timestamp) returns timestamptz
 language plpgsql stable as $$
 declare
@@ -3966,7 +4004,7 @@ begin
     end if;
     v_at := v_local at time zone v_zone;
     if v_at at time zone v_zone <> v_local then
-      -- It does not exist: find the change of the clock.
+      -- The time does not exist: find the change of the clock.
       v_low := v_at - ((v_at at time zone v_zone) - v_local);
       while v_at - v_low > interval '1 second' loop
         v_mid := pg_catalog.date_trunc('second', v_low + (v_at - v_low) / 2);
@@ -3983,7 +4021,7 @@ begin
     else
       v_back := pgque._offset(v_at - interval '24 hours', v_zone) - pgque._offset(v_at, v_zone);
       if v_back > interval '0' and (v_at - v_back) at time zone v_zone = v_local and (p_rec.rec_fixed or v_at - v_back > p_after) then
-        v_at := v_at - v_back;   -- it exists twice
+        v_at := v_at - v_back;   -- the time exists twice
       end if;
     end if;
     if v_at > p_after then
@@ -3993,7 +4031,7 @@ begin
 end
 $$;
 
--- The first run of a definition after a time; null if there is none.
+-- Returns the first run of a definition after a time; null if there is none.
 create or replace function pgque._next_run(p_rec pgque.recurring, p_after timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare
@@ -4020,7 +4058,7 @@ begin
 end
 $$;
 
--- The last run up to p_now, if p_run is one before it.
+-- Returns the last run up to p_now; p_run is a run before it.
 create or replace function pgque._latest_run(p_rec pgque.recurring, p_run timestamptz, p_now timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare
@@ -4045,15 +4083,14 @@ $$;
 -- recurring: messages that the ticker sends at their times
 -- ---------------------------------------------------------------------------
 
--- A definition (pgque.recurring) changes when somebody changes it.  Each run appends a
--- row to a journal (pgque.recurring_run), in the transaction that sends the message.
--- The newest of these rows says when the next run is due.  A sequence says when the
--- first of all is due, so that the loop reads no table until then.
+-- A definition (pgque.recurring) changes only when a role changes it.  Each run appends
+-- a row to a journal (pgque.recurring_run), in the transaction that sends the message.
+-- The newest of these rows names the next run.  A sequence holds the time of the
+-- earliest run, so that the loop reads no table before that time.  If a definition is
+-- committed after the loop read the sequence, the next maintenance finds it, within five
+-- seconds.
 
--- A definition that is committed after the loop read the sequence is found by the next
--- maintenance, within five seconds.
-
--- When the first run is due; null if there is none.
+-- Returns when the first run is due; null if there is none.
 create or replace function pgque._recurring_at() returns timestamptz
 language sql volatile as $$ select pg_catalog.to_timestamp(nullif(pg_catalog.pg_sequence_last_value('pgque.recurring_at'), 0) / 1000000.0) $$;
 
@@ -4066,7 +4103,7 @@ begin
 end
 $$;
 
--- The row of the journal that says when a definition is due.
+-- Returns the row of the journal that names the next run of a definition.
 create or replace function pgque._last_run(p_id int, p_since bigint) returns pgque.recurring_run
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -4081,13 +4118,13 @@ begin
 end
 $$;
 
--- Every definition that is not paused, and when its next run, or the next attempt at
--- one, is due; -infinity if its schedule has to begin anew: after a restore, or because
--- the clock was set back by more than an hour.
+-- Returns every definition that is not paused, and when its next run, or the next
+-- attempt of a failed run, is due.  -infinity means that its schedule has to begin
+-- again: after a restore, or because the clock was set back by more than an hour.
 create or replace function pgque._recurring_due(p_now timestamptz, out id int, out due timestamptz) returns setof record
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  -- As _last_run(), which would be called for each of a crowd.
+  -- The same as _last_run(), in one query for many definitions.
   return query
     select r.rec_id, case when not r.rec_restored and u.run_at <= p_now + interval '1 hour' then u.run_due else '-infinity' end
     from pgque.recurring r
@@ -4112,8 +4149,8 @@ begin
 end
 $$;
 
--- Lets the schedule of a definition begin now: what was missed is not caught up.  The
--- caller has its row locked.
+-- Begins the schedule of a definition now: missed runs are not caught up.  The caller
+-- has its row locked.
 create or replace function pgque._begin_schedule(p_id int) returns void
 language plpgsql as $$
 declare
@@ -4130,8 +4167,8 @@ begin
 end
 $$;
 
--- The queue that a definition sends to.  Raises an error if there is none, or if the
--- role that created the definition may not send to it.
+-- Returns the queue that a definition sends to.  Raises an error if there is none, or
+-- if the role that created the definition may not send to it.
 create or replace function pgque._recurring_queue(p_rec pgque.recurring) returns pgque.queue
 language plpgsql as $$
 declare
@@ -4161,9 +4198,9 @@ begin
 end
 $$;
 
--- Sends what is due of one definition, and returns the number of messages.  The lock of
--- the definition comes before its journal is read, so no run is sent twice.  A failure is
--- noted, and tried again after 2, 4, ... 64 seconds.
+-- Sends the runs of one definition that are due, and returns the number of messages.
+-- The definition is locked before its journal is read, so no run is sent twice.  A
+-- failure is recorded, and tried again after 2, 4, ... 64 seconds.
 create or replace function pgque._run_recurring(p_id int, p_now timestamptz) returns int
 language plpgsql as $$
 declare
@@ -4199,7 +4236,7 @@ begin
           if v_count = 0 then
             raise;
           end if;
-          v_left := v_next;   -- a queue may never have room for all: what it took stays sent
+          v_left := v_next;   -- a queue may never have room for all runs: messages that it took stay sent
           exit;
       end;
       v_run.run_for := v_next;
@@ -4247,17 +4284,18 @@ begin
     exit when clock_timestamp() > v_end;
   end loop;
   select min(d.due) into v_next from pgque._recurring_due(v_now) d;
-  -- A recurring message that a session has locked, or whose schedule cannot begin, is
+  -- If a session has locked a recurring message, or its schedule cannot begin, it is
   -- tried again after a second.
   perform pgque._set_recurring_at(case when v_next <= v_now and (v_count = 0 or v_next = '-infinity') then v_now + interval '1 second' else nullif(v_next, 'infinity') end);
   return v_count;
 end
 $$;
 comment on function pgque.maint_recurring() is
-  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when the first is due, and '
-  'maint() calls it. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when a message is due. '
+  'maint() calls it too. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Rows of definitions that are gone, and all but the newest of each, are not carried over.
+-- Rows of dropped definitions, and all but the newest row of each definition, are not
+-- copied.
 create or replace function pgque._compact_recurring() returns int
 language plpgsql as $$
 declare
@@ -4286,13 +4324,14 @@ exception
 end
 $$;
 
--- Whether a role created a definition, or is a member of the role that did.
+-- Returns whether a role created a definition, or is a member of the role that did.
 create or replace function pgque._is_creator(p_caller name, p_role name) returns boolean
 language sql stable as $$
   select exists (select from pg_catalog.pg_roles r where r.rolname = p_role and (r.rolname = p_caller or pg_catalog.pg_has_role(p_caller, r.oid, 'usage')))
 $$;
 
--- The definition of a name, for the role that created it or an administrator of its queue.
+-- Returns the definition of a name, for the role that created it or an administrator of
+-- its queue.
 create or replace function pgque._recurring(p_name text, p_caller name) returns pgque.recurring
 language plpgsql as $$
 declare
@@ -4301,19 +4340,19 @@ begin
   select r.* into v_rec from pgque.recurring r where r.rec_name = p_name collate pg_catalog."default";
   if not found then
     perform pgque._fail('PQ010', pg_catalog.format('recurring message not found: %s', coalesce(pg_catalog.quote_ident(p_name), 'null')),
-      'select name from pgque.list_recurring() lists them.');
+      'List the names: select name from pgque.list_recurring();');
   elsif not pgque._is_creator(p_caller, v_rec.rec_role)
     and not pgque._may(p_caller, 'admin', (select q.queue_id from pgque.queue q where q.queue_name = v_rec.rec_queue))
   then
     perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for recurring message %I', p_name),
-      'The role that created it, or an administrator of its queue, may call this. Names are those of the whole database.');
+      'Call it as the role that created it, or as an administrator of its queue. Names are unique in the database: to create one, choose another name.');
   end if;
   return v_rec;
 end
 $$;
 
 -- A queue has at most a hundred recurring messages of roles with a right to this queue
--- only: the ticker reads all of them.
+-- only, because the ticker reads all of them.
 create or replace function pgque._create_recurring(
   p_name text, p_queue text, p_cron text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text, p_delay interval, p_ttl interval,
   p_partition_key text, p_timezone text, p_catch_up text, p_starts_at timestamptz, p_ends_at timestamptz, caller pgque.caller default current_user
@@ -4332,7 +4371,7 @@ begin
     perform pgque._fail('PQ005', format('invalid catch_up of recurring message %I: %s', p_name, quote_nullable(p_catch_up)), 'Use none, one or all.');
   end if;
   perform pgque._check_options(v_queue.queue_name, 1, array[p_headers], array[p_key], array[p_delay], null, array[p_ttl], array[p_partition_key]);
-  -- It keeps its name until this commits.
+  -- The queue keeps its name until this transaction commits.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for key share;
   if not found then
     perform pgque._no_queue(p_queue);
@@ -4340,7 +4379,7 @@ begin
     perform pgque._need_read_committed('create_recurring() with a right to this queue only');
     perform pg_advisory_xact_lock(hashtext('pgque.count_recurring'), v_queue.queue_id);
   end if;
-  -- Of two sessions that create one name the second sees the first.
+  -- If two sessions create one name, the second sees the definition of the first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_recurring'), hashtext(p_name));
   perform from pgque.recurring r where r.rec_name = p_name collate "default" for no key update;
   if found then
@@ -4350,7 +4389,7 @@ begin
     and (select count(*) from pgque.recurring r where r.rec_queue = v_queue.queue_name) >= 100
   then
     perform pgque._fail('PQ003', format('queue %I has 100 recurring messages', v_queue.queue_name),
-      'Drop one with drop_recurring(name), or let a member of pgque_writer create it.');
+      'Drop one with pgque.drop_recurring(name), or create it as a member of pgque_writer.');
   end if;
   v_rec := v_old;
   if v_old.rec_id is null or v_old.rec_restored or (v_old.rec_cron, lower(v_old.rec_timezone), v_old.rec_starts_at, v_old.rec_ends_at)
@@ -4389,15 +4428,17 @@ create or replace function pgque.create_recurring(
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
 comment on function pgque.create_recurring(text, text, text, text, text, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates a recurring message, which the ticker sends at its times, or changes the one of this name. Returns 1 if it is new, else 0. name: 1 to 200 '
-  'bytes, once in the database. cron: five fields (minute hour day month weekday) with *, lists, ranges, steps and names, where a day matches if day '
-  'or weekday matches, unless one of them is *; six fields with seconds first; or an interval of 1 second to 366 days, counted from starts_at or from '
-  'now. timezone: a name of pg_timezone_names. A fixed hour that the clock skips fires right after the change, one that it shows twice fires once; '
-  'hours with * or / follow real time. catch_up: what is sent of runs that were missed: none (of more than a minute), one (for the last run), all (at '
-  'most 1,000; what the queue has no room for follows). starts_at, ends_at: no run is before or after. headers, key, delay, ttl and partition_key are options of send(). Each message has the '
-  'header pgque-recurring with name and run_at. Each run needs the right of the calling role to send to the queue. A call that does not change cron, '
-  'timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 of them, '
-  'for roles with a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+  'Creates a recurring message, or changes the one of this name. The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 '
+  'bytes, unique in the database. cron: five fields (minute hour day month weekday), six fields with seconds first, or an interval of 1 second to '
+  '366 days, counted from starts_at or from now. The fields take *, lists, ranges, steps and names. A date matches if its day or its weekday '
+  'matches; if one of these fields is *, only the other one counts. timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs '
+  'right after the change, and an hour that the clock repeats runs once; hours with * or / follow real time. catch_up: the missed runs that are '
+  'sent: none (of those missed by more than a minute), one (the last run) or all (at most 1,000; if the queue is full, the rest follows later). '
+  'starts_at, ends_at: no run is earlier or later. headers, key, delay, ttl and partition_key are options of send(). Each message has the header '
+  'pgque-recurring with name and run_at. At each run the role that made this call needs the right to send to the queue. A call that does not '
+  'change cron, timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue '
+  'has 100 recurring messages, and the role has a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name '
+  'belongs to another role.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload jsonb, headers jsonb default null, key text default null,
@@ -4428,8 +4469,8 @@ begin
 end
 $$;
 comment on function pgque.drop_recurring(text, pgque.caller) is
-  'Drops a recurring message and returns 1. What was sent stays. For the role that created it and for administrators of its queue. Errors: PQ010 no '
-  'such recurring message.';
+  'Drops a recurring message and returns 1. Messages that were sent stay. For the role that created it and for administrators of its queue. '
+  'Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.pause_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -4512,10 +4553,10 @@ $$;
 comment on function pgque.list_recurring(pgque.caller) is
   'Returns the recurring messages of the calling role, and those of the queues to which it has a right. status: active, paused, failing (the last '
   'attempt failed, see last_error; the ticker tries again) or ended (no run before ends_at). next_run: NULL while it is paused or ended. last_run, '
-  'last_msg_id: of the last message that was sent. registered_at: when create_recurring() was called last, as a Worker does when it starts. payload and '
-  'headers are NULL for a role that may neither read the queue nor created the message.';
+  'last_msg_id: of the last message that was sent. registered_at: time of the last create_recurring(), which a Worker calls when it starts. '
+  'payload and headers are NULL for a role that may not read the queue and did not create the message.';
 
--- What keeps recurring messages from being sent, or will.
+-- Returns what keeps recurring messages from being sent, now or at their next run.
 create or replace function pgque._recurring_health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql as $$
 declare
@@ -4546,7 +4587,7 @@ begin
     end;
     if v_error is null and not v_rec.rec_restored and v_run.run_due < pgque.clock() - interval '1 minute' then
       v_error := 'the ticker did not send it';
-      advice := 'See the check ticker. select pgque.maint_recurring() sends what is due.';
+      advice := 'See the check ticker. To send it now: select pgque.maint_recurring()';
     end if;
     if v_error is not null then
       status := case when v_run.run_failures > 0 then 'fail' else 'warn' end;
@@ -4561,10 +4602,10 @@ $$;
 -- tick: record snapshots
 -- ---------------------------------------------------------------------------
 
--- The current snapshot, in which the calling transaction itself is never
--- visible.  A transaction that sends, ticks and sends again has one id; were
--- it visible in its own tick, a reader of that tick inside the transaction
--- would miss the second event.
+-- Returns the current snapshot, in which the calling transaction itself is never
+-- visible.  A transaction that sends, ticks and sends again has one id.  If it were
+-- visible in its own tick, a reader of that tick inside the transaction would miss the
+-- second event.
 create or replace function pgque._tick_snapshot() returns pg_snapshot
 language plpgsql as $$
 declare
@@ -4586,9 +4627,9 @@ begin
 end
 $$;
 
--- The newest tick of a queue.  Ticks go to the current table, so as soon as that holds
--- one, the newest is there.  (No sequential scans here and below: the planner expects
--- no rows in a table that was vacuumed while empty.)
+-- Returns the newest tick of a queue.  Ticks go to the current table: if that has rows,
+-- the newest is there.  (No sequential scans here and below: the planner expects no
+-- rows in a table that was vacuumed while empty.)
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -4609,7 +4650,7 @@ language sql stable as $$
     'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
 $$;
 
--- One tick by its id; all columns null when it is gone.
+-- Returns a tick by its id; all columns are null if it no longer exists.
 create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -4620,9 +4661,10 @@ begin
 end
 $$;
 
--- Why a queue gets a tick with this snapshot: 'events' (it shows some that no tick
--- covers), 'forced' or 'idle'.  Or why it gets none: 'nothing' (it shows none), or null
--- (too early to check).  The function only reads: no WAL, no transaction id.
+-- Returns why a queue gets a tick with this snapshot: 'events' (it shows events that no
+-- tick covers), 'forced' or 'idle'.  Or returns why it gets none: 'nothing' (it shows
+-- no such events), or null (too early to check).  The function only reads: no WAL, no
+-- transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -4653,10 +4695,10 @@ begin
 end
 $$;
 
--- Ticks one queue if there is a reason.  Returns the id of the new tick or null, the
--- time of the newest, and whether ticks now cover all that is visible.  The lock comes
--- before the snapshot, so the order of ticks is that of their snapshots.  It is held
--- to the end of the transaction, so a second ticker sees the tick of the first.
+-- Ticks one queue if a tick is due.  Returns the id of the new tick or null, the time
+-- of the newest tick, and whether ticks now cover everything that is visible.  The lock
+-- is taken before the snapshot, so the order of ticks is that of their snapshots.  It
+-- is held to the end of the transaction, so a second ticker sees the tick of the first.
 create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
@@ -4683,7 +4725,7 @@ begin
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
   if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
-    -- A dump of an earlier version: the tick is from another cluster, although the
+    -- The dump is of an earlier version: the tick is from another cluster, although the
     -- queue's mark does not show it.
     update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
     perform pgque._rebase(p_queue_id);
@@ -4702,11 +4744,11 @@ begin
 end
 $$;
 
--- The id of the next tick of a queue, or with p_anew the first of another era.  A
--- server that was promoted or brought back to an earlier time may have lost ticks
--- that readers with offsets of their own have seen: their ids must not come again.
--- So an era of 2^32 ids is of one timeline (its remainder by 256), and on another
--- the next era of that timeline begins.  An external ticker has its own ids.
+-- Returns the id of the next tick of a queue, or with p_anew the first of another era.
+-- A server that was promoted or restored to an earlier time may have lost ticks that
+-- readers with offsets of their own have seen: these ids must not be used again.  So an
+-- era of 2^32 ids belongs to one timeline (its remainder by 256).  Another timeline
+-- begins with its own next era.  An external ticker has its own ids.
 create or replace function pgque._next_tick_id(p_queue pgque.queue, p_last bigint, p_anew boolean default false) returns bigint
 language plpgsql as $$
 declare
@@ -4724,7 +4766,7 @@ begin
 end
 $$;
 
--- Wakes those that listen to a queue.
+-- Notifies sessions that listen to a queue.
 create or replace function pgque._notify(p_queue pgque.queue, p_tick_id bigint) returns void
 language plpgsql as $$
 begin
@@ -4734,9 +4776,10 @@ begin
 end
 $$;
 
--- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
--- The row gets the id of a (sub)transaction that had none when the sequence was read, so
--- all who drew an id up to p_event_seq have a lower one, see _span().
+-- Stores a tick and notifies listeners.  The commit waits for the disk whatever the
+-- session's synchronous_commit is.  The row gets the id of a (sub)transaction that had
+-- none when the sequence was read.  So every transaction that drew an id up to
+-- p_event_seq has a lower id, see _span().
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
@@ -4746,12 +4789,13 @@ begin
   if pg_catalog.current_setting('synchronous_commit') = 'off' then
     perform pg_catalog.set_config('synchronous_commit', 'local', true);
   end if;
-  -- Before anybody can see the tick: by this, who has read it knows that there is no other.
+  -- Set before the tick is visible: a session that reads the sequence knows that there
+  -- is no newer tick.
   perform pg_catalog.setval(p_queue.queue_tick_seq, p_tick_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot, p_event_seq);
-  -- A listener in an open transaction lets the server's queue fill up, and then a
-  -- commit fails: rather no notification than no tick.
+  -- A listener in an open transaction lets the server's notification queue fill up, and
+  -- then a commit fails.  A tick without a notification is better than no tick.
   if p_notify then
     perform pgque._notify(p_queue, p_tick_id);
   end if;
@@ -4769,11 +4813,11 @@ begin
     return null;
   elsif v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
-      'Call pgque.ticker(queue, tick_id, time, event_seq).');
+      'Pass the tick too: pgque.ticker(queue, tick_id, time, event_seq).');
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
-  -- A block that catches something is a subtransaction, as _store_tick() needs one.
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
   begin
     return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
   exception
@@ -4783,11 +4827,11 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if there is a reason, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
-  'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
+  'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
+  'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
   'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Each queue keeps two locks until the transaction ends, with a tick eight.  If the
+-- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
 -- server has no room for all queues, a call serves some, chosen at random.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -4809,23 +4853,24 @@ begin
 end
 $$;
 comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
-  'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. If a queue is broken, the call raises a '
+  'warning and ticks the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Which of these queues the loop has to check now, by what it knows of them, and which
--- are early: their last tick is too young, or they failed less than a second ago.
+-- Returns which of these queues the loop has to check now, by what it knows of them,
+-- and which are early: their last tick is too young, or they failed less than a second
+-- ago.
 --
--- A settled queue is left out: ticks cover all its rows, and none can appear while the
--- sequences of its events and of its forced ticks stand still.  A sender takes an id
--- before it stores a row and has the sequence locked until its transaction ends.  So no
--- row with an older id is outstanding once no other session has that lock.  (A row that
--- enters the log under an old id takes an unused one too.)
+-- A settled queue is left out: ticks cover all its rows, and no new row can appear
+-- while the sequences of its events and of its forced ticks stand still.  A sender
+-- takes an id before it stores a row and locks the sequence until its transaction ends.
+-- So no row with an older id is outstanding once no other session has that lock.  (A
+-- row that enters the log under an old id takes an unused one too.)
 --
 -- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
 -- ticked means that the queue was settled before, so it gets an idle or forced tick at
--- most.  First come queues that may have messages, then forced ticks, then idle ones.
--- A queue that is being dropped (its sequences are locked) is left out.  If a sequence
--- is gone, every queue is checked.
+-- most.  Queues that may have messages are first, then forced ticks, then idle ones.  A
+-- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
+-- missing, every queue is checked.
 --
 -- A tick wakes every consumer of the queue, so a queue with many consumers waits
 -- longer: four milliseconds for each, and at most the tick period.
@@ -4851,7 +4896,7 @@ begin
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and nothing was sent since
+    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and no message was sent since
     left join lateral (
       select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
@@ -4891,10 +4936,10 @@ exception
 end
 $$;
 
--- Ticks one queue for a ticker that serves all of them, and returns what it knows
--- then.  It does not wait for another ticker, and hardly for a locked table.  A broken
--- queue causes a warning, and its settled is null.  A check without a tick keeps no
--- locks but those of the two sequences.
+-- Ticks one queue for a ticker that serves all of them, and returns what it knows of
+-- the queue then.  It does not wait for another ticker, and only briefly for a locked
+-- table.  A broken queue causes a warning, and its settled is null.  A check without a
+-- tick keeps no locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -4924,7 +4969,7 @@ exception
   when others then
     if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
       raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
-    end if;   -- else it was dropped meanwhile
+    end if;   -- else the queue was dropped meanwhile
     p_look.settled := null;
     p_look.tick_time := pgque.clock();
     return p_look;
@@ -4940,7 +4985,7 @@ begin
   perform pgque._need_read_committed('a tick');
   if not v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
-      format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name));
+      format('Switch it on first: select pgque.set_queue_config(%L, ''external_ticker'', ''true'');', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
@@ -4948,21 +4993,21 @@ begin
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      'Tick ids rise, event sequences and times do not fall.',
-      format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
+      'Pass a higher tick id, and an event sequence and a time that are not lower.',
+      format('The last tick has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
     perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
-      'Ids and event sequences go up to 2^62, and a time is finite.');
+      'Pass an id and an event sequence of at most 2^62, and a finite time.');
   end if;
   perform pgque._note_once(v_queue.queue_id, 'external');
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick whose id, time and event sequence another system chose, for a queue with external_ticker, and returns its id. Errors: PQ001 no such '
-  'queue; PQ005 no external ticker, or a tick that does not follow the last; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
+  'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- The wish is kept in a sequence, so it leaves no row behind.
+-- The request is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -4974,7 +5019,7 @@ begin
 end
 $$;
 comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue, whether or not anything was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
+  'Makes the next ticker() tick the queue, even if nothing was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;
@@ -4983,17 +5028,17 @@ comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick()
 -- window: which rows lie between two snapshots
 -- ---------------------------------------------------------------------------
 
--- An SQL condition on e.ev_txid for "visible in p_to, not visible in p_from",
--- or null if that can be no transaction.
+-- Returns an SQL condition on e.ev_txid for "visible in p_to, not visible in p_from",
+-- or null if no transaction can satisfy it.
 --
--- The naive condition scans from the xmin of p_from; one transaction that
--- stays open for a day then makes every window scan a day of rows.  Instead:
--- every id from xmax(p_from) up to xmax(p_to) was not visible in p_from, so
--- that range is cut at the ids still running in p_to; and of the ids below it
--- only those that ran in p_from can be new, so they are named one by one.
--- Every part is a range of the index, and rows of transactions that are still
--- running are not even looked at.  With a great many parts one range for all
--- new ids, with a filter, serves better.
+-- The naive condition scans from the xmin of p_from: with one transaction that stays
+-- open for a day, every window scans a day of rows.  Instead:
+--   * Every id from xmax(p_from) up to xmax(p_to) was not visible in p_from.  So this
+--     range is divided at the ids that still run in p_to.
+--   * Of the ids below it, only those that ran in p_from can be new.  So they are named
+--     one by one.
+-- Every part is a range of the index, and rows of running transactions are not read.
+-- With more than 100 parts, one range for all new ids with a filter is faster.
 create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
 language plpgsql stable as $$
 declare
@@ -5032,19 +5077,19 @@ begin
 end
 $$;
 
--- The same set of transactions as a filter that no index serves: where row
--- addresses lead to the rows, the planner shall not be led astray.
+-- Returns the same set of transactions as a filter that no index serves.  It is for
+-- scans by row addresses, where the planner must not choose an index.
 create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
 language sql stable as $$
   select pg_catalog.format(
     '(pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L) and not pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_to, p_from)
 $$;
 
--- The rows of a queue that satisfy a condition on e, over all three tables: a
--- writer whose snapshot is older than a rotation stores into a table that is
--- no longer current, so none may be left out.  A table without a single page
--- can be: what a tick covers was stored before.  p_tids narrows each table to
--- a range of row addresses (three conditions, null for none).
+-- Returns a query for the rows of a queue that satisfy a condition on e, over all three
+-- tables.  A writer whose snapshot is older than a rotation stores into a table that is
+-- no longer current, so each table is read.  Only a table without a page is left out:
+-- rows that a tick covers were stored before.  p_tids narrows each table to a range of
+-- row addresses (three conditions, null for none).
 create or replace function pgque._rows_sql(p_queue_id int, p_condition text, p_tids text[] default null) returns text
 language plpgsql as $$
 declare
@@ -5062,8 +5107,8 @@ begin
 end
 $$;
 
--- The condition for the part of a window that belongs to one subscriber and
--- has its ids in (p_after, p_upto]; either bound may be null.
+-- Returns the condition for the part of a window that belongs to one subscriber and has
+-- its ids in (p_after, p_upto].  Either bound may be null.
 create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
 language sql stable as $$
   select p_xids
@@ -5072,12 +5117,11 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 25 events
--- (not counting retries, which belong to one subscriber each) between which ids
--- they are and, for each table, between which row addresses.
--- A slice is then a TID range scan.  A window's rows are fixed and do not
--- move; VACUUM FULL and the like give the table another file, which is noted
--- too.  The map is a cache: without it, reading is only slower.
+-- Reads a window once, in the order of ids, and notes for every 25 events (without
+-- retries, which belong to one subscriber each) their range of ids and, for each table,
+-- of row addresses.  A slice is then a TID range scan.  The rows of a window are fixed
+-- and do not move.  VACUUM FULL and the like give the table another file, which is
+-- noted too.  The map is a cache: without it, reading is only slower.
 create or replace function pgque._map_window(
   p_queue_id int, p_from bigint, p_to bigint, p_xids text
 ) returns void
@@ -5116,12 +5160,12 @@ begin
 end
 $$;
 
--- One condition on row addresses for each table, null where there is nothing to
--- read, by the map of a position's window; null if it has no usable map.  p_max
--- as in _slice_sql().
+-- Returns one condition on row addresses for each table by the map of a position's
+-- window, with null for a table without rows to read.  Returns null if the window has
+-- no usable map.  p_max as in _slice_sql().
 --
--- Every chunk but the last holds at least 25 events for everybody, so as many
--- chunks as p_max needs and one more hold the batch and what comes after it.
+-- Every chunk but the last holds at least 25 events for all subscribers.  So the chunks
+-- that p_max needs, and one more, hold the batch and the message after it.
 create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
 language plpgsql as $$
 declare
@@ -5131,8 +5175,8 @@ declare
   v_hi         tid[];
   v_mapped     boolean;
 begin
-  -- One statement: a map that another consumer makes meanwhile is there for
-  -- both questions or for none.
+  -- One statement: if another consumer makes a map meanwhile, both subqueries see it or
+  -- neither does.
   select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
     count(*) > 0 or exists (
       select from pgque.window_map m
@@ -5162,15 +5206,14 @@ begin
 end
 $$;
 
--- The query that reads the rows of a position's window that are above pos_done_id, up
--- to pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, of
--- the next batch of at most p_max messages.  p_and is one more condition on e; with
+-- Returns the query that reads the rows of a position's window above pos_done_id, up to
+-- pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, those of
+-- the next batch of at most p_max messages.  p_and is one more condition on e.  With
 -- p_places, only rows there are read.
 --
--- A window that is far bigger than a batch is read by its map, which p_by_map asks for
--- in any case.  A consumer that was
--- moved back can meet an event and its own retry in one window: then the retry
--- stands for both.
+-- A window that is far bigger than a batch is read by its map.  p_by_map asks for the
+-- map in any case.  A consumer that was moved back can find an event and its own retry
+-- in one window: then the retry replaces the event.
 create or replace function pgque._slice_sql(
   p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
   p_places text[] default null
@@ -5188,7 +5231,7 @@ begin
     where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
   v_tids := p_places;
   if v_tids is null and v_by_map then
-    -- From here on no table can be rewritten under its row addresses.
+    -- From here on no table can be rewritten while its row addresses are used.
     execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
     v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
   end if;
@@ -5210,19 +5253,20 @@ begin
 end
 $$;
 
--- Whether a window is so much bigger than a batch that it is worth a map.
+-- Returns whether a window is so much bigger than a batch that a map is worth its cost.
 create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
 language sql immutable as $$
   select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
 $$;
 
--- A queue's reader: two functions whose text names its tables, so that a session
--- plans them once.  Where a queue has none of this version, after an upgrade, its
--- tables are read by dynamic SQL until maintenance has made them; not the upgrade,
--- since what an extension's script makes is in no dump.
+-- Creates a queue's reader: two functions whose text names the queue's tables, so that
+-- a session plans them once.  After an upgrade a queue has no reader of this version.
+-- Its tables are then read by dynamic SQL until maintenance has created the reader.
+-- The upgrade does not, since objects that an extension's script creates are in no
+-- dump.
 --
--- _ticks_N: the furthest of the next 100 ticks before which no more than p_max
--- events were numbered, at least the next one.
+-- _ticks_N: the furthest of the next 100 ticks before which no more than p_max events
+-- were numbered, at least the next one.
 --
 -- _events_N: the first messages of a small window, p_limit at most, as they are
 -- delivered.  As in _xid_condition(), late are the transactions that ran at the
@@ -5240,7 +5284,7 @@ begin
       v_first  pgque.tick;
       v_tick   pgque.tick;
     begin
-      -- Its callers have turned sequential scans off, for the plan that is kept.
+      -- The callers switch sequential scans off, for the plan that is kept.
       for v_tick in
         select t.*
         from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t
@@ -5286,14 +5330,14 @@ begin
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
-  -- As _store_tick() does; up to 0.5 the sequence was set only to ask for a tick.
+  -- As _store_tick() does.  Up to 0.5 the sequence was set only to force a tick.
   perform pg_catalog.setval(q.queue_tick_seq, greatest(pg_catalog.pg_sequence_last_value(q.queue_tick_seq), (pgque._last_tick(q)).tick_id))
   from pgque.queue q
   where q.queue_id = p_queue_id and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) < (pgque._last_tick(q)).tick_id is not false;
 end
 $function$;
 
--- Makes the readers that an upgrade left missing, some at a time.
+-- Creates the readers that are missing after an upgrade, some at each call.
 create or replace function pgque._make_readers() returns int
 language plpgsql as $$
 declare
@@ -5315,8 +5359,8 @@ $$;
 -- position: where consumers stand
 -- ---------------------------------------------------------------------------
 
--- The newest row of a subscriber in one leaf, which alone it locks.  No sequential
--- scans: a plan made while the journal was short is kept while it grows.
+-- Returns the newest row of a subscriber in one leaf.  Only this leaf is locked.  No
+-- sequential scans: a plan made while the journal was short is kept while it grows.
 create or replace function pgque._position_in(p_sub int, p_leaf int) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -5331,18 +5375,17 @@ begin
 end
 $$;
 
--- The newest row of a subscriber.  The leaf that is being written is asked
--- first and the other one only if it knows nothing, so that the other one can
--- be emptied while consumers work.  The caller holds the subscriber's row
--- lock if it means to append.
+-- Returns the newest row of a subscriber.  The current leaf is read first, and the
+-- other one only if the current one has no row.  So the other leaf can be emptied while
+-- consumers work.  A caller that will append holds the subscriber's row lock.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
 begin
-  -- Compaction may move the row from the second leaf to the first between the
-  -- two looks: then it is found by looking again.
+  -- Compaction may move the row from the second leaf to the first between the two
+  -- reads.  Another read then finds it.
   for v_try in 1..10 loop
     if v_leaf = 0 then
       select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
@@ -5357,13 +5400,13 @@ begin
     end if;
     v_leaf := pgque._journal_leaf();
   end loop;
-  -- A snapshot that is older than a compaction sees neither leaf's row.
+  -- A snapshot that is older than a compaction sees the row in neither leaf.
   perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
     'Retry the transaction.');
 end
 $$;
 
--- Whether a leaf has a newer row than a position.
+-- Returns whether a leaf has a newer row than a position.
 create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -5374,7 +5417,7 @@ begin
 end
 $$;
 
--- A position as a row of a leaf.
+-- Returns a position as a row of a leaf.
 create or replace function pgque._in_leaf(p_position pgque.position, p_leaf int) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -5383,9 +5426,9 @@ begin
 end
 $$;
 
--- Which leaf of the journal is written.  A transaction with an old snapshot
--- locks the answer, which keeps the journal from turning and fails with 40001 if
--- it has turned; one that can not write needs no such care.
+-- Returns the leaf of the journal that is written.  A transaction with an old snapshot
+-- locks the journal's row.  This keeps the journal from rotating, and fails with 40001
+-- if it was rotated.  A read-only transaction needs no such lock.
 create or replace function pgque._journal_leaf() returns int
 language plpgsql as $$
 declare
@@ -5400,10 +5443,10 @@ begin
 end
 $$;
 
--- Appends a position; the sequence number and the time are set here.  The
--- primary key stops a transaction whose snapshot does not show the newest row:
--- it gets 40001, never a second truth.  Such a transaction appends to both leaves
--- (see _leaves_for).  p_leaf is the leaf that is written, if the caller knows it.
+-- Appends a position; the sequence number and the time are set here.  If the
+-- transaction's snapshot does not show the newest row, the primary key stops it with
+-- 40001.  So there is never a second newest row.  Such a transaction appends to both
+-- leaves (see _leaves_for).  p_leaf is the current leaf, if the caller knows it.
 create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
 language plpgsql as $$
 begin
@@ -5422,9 +5465,9 @@ begin
 end
 $$;
 
--- Brings a subscriber's newest row to a leaf, if it is not there.  The row is also the
--- record of its batch: so it goes with the lock of a pool's batch, which keeps an ack
--- that is not committed from being left behind.
+-- Copies a subscriber's newest row to a leaf, if it is not there.  The row is also the
+-- record of the subscriber's batch: the lock of a pool's batch is taken too, so that an
+-- ack that is not committed yet is not left behind.
 create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
 language sql as $$
   insert into pgque.position
@@ -5435,10 +5478,10 @@ language sql as $$
   on conflict do nothing
 $$;
 
--- A batch id never issued before: the subscriber's low 20 bits under a number
--- that rises with the clock in quarters of a millisecond, and by at least one.
--- A counter alone would not do: a crash, a failover or a restore can take back
--- the newest values of a counter, and an old token would then fit a new batch.
+-- Returns a batch id that was never issued before: the subscriber's low 20 bits under a
+-- number that rises with the clock in quarters of a millisecond, and by at least one.
+-- A counter alone is not enough: a crash, a failover or a restore can take back the
+-- newest values of a counter, and an old batch id would then fit a new batch.
 create or replace function pgque._new_batch_id(p_position pgque.position) returns bigint
 language sql volatile as $$
   select (greatest(
@@ -5447,7 +5490,7 @@ language sql volatile as $$
     | (p_position.pos_sub & 1048575)
 $$;
 
--- Where a consumer goes on behind its newest delivery.
+-- Returns the position after a consumer's newest delivery.
 create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -5466,7 +5509,7 @@ begin
 end
 $$;
 
--- A position whose window ends at a tick.
+-- Returns a position whose window ends at a tick.
 create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -5477,11 +5520,11 @@ begin
 end
 $$;
 
--- A position at a tick, with no window and no batch of its own.
+-- Returns a position at a tick, without a window and a batch of its own.
 create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
 language sql immutable as $$ select pgque._past_window(pgque._with_window(p_position, p_tick)) $$;
 
--- A position at the end of its window.
+-- Returns a position at the end of its window.
 create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -5502,11 +5545,10 @@ begin
 end
 $$;
 
--- Opens the window that follows a position: up to the furthest of the next 100
--- ticks before which no more than p_max events were numbered, so that a
--- consumer which lags behind many small ticks gets full batches; at least one
--- tick.  No window if there is no further tick.  p_reader is the queue's queue_reader, if
--- that is known.
+-- Opens the window that follows a position, up to the furthest of the next 100 ticks
+-- before which no more than p_max events were numbered, and by at least one tick.  So a
+-- consumer that lags by many small ticks gets full batches.  There is no window if
+-- there is no further tick.  p_reader is the queue's queue_reader, if that is known.
 create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -5537,7 +5579,7 @@ begin
   return p_position;
 exception
   when undefined_table or undefined_function then
-    -- The queue was dropped meanwhile, or a table of it is gone.
+    -- The queue was dropped meanwhile, or one of its tables is missing.
     if pgque._old_snapshot() then
       perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
@@ -5550,29 +5592,31 @@ $$;
 -- lease: which batches are open, and which outcomes they have
 -- ---------------------------------------------------------------------------
 
--- A delivery is one row in the journal of positions: it says what was delivered, to
--- whom, until when, and by that where the next one begins.  That a batch is closed,
--- or a message of it has its outcome, is a row in the journal of settled messages.
--- So neither is updated, and a worker needs no row of its own: names may come and go.
+-- A delivery is one row in the journal of positions.  It records what was delivered, to
+-- which worker, until when, and so where the next delivery begins.  That a batch is
+-- closed, or that a message of it has its outcome, is a row in the journal of settled
+-- messages.  So neither is updated, and workers need no row of their own: their names
+-- may change at any time.
 --
 -- A consumer on its own is one worker without a name whose lease has no end.  A
 -- subconsumer is a worker whose lease has no end either.
 --
--- The log is for first deliveries.  A message that is redelivered (its lease expired, a
--- nack, a release) waits in the retry queue, and is leased from there: ev_retry_after
--- is when it may be delivered, ev_batch its last batch.  A delivery overwrites ev_batch,
--- and from then on the old batch id no longer fits.  The exception are consumers that
--- are read by offsets: see _pumped().
+-- The log is for first deliveries.  A message that is redelivered (after an expired
+-- lease, a nack or a release) is in the retry queue, and is leased from there.
+-- ev_retry_after is when it may be delivered, ev_batch its last batch.  A delivery
+-- overwrites ev_batch, and from then on the old batch id is no longer valid.  The
+-- exception are consumers that are read by offsets: see _pumped().
 --
 -- Locks:
---   * Deliveries of one consumer meet at the subscriber's row.
---   * Outcomes of a pool's batch meet at an advisory lock on its id.  The holder also has
---     a shared lock for the queue, whose exclusive form stands for all its batches.  Code
---     that holds the subscriber's row only tries these locks.
---   * All other batches have no lock of their own: the subscriber's row is it.
+--   * Deliveries of one consumer lock the subscriber's row.
+--   * Outcomes of a pool's batch lock the batch by an advisory lock on its id.  The
+--     holder also has a shared lock for the queue, whose exclusive form locks all
+--     batches of the queue.  Code that holds the subscriber's row only tries these
+--     locks.
+--   * All other batches have no lock of their own: the subscriber's row is locked.
 
--- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
--- bits of their own up to 0.5.
+-- Returns the consumer whose bits a batch id carries, or null.  Up to 0.5, batches of
+-- subconsumers had bits of their own.
 create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
@@ -5590,13 +5634,13 @@ create or replace function pgque._no_batch(p_batch bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    'It was finished already, its worker lost it to another one, or it never was.');
+    'Receive again. The batch was finished already, another worker took it over, or it never existed.');
 end
 $$;
 
--- Locks a batch for a call that gives outcomes or changes its lease.  Calls that concern
--- all batches of the queue wait meanwhile.  A batch that is of no pool of workers is
--- locked with its consumer.  Returns false if the consumer is gone.
+-- Locks a batch for a call that gives outcomes or changes its lease.  Calls that lock
+-- all batches of the queue wait meanwhile.  A batch that belongs to no pool is locked
+-- with its consumer.  Returns false if the consumer no longer exists.
 create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql as $$
 begin
@@ -5609,9 +5653,9 @@ begin
 end
 $$;
 
--- Tries to keep others from many batches at once, and returns those that it got:
--- with one lock for all of them or, where somebody is busy with one, one by one,
--- p_most of them.  The caller holds the consumer's lock.
+-- Tries to lock many batches at once, and returns those that it locked: all of them
+-- with one lock, or, if another session works with one of them, at most p_most of them
+-- one by one.  The caller holds the consumer's lock.
 create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
@@ -5628,25 +5672,25 @@ begin
 end
 $$;
 
--- The delivery of a batch, or null.
+-- Returns the delivery of a batch, or null.
 create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
   v_position  pgque.position;
 begin
-  -- Both leaves in one statement: it may move from one to the other.
+  -- Both leaves in one statement: the row may move from one to the other.
   select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub limit 1;
   if not found and pgque._old_snapshot() then
-    -- It may see neither leaf's row: then this is 40001.
+    -- The snapshot may show the row in neither leaf: then this fails with 40001.
     perform pgque._journal_leaf();
   end if;
   return v_position;
 end
 $$;
 
--- The notes on the log part of a batch: whether it is closed or was moved, how many of
--- its messages have an outcome, how often the end of its lease was moved (negative), and
--- to when.
+-- Returns the notes on the log part of a batch: whether it is closed or was moved, how
+-- many of its messages have an outcome, how often the end of its lease was moved
+-- (negative), and the new end.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -5657,9 +5701,10 @@ begin
 end
 $$;
 
--- Notes messages of a batch as settled (ids above 0) or something about all of
--- it (see pgque.settled).  Returns the ids that were new.  An old snapshot
--- writes to both leaves, and gets 40001 if what it does not see is there.
+-- Notes messages of a batch as settled (ids above 0), or something about the whole
+-- batch (see pgque.settled).  Returns the ids that were new.  A transaction with an old
+-- snapshot writes to both leaves, and gets 40001 if a row that it does not see is
+-- there.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
 declare
@@ -5684,8 +5729,8 @@ begin
 end
 $$;
 
--- The batches of a consumer that are open: what was delivered from the log, how many
--- of its messages have an outcome, and until when it is leased.
+-- Returns the open batches of a consumer: the delivery from the log, how many of its
+-- messages have an outcome, and the end of its lease.
 create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language sql as $$
@@ -5696,19 +5741,19 @@ language sql as $$
   where not s.closed and l.pos_fresh > 0
 $$;
 
--- Of these, the batches whose lease expired and that nobody asked for since.
+-- Returns those of them whose lease expired and whose messages nobody received since.
 create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$
 begin
-  -- None is read before the first lease may have expired.
+  -- No batch is read before the first lease may have expired.
   if p_pos.pos_lapse <= pgque.clock() then
     return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
   end if;
 end
 $$;
 
--- Of batches that may be open those that are not finished.
+-- Returns those batches that are not finished.
 create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -5720,7 +5765,8 @@ begin
 end
 $$;
 
--- Whether a batch is finished, or what it has from the log was moved to the retry queue.
+-- Returns whether a batch is finished, or its messages from the log were moved to the
+-- retry queue.
 create or replace function pgque._is_closed(p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -5730,10 +5776,10 @@ begin
 end
 $$;
 
--- The open batch that a consumer on its own has, or a subconsumer: it is redelivered.
--- p_leaf is the leaf that is written: where the delivery is there, so is what was said
--- about it, and the other leaf, which is to be emptied, is not asked.  It is open until it
--- is finished, even if each of its messages has its outcome.
+-- Returns the open batch of a consumer that reads on its own, or of a subconsumer: it
+-- is redelivered.  The batch is open until it is finished, even if each of its messages
+-- has its outcome.  p_leaf is the current leaf.  If it has the delivery, it has the
+-- outcomes too, and the other leaf, which may be about to be emptied, is not read.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -5758,8 +5804,8 @@ begin
 end
 $$;
 
--- Where a consumer stands: before what is delivered and open, if it is on its own,
--- else behind it.
+-- Returns where a consumer stands: before its open batch if it reads on its own, else
+-- after the newest delivery.
 create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
 language plpgsql as $$
 begin
@@ -5770,9 +5816,9 @@ begin
 end
 $$;
 
--- The position from which on a subscriber needs messages: its own, or that of the oldest
--- of its open batches.  A subscriber that received all of a window is behind it, even
--- before it asks again.
+-- Returns the position from which on a subscriber needs messages: its own, or that of
+-- the oldest of its open batches.  A subscriber that received all of a window has
+-- passed it, even before its next call.
 create or replace function pgque._oldest_need(p_sub int) returns pgque.position
 language plpgsql as $$
 declare
@@ -5793,18 +5839,18 @@ begin
 end
 $$;
 
--- The rows of a batch that came from the log and have no outcome.
+-- Returns a query for the rows of a batch that came from the log and have no outcome.
 create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
 language sql as $$
   select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
     ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
 $$;
 
--- Whether a batch still has all of its messages but those that were settled one
--- by one: whoever is given some of it, or has been, or has them taken out, makes
--- it less.  Locks those that wait in the retry queue.  The caller holds the
--- batch's lock.  Nothing is known of a batch that compaction forgot, as 0.4.1 did
--- with those that waited.
+-- Returns whether a batch still has all of its messages, apart from those that were
+-- settled one by one.  It has not if some of them were delivered to another worker or
+-- removed, or are just being taken.  Locks those messages that are in the retry queue.
+-- The caller holds the batch's lock.  A batch whose delivery was lost in a compaction
+-- counts as whole, as those of 0.4.1 may be.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -5819,8 +5865,8 @@ begin
   from (
     select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
   ) r;
-  -- Those that were settled where they waited, how many were moved there, and
-  -- whether the answer to the holder was that one is lost.
+  -- The number of messages that were settled in the retry queue, the number that was
+  -- moved there, and whether the holder got the answer that one is lost.
   select count(*) filter (where s.set_ev_id < 6917529027641081856),
     max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id between 6917529027641081856 and 9223372036854775806),
     coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
@@ -5831,14 +5877,15 @@ begin
   elsif v_lease.pos_sub is null then
     return true;
   end if;
-  -- Up to 0.5 it was not noted how many were moved, and a batch could have messages from both places.
+  -- Up to 0.5 the number of moved messages was not noted, and a batch could have
+  -- messages from both places.
   return v_waiting >= v_lease.pos_shelf - v_settled
     + case when v_lease.pos_fresh > 0 and v_state.closed then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else 0 end;
 end
 $$;
 
--- ack() of a whole batch.  The messages that wait in the retry queue under its
--- id are done as well: nobody has taken them.
+-- Acknowledges a whole batch.  Messages in the retry queue under its id are done as
+-- well: they were not delivered again.
 create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -5849,7 +5896,7 @@ begin
   if not pgque._lock_batch(p_sub, p_batch) then
     return 0;
   elsif p_sub.sub_role <> 'pool' then
-    -- Nobody can have a part of it.
+    -- No other worker can have a part of it.
     if pgque._note_finished(p_sub.sub_id, p_batch) then
       delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
       return 1;
@@ -5881,9 +5928,9 @@ begin
 end
 $$;
 
--- Notes that the batch of a consumer on its own, or of a subconsumer, is finished; false
--- if it was, or never was.  The usual case keeps away from the leaf that is to be emptied,
--- which an expression that names it would lock.
+-- Notes that the batch of a consumer on its own, or of a subconsumer, is finished.
+-- Returns false if it was finished before, or never existed.  In the usual case the
+-- leaf that is to be emptied is not used: an expression that names it would lock it.
 create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -5905,9 +5952,9 @@ begin
 end
 $$;
 
--- Moves what is left of a batch from the log to the retry queue, still under its
--- batch id, to be taken from p_due on; returns how many messages.  The caller holds
--- the batch's lock.
+-- Moves the messages of a batch that have no outcome from the log to the retry queue,
+-- under the same batch id.  They may be delivered from p_due on.  Returns how many
+-- there are.  The caller holds the batch's lock.
 create or replace function pgque._shelve(p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -5916,16 +5963,16 @@ declare
 begin
   execute pg_catalog.format(
     'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, $2, $3, $4)).* from (%s) e'
-    -- A consumer that was moved back may have the message waiting already: who holds
-    -- it there loses it, so that this one comes.
+    -- If the consumer was moved back, the message may already be in the retry queue.
+    -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
     ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
     v_rows)
   using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
-    -- The primary key finds outcomes that it does not see.  These messages have none, so
-    -- what was noted to find it out is taken back.
+    -- The primary key finds outcomes that this snapshot does not see.  These messages
+    -- have none, so the rows noted for this check are undone.
     begin
       perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
         select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
@@ -5940,9 +5987,10 @@ begin
 end
 $$;
 
--- Checks every batch of a consumer that may be open.  Messages without an outcome go to
--- the retry queue if the lease expired, and may be delivered at once; until one is, the
--- old batch id stays good.  A batch that its worker is just settling is alive.
+-- Checks every batch of a consumer that may be open.  If the lease expired, messages
+-- without an outcome go to the retry queue and may be delivered at once.  Until one is
+-- delivered, the old batch id stays valid.  A batch that its worker is just finishing
+-- counts as alive.
 create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
 language plpgsql as $$
 declare
@@ -5954,7 +6002,7 @@ declare
 begin
   for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
     if v_held.until <= p_now and v_tried < 200 then
-      -- The server has room for some thousand locks; the others come next time.
+      -- The server has room for some thousand locks.  The next call continues.
       v_tried := v_tried + 1;
       if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
         v_state := pgque._lease_state(v_held.token);
@@ -5981,8 +6029,8 @@ begin
 end
 $$;
 
--- Brings the open batches of a consumer to the leaf that is written.  The caller
--- holds the subscriber's lock, so there are no new ones.
+-- Copies the open batches of a consumer to the current leaf.  The caller holds the
+-- subscriber's lock, so there are no new ones.
 create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
 language plpgsql as $$
 declare
@@ -6003,7 +6051,7 @@ begin
 end
 $$;
 
--- Whether a leaf knows all about a batch, or nothing needs to be known.
+-- Returns whether a leaf has all rows of a batch, or none is needed.
 create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -6012,7 +6060,7 @@ begin
   if (pgque._lease(p_sub, p_batch)).pos_sub is null then
     return true;
   elsif pgque._not_closed(array[p_batch]) = '{}' then
-    -- That it is closed must be known wherever the batch is.
+    -- The row that closes a batch must be in each leaf that has its delivery.
     return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur);
   end if;
   return v_there
@@ -6023,12 +6071,12 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
--- subscribe: who reads a queue
+-- subscribe: consumers of a queue
 -- ---------------------------------------------------------------------------
 
--- The subscriber for a queue and a consumer, without a lock, which leaf of the journal
--- is written, and whether acknowledged messages are archived; PQ001 or PQ011 if there
--- is none.
+-- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
+-- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
+-- PQ011 if there is none.
 create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
 language plpgsql as $$
 declare
@@ -6047,7 +6095,7 @@ begin
       from pgque._find((pgque._queue(p_queue)).queue_name, p_consumer, current_user) f;
     else
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
-        'select pgque.subscribe(queue, consumer) makes it one.');
+        'Subscribe it first: select pgque.subscribe(queue, consumer);');
     end if;
   end if;
   sub := v_found.sub;
@@ -6059,8 +6107,8 @@ $$;
 create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
 language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
 
--- Locks a subscriber against its own other calls and returns its role; an old
--- snapshot that does not know of a change since fails with 40001.
+-- Locks a subscriber against its own other calls and returns its role.  A transaction
+-- with an old snapshot that does not show a change since fails with 40001.
 create or replace function pgque._lock_subscriber(p_sub int) returns text
 language plpgsql as $$
 declare
@@ -6068,13 +6116,13 @@ declare
 begin
   select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
   if not found then
-    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'It was unsubscribed while this call waited.');
+    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'Subscribe the consumer again. It was unsubscribed while this call waited.');
   end if;
   return v_role;
 end
 $$;
 
--- The same, and returns its position.
+-- Does the same, and returns its position.
 create or replace function pgque._lock_position(p_sub int) returns pgque.position
 language plpgsql as $$
 begin
@@ -6083,8 +6131,8 @@ begin
 end
 $$;
 
--- The tick that start_at means: latest, earliest, a tick id, or a time (the
--- last tick before it).
+-- Returns the tick for start_at: latest, earliest, a tick id, or a time (the last tick
+-- before it).
 create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns pgque.tick
 language plpgsql as $$
 declare
@@ -6107,17 +6155,17 @@ begin
     return v_tick;
   end if;
   perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
-    'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
+    'Start at latest, earliest, the id of a stored tick, or a timestamp.');
 exception
   when data_exception then
-    perform pgque._fail('PQ005', pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
-      'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
+    perform pgque._fail('PQ005', pg_catalog.format('cannot start at %L on queue %I', p_start_at, p_queue.queue_name),
+      'Start at latest, earliest, the id of a stored tick, or a timestamp.');
 end
 $$;
 
--- Adds a subscriber row with its first position; the low 20 bits of its id are
--- taken once only.  After 2^31 numbers the sequence begins again: a number whose
--- earlier subscriber left positions or retries is passed over.
+-- Adds a subscriber row with its first position.  The low 20 bits of its id are unique.
+-- After 2^31 numbers the sequence begins again: a number whose earlier subscriber left
+-- positions or retries is skipped.
 create or replace function pgque._add_subscriber(
   p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
 ) returns int
@@ -6146,7 +6194,7 @@ begin
   end loop;
   if v_position.pos_sub is null then
     perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
-      'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
+      'Unsubscribe consumers and subconsumers that are not in use: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
   end if;
   v_position.pos_seq := 0;
   v_position.pos_last_batch := 0;
@@ -6156,9 +6204,9 @@ begin
 end
 $$;
 
--- Keeps a role that has a right to this queue only within the queue's
--- max_consumers; PQ003 if that many are there.  Such roles subscribe to a queue
--- one after the other, and in a transaction whose snapshot shows them all.
+-- Limits a role that has a right to this queue only to the queue's max_consumers: PQ003
+-- if there are that many.  Such roles subscribe to a queue one after the other, in a
+-- transaction whose snapshot shows all consumers.
 create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -6177,8 +6225,8 @@ begin
   select pg_catalog.count(*) into v_count
   from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
   if v_count >= v_queue.queue_max_consumers then
-    perform pgque._fail('PQ003', pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
-      pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+    perform pgque._fail('PQ003', pg_catalog.format('queue %I has max_consumers consumers', v_queue.queue_name),
+      pg_catalog.format('Unsubscribe consumers that are not in use. Or a member of pgque_admin raises the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
         v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
       pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
   end if;
@@ -6205,10 +6253,10 @@ begin
 end
 $$;
 comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
-  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after the '
-  'newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
+  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
   'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
-  'max_consumers consumers; PQ004 a name that has not 1 to 1000 bytes; PQ005 no such start_at.';
+  'max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -6222,7 +6270,7 @@ begin
     return 0;
   end if;
   perform pgque._let_keys_be_said(v_queue);
-  -- The lock keeps rotation from emptying the tick that is about to be used.
+  -- The lock keeps rotation from emptying the table of this tick.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   if not found then
     perform pgque._no_queue(p_queue);
@@ -6237,7 +6285,7 @@ exception
 end
 $$;
 
--- The id of the name of a queue's consumer, made known if it is new.
+-- Returns the id of the name of a queue's consumer, and stores the name if it is new.
 create or replace function pgque._consumer(p_consumer text, p_queue_id int) returns int
 language plpgsql as $$
 declare
@@ -6291,8 +6339,8 @@ begin
 end
 $$;
 comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
-  'Subscribes a consumer at a tick and returns 1. A consumer that is subscribed already is moved to that tick, its open batch is dropped, and 0 is '
-  'returned. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is gone.';
+  'Subscribes a consumer at a tick and returns 1. If it is subscribed already, it is moved to that tick, its open batch is dropped, and the call '
+  'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
 -- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
@@ -6307,8 +6355,8 @@ begin
 end
 $$;
 
--- Takes a batch from who has it: what it has from the log is passed, what it has from
--- the retry queue waits again.
+-- Takes a batch from its worker.  Its messages from the log are passed, and those from
+-- the retry queue are released.
 create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
 language plpgsql as $$
 begin
@@ -6335,7 +6383,7 @@ begin
   end if;
   delete from pgque.subscriber s where s.sub_main = v_main;
   get diagnostics v_count = row_count;
-  -- What an old snapshot does not see maintenance finds.
+  -- Maintenance deletes rows that this snapshot does not show.
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
@@ -6388,7 +6436,7 @@ begin
     if found then
       return;
     end if;
-    -- Every message of it was settled: it is done.
+    -- Every message of the batch has its outcome: it is finished.
     v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
   end if;
 
@@ -6396,7 +6444,7 @@ begin
     v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
     if v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
-      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- it was opened in vain
+      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
   end if;
 
@@ -6418,12 +6466,13 @@ begin
       end if;
     else
       if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true and v_queue.queue_reader = pgque.version() then
-        -- A small window is read straight, by functions whose plans the session keeps.
+        -- A small window is read directly, by functions whose plans the session keeps.
         v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($3, $4, $5, $6, $7, $1, 1, $2)';
       else
         v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit $7';
       end if;
-      -- A loop costs more per row, but knows whether there is one more than fit.
+      -- A loop costs more for each row, but it finds out whether there is one message
+      -- more than fits.
       v_limit := v_room + (v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
       if v_limit > v_room then
         for v_row in
@@ -6446,7 +6495,7 @@ begin
       end if;
       v_pos.pos_done_count := v_count;
     end if;
-    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
+    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): the position has passed this slice
     if v_count = 0 then
       v_pos := pgque._next_from(v_pos);
     end if;
@@ -6457,24 +6506,28 @@ end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'redeliveries or new messages, and redeliveries go first. Without worker, the '
-  'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
-  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
-  'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
-  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. A delivery '
-  'locks the consumer until the transaction ends: workers that receive, work and acknowledge in one transaction take turns, so receive in a '
-  'transaction of its own, and do the work and the ack in another. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
-  'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
-  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
+  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
+  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
+  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
+  'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
+  'that is not READ COMMITTED.';
 
--- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
--- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
--- with its next window; open an open batch, which is redelivered; due whether something may
--- wait; room how many messages it may get; span how many a window shall have; until
--- when its lease ends; changed whether pos must be stored in any case.
+-- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
+-- to do (sub is null then), and locks the consumer.
+--   * pos: where the delivery begins, with its next window if that is known
+--   * open: an open batch, which is redelivered
+--   * due: whether messages may be due in the retry queue
+--   * room: how many messages it may deliver
+--   * span: how many messages a window shall have
+--   * until: when the lease ends
+--   * changed: whether pos must be stored in any case
 --
--- Every expression and statement here is made ready anew in each transaction, so
--- what can be said in one is not said in two.
+-- Every expression and statement here is prepared again in each transaction.  So one
+-- statement does what two could do.
 create or replace function pgque._turn(
   p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
@@ -6515,7 +6568,8 @@ begin
     end if;
     span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
     if p_ack is null then
-      -- An idle poll takes no lock, writes nothing and needs no transaction id.
+      -- A poll that finds nothing takes no lock, writes nothing and needs no
+      -- transaction id.
       pos := pgque._position(sub.sub_id, leaf);
       open := pgque._open_batch_of(sub, pos, p_worker, leaf);
       if open is null then
@@ -6532,11 +6586,11 @@ begin
       end if;
     end if;
     exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
-    -- The consumer became a pool since this call began, or was one.
+    -- The consumer became a pool after this call began, or was one before.
     p_ack := null;
   end loop;
   v_now := pgque.clock();
-  -- Whether it has a key or a ttl is known of every message in the window that was opened.
+  -- For each message in the opened window, its key or ttl has been noted.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
@@ -6576,15 +6630,15 @@ begin
 end
 $$;
 
--- Since when a throughput limit was not used: what was not used within the last second
--- is lost, and what was paid by a clock that has been set back.
+-- Returns since when a throughput limit was not used: at most for a second, and without
+-- a time in the future, which was recorded before the clock was set back.
 create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
 language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
 $$;
 
--- A queue, once a window is open: only then it is known whether a message of the window
--- may have a key or a ttl.
+-- Returns a queue after a window was opened.  Only then it is known whether a message
+-- of the window may have a key or a ttl.
 create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
 language plpgsql as $$
 declare
@@ -6602,13 +6656,13 @@ language plpgsql as $$
 begin
   if (p_max >= 1) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'It is the greatest number of messages to hand out.');
+      'Pass the highest number of messages to return, such as 100.');
   end if;
 end
 $$;
 
--- Handles a call that does not fit the consumer's role or its arguments: it fails, or it
--- turns a consumer that was never used into a pool.
+-- Handles a call that does not fit the consumer's role or its arguments.  It raises an
+-- error, or turns a consumer that was never used into a pool.
 create or replace function pgque._refuse_or_share(
   p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
 ) returns pgque.subscriber
@@ -6626,13 +6680,13 @@ begin
         'A worker name has 1 to 1000 bytes; any character is allowed.');
     elsif p_timeout <= '0' or p_timeout > '100 years' then
       perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-        'It is how long the worker has before others get its messages.');
+        'Pass the time until others may get the messages of the worker, such as ''5 minutes''.');
     end if;
-    -- One that has received a batch on its own stays as it is: the process that reads
-    -- it could not go on.
+    -- A consumer that has received a batch on its own stays as it is: the process that
+    -- reads it could not continue.
     if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
       perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader, and let workers share it: select pgque.share_consumer(%L, %L);',
+        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader and turn it into a pool of workers: select pgque.share_consumer(%L, %L);',
           p_queue, pgque._subscriber_name(p_sub)));
     end if;
     update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
@@ -6640,14 +6694,15 @@ begin
   end if;
   if p_timeout is not null then
     perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
-      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
+      'Pass worker => name too. A consumer without workers keeps its batch until it finishes it.');
   end if;
   return p_sub;
 end
 $$;
 
--- An open batch once more, without what has an outcome.  It comes whole, whatever
--- max_return says now, since ack() finishes it whole.
+-- Delivers an open batch again, without the messages that have an outcome.  All other
+-- messages are delivered, whatever max_return is now, since ack() finishes the whole
+-- batch.
 create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -6661,7 +6716,7 @@ begin
 end
 $$;
 
--- A consumer that has a batch with no message left.
+-- Finishes a batch with no message left, and returns the position.
 create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
@@ -6672,8 +6727,8 @@ begin
 end
 $$;
 
--- The query of an open batch, as columns of pgque.event: what came from the log and has no
--- outcome, or what waits in the retry queue under its id.
+-- Returns the query of an open batch, as columns of pgque.event: its messages from the
+-- log that have no outcome, or those in the retry queue under its id.
 create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -6689,7 +6744,8 @@ begin
 end
 $$;
 
--- Rows of pgque.event as they are delivered, in the batch $1 of the queue named $2.
+-- Returns a query for rows of pgque.event as they are delivered, in the batch $1 of the
+-- queue named $2.
 create or replace function pgque._delivery_sql(p_rows text, p_where text default '') returns text
 language sql immutable as $$
   select 'select e.ev_id, $1, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
@@ -6697,8 +6753,8 @@ language sql immutable as $$
     ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $2 from (' || p_rows || ') e' || p_where || ' order by e.ev_id'
 $$;
 
--- The id of the p_n-th row of a slice, if there are more than that.  To count first is
--- a third of the price of sorting in vain.
+-- Returns the id of the p_n-th row of a slice, if there are more than that.  Counting
+-- first costs a third of sorting for nothing.
 create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
 language plpgsql as $$
 declare
@@ -6713,8 +6769,8 @@ begin
 end
 $$;
 
--- Stores what was delivered, p_count messages from the log, or how far there was nothing
--- to deliver.
+-- Stores a delivery of p_count messages from the log, or the position up to which there
+-- was nothing to deliver.
 create or replace function pgque._delivered(
   p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
 ) returns void
@@ -6765,7 +6821,7 @@ begin
 end
 $$;
 
--- The messages of a batch that came from the retry queue.
+-- Returns the messages of a batch that are in the retry queue.
 create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -6779,14 +6835,15 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
--- choose: which messages of a slice, and of those that wait, are delivered
+-- choose: which messages of a slice, and of the retry queue, are delivered
 -- ---------------------------------------------------------------------------
 
 -- Chooses from the next messages of a window, at most p_max, for queues and consumers
--- with keys or expiry.  A message whose key or lane is busy goes to the retry queue;
--- what was purged or has expired is left out.  The slice ends where it stopped; ids are
--- those to be delivered, and rows is the query for them.  With p_whole the slice is
--- the whole window, for who reads the rest of it without this.
+-- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
+-- Purged and expired messages are left out.  The slice ends at the last message that
+-- was checked.  ids are the messages to deliver, and rows is the query for them.  With
+-- p_whole the slice is the whole window, for a caller that reads the rest of it without
+-- this function.
 create or replace function pgque._sift(
   p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
   out pos pgque.position, out ids bigint[], out rows text
@@ -6794,7 +6851,7 @@ create or replace function pgque._sift(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
-  -- Each key takes a lock; what is not delivered is looked through quickly.
+  -- Each key takes a lock.  Messages that are not delivered are checked quickly.
   v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
   v_rows   pgque.event[];
   v_more   boolean;
@@ -6853,7 +6910,7 @@ begin
     max(c.ev_id) as last, count(*) as looked
   into v_found
   from counted c
-  -- What follows the last one stays in the window.
+  -- Messages after the last one stay in the window.
   where c.n < p_max or c.n = p_max and c.what = 'good';
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
@@ -6867,7 +6924,7 @@ begin
   end if;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
   if pgque._keyed(p_queue) then
-    -- Expired ones too: an older snapshot may not show that a body was replaced.
+    -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
       select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
   end if;
@@ -6880,7 +6937,7 @@ begin
 end
 $$;
 
--- A message that waits without what may be large.
+-- Returns a row of the retry queue without the columns that may be large.
 create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
 language sql immutable as $$
   select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
@@ -6888,7 +6945,7 @@ language sql immutable as $$
     p_row.ev_receives, p_row.ev_batch, p_row.ev_worker, p_row.ev_lane)::pgque.retry_queue
 $$;
 
--- An event as it waits for a subscriber in the retry queue.
+-- Returns an event as a row of the retry queue for a subscriber.
 create or replace function pgque._waiting(
   p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
 ) returns pgque.retry_queue
@@ -6899,9 +6956,10 @@ language sql volatile as $$
     p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
 $$;
 
--- How many messages that lapsed go out together: fewer each time, and on the
--- last attempt each is alone: with 5 attempts and 100 messages 100, 22, 5, 1.  So a message
--- that kills its worker is alone at last.  One that was requeued while it was held counts from zero.
+-- Returns how many messages with an expired lease are delivered together: fewer each
+-- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
+-- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
+-- that was requeued while it was leased counts from zero.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
@@ -6910,8 +6968,9 @@ language sql immutable as $$
   end
 $$;
 
--- Locks messages that wait for a consumer and are due, but for p_but: any (p_receives
--- null), of those that lapsed the ones with so many receives, or of the others (-1).
+-- Locks messages of a consumer in the retry queue that are due, without those in p_but.
+-- p_receives null: any of them; -1: those without an expired lease; else those with an
+-- expired lease and p_receives deliveries.
 create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int)
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off as $$
@@ -6934,9 +6993,9 @@ begin
 end
 $$;
 
--- Leases messages that wait in the retry queue and are due, and returns their number.
--- Those whose attempts are used up, or that expired, are not delivered but done with.
--- What lapsed may be poison: nothing else goes with it.
+-- Leases messages in the retry queue that are due, and returns their number.  Messages
+-- that expired, or whose attempts are used up, are removed instead.  A message with an
+-- expired lease may be poison: other messages are not delivered with it.
 create or replace function pgque._take_waiting(
   p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
 ) returns int
@@ -6954,14 +7013,14 @@ declare
   v_look      bigint;
 begin
   for v_try in 0..99 loop
-    -- The first says how many go together; the others stay unlocked, since
-    -- their holder may be about to say something.
+    -- The first message decides how many are delivered together.  The others stay
+    -- unlocked, since their holder may be about to acknowledge them.
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
     v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
-    -- Those that are not to be delivered are weeded out many at a time.  After a
-    -- try in which all were being replaced, it looks at twice as many.
+    -- Messages that are not to be delivered are removed many at a time.  After a try in
+    -- which all messages were being replaced, twice as many are read.
     v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
     if v_rows[1].ev_receives >= v_attempts or v_rows[1].ev_expires <= v_now then
       v_look := greatest(v_look, 1000);
@@ -6971,16 +7030,16 @@ begin
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
-    -- Of the others no more than go out, since with that their bodies are fixed.
+    -- No more of the others than are delivered, since a seal fixes their bodies.
     v_good := v_good || pgque._weed(p_queue, p_sub,
       array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
       v_piece - pg_catalog.cardinality(v_good));
-    -- Where none may go, all are gone, or wait for who is replacing them: of those it
-    -- looks at no more than some thousands.
+    -- If none can be delivered, all were removed, or are just being replaced: of those,
+    -- no more than some thousands are read.
     v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
-      -- One look-up by index for each, whatever the planner takes their number for.
+      -- One index lookup for each message, whatever number of rows the planner expects.
       with found as materialized (
         select f.ctid
         from pg_catalog.unnest(v_ids) i (id)
@@ -6990,7 +7049,7 @@ begin
       set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
       from found f
       where r.ctid = f.ctid;
-      -- What waits for its first delivery was not delivered before.
+      -- A message that waited for its first delivery was not delivered before.
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
       from (select r.* from pg_catalog.unnest(v_good) r limit v_piece) r
       where r.ev_receives > 0 or r.ev_retry > 0;
@@ -7002,9 +7061,9 @@ begin
 end
 $$;
 
--- Of messages that wait and are due, those that may be delivered, p_enough of them.
--- The others on the way are taken out: expired, or their attempts are used up.
--- The limit of attempts applies here, at a nack and in maint(), never while a lease lives.
+-- Returns those of the given messages that may be delivered, at most p_enough.  Expired
+-- messages among them, and those whose attempts are used up, are removed.  The limit of
+-- attempts applies here, at a nack and in maint(), never while a lease lives.
 create or replace function pgque._weed(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )
@@ -7036,7 +7095,7 @@ begin
 end
 $$;
 
--- A waiting message as the event it was.
+-- Returns a row of the retry queue as the event it was.
 create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
 language sql immutable as $$
   select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
@@ -7044,7 +7103,7 @@ language sql immutable as $$
     p_row.ev_expires, p_row.ev_error)::pgque.event
 $$;
 
--- Counts what nobody will see again.
+-- Counts messages that are removed or redelivered.
 create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
 language plpgsql as $$
 begin
@@ -7058,19 +7117,22 @@ $$;
 -- ---------------------------------------------------------------------------
 
 -- Sending replaces the body of a pending message with the same key.  The log is append
--- only, so a new body is a row with the id of the message and owner 0.  That a
--- message was delivered is a row too, a seal (owner -1), which keeps senders from
--- replacing it; so is a purge (-2).  Of one message the rows have rising ev_retry
--- under a unique index.
+-- only, so a new body is a row with the id of the message and owner 0.  A delivery
+-- appends a row too, a seal (owner -1), after which senders no longer replace the
+-- message.  So does a purge (-2).  The rows of one message have rising ev_retry under a
+-- unique index.
 --
--- The rest of the engine meets keys in these places: _send_keyed() (40), where _sift()
--- chooses messages it calls _claim() and _seal(); where _weed() takes waiting ones,
--- _claim_waiting(); whoever reads bodies reads them through _renewed_sql(); the pump and
--- retention set aside what is being replaced, _claim_aside(); rotation calls
--- _refresh_waiting() before a body goes.
+-- The rest of the engine handles keys in these places:
+--   * _send_keyed() sends.
+--   * _sift(), which chooses messages of the log, calls _claim() and _seal().
+--   * _weed(), which chooses messages of the retry queue, calls _claim_waiting().
+--   * Everything that reads bodies reads them through _renewed_sql().
+--   * The pump and retention leave out messages that are being replaced:
+--     _claim_aside().
+--   * Rotation calls _refresh_waiting() before a table with bodies is emptied.
 
--- What was said about messages after they were sent, without bodies: that there are
--- such (owner 0), seals (-1), purges (-2).
+-- Returns the rows that were appended for messages after they were sent, without
+-- bodies: new bodies (owner 0), seals (-1), purges (-2).
 create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -7090,16 +7152,17 @@ begin
 end
 $$;
 
--- A row e of pgque.event without what may be large; p_lane stands in ev_extra1.  Where
--- many messages are looked at, nobody holds all of their payloads.
+-- Returns the columns of a row e of pgque.event without those that may be large; p_lane
+-- is in place of ev_extra1.  So a session that checks many messages does not hold all
+-- of their payloads.
 create or replace function pgque._slim(p_lane text) returns text
 language sql immutable as $$
   select 'row(e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, null, null, ' || p_lane
     || ', null, null, null, null, e.ev_key, null, e.ev_expires, case when e.ev_error is not null then '''' end)::pgque.event'
 $$;
 
--- Rows of pgque.event with the newest body that their key was given, less those that
--- were purged.
+-- Returns a query for rows of pgque.event with the newest body of their key, without
+-- those that were purged.
 create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
 language sql volatile as $$
   select case when not pgque._keyed(q) then p_rows else (
@@ -7123,9 +7186,10 @@ language sql volatile as $$
   where q.queue_id = p_queue_id
 $$;
 
--- Before messages with keys are delivered for the first time, or passed: takes
--- their keys' locks, as _lock_keys() does but without waiting, and reads their bodies.
--- busy: a message that is being replaced, or shares a bucket with one; gone: it was purged.
+-- Locks the keys of messages before their first delivery, or before a consumer passes
+-- them, and reads their bodies.  Takes the locks of _lock_keys(), but does not wait.
+-- busy: messages that are being replaced, or share a bucket with one; gone: messages
+-- that were purged.
 create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
 language plpgsql as $$
 declare
@@ -7148,7 +7212,7 @@ begin
       else pg_catalog.pg_try_advisory_xact_lock_shared(v_buckets, pgque._bucket(r.key))
         and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
     end);
-  -- Under the locks nothing more is said.
+  -- Under the locks no more rows are appended.
   v_said := pgque._said(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
   rows := array(
@@ -7162,10 +7226,10 @@ begin
 end
 $$;
 
--- Notes that messages with keys were handed out: their bodies stay as they are.
--- An old snapshot may not show a body that was stored before a rotation and
--- committed since, so it notes that in all three tables: the unique index of each
--- knows its own rows only.
+-- Notes that messages with keys were delivered: their bodies are final.  An old
+-- snapshot may not show a body that was stored before a rotation and committed since.
+-- So it appends the seal to all three tables: the unique index of each knows only its
+-- own rows.
 create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
 language plpgsql as $$
 declare
@@ -7176,7 +7240,7 @@ begin
     return;
   end if;
   if v_old_snapshot then
-    -- So that the table is the one where senders write, or this one gets 40001.
+    -- The current table is then the one of the senders, or this call gets 40001.
     perform from pgque.queue q where q.queue_id = p_queue_id for share;
   end if;
   v_said := pgque._said(p_queue_id, p_rows);
@@ -7195,8 +7259,8 @@ exception
 end
 $$;
 
--- The same for one that went to the retry queue before anybody got it; null if
--- it can not be delivered now.
+-- Does the same for a message that went to the retry queue before its first delivery.
+-- Returns null if it cannot be delivered now.
 create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -7215,9 +7279,10 @@ begin
 end
 $$;
 
--- Gives messages with keys that wait and were delivered to nobody the body that
--- was sent last, and takes out what was purged: those whose newest row lies in one
--- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
+-- Gives messages with keys that wait in the retry queue for their first delivery the
+-- newest body, and removes those that were purged.  p_leaf: messages whose newest row
+-- is in one table, before that is emptied; or p_ids: these messages.  Returns how many
+-- changed.
 create or replace function pgque._refresh_waiting(
   p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
 ) returns bigint
@@ -7264,10 +7329,10 @@ begin
 end
 $$;
 
--- Claims messages with keys that wait for their consumer's first delivery, in rows
--- that the caller has locked.  Gives back those that may leave: they have their
--- newest bodies, nobody is replacing them, and they are sealed, since a sender with an
--- older snapshot does not see that they wait no more.
+-- Claims messages with keys that wait for their consumer's first delivery, in rows that
+-- the caller has locked.  Returns those that may leave the retry queue: they have their
+-- newest bodies, no sender is replacing them, and they are sealed.  The seal is needed
+-- because a sender with an older snapshot does not see that they left.
 create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
 language plpgsql as $$
 declare
@@ -7281,7 +7346,7 @@ begin
   from pg_catalog.unnest(p_rows) r
   where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
   perform pgque._seal(p_queue_id, array(select r from pg_catalog.unnest(v_claim.rows) r where r.ev_id = any (ids)));
-  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
+  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null means all ids
 end
 $$;
 
@@ -7295,12 +7360,12 @@ begin
   perform pgque._need_read_committed('purge_key()');
   if $2 is null then
     perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
-      'To remove everything use pgque.purge(queue).');
+      'Pass a key. To delete all messages, use pgque.purge(queue).');
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
   get diagnostics v_count = row_count;
-  -- Only now: the pump, which that waits for, may have moved it into the log.
+  -- Only under the lock: the pump may have moved the message into the log before.
   v_last := pgque._last_of_key(v_queue.queue_id, $2);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
@@ -7309,7 +7374,7 @@ begin
     where q.queue_id = v_queue.queue_id;
     v_count := v_count + 1;
   end if;
-  -- Without the key: it may be what is to be erased.
+  -- Without the key: the key may be the data that is to be erased.
   perform pgque._did('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end
@@ -7321,16 +7386,16 @@ comment on function pgque.purge_key(text, text, pgque.caller) is
 -- subconsumers: PgQ's cooperative consumers
 -- ---------------------------------------------------------------------------
 
--- PgQ's way to share one position, kept for its clients: workers are registered
--- by name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
--- its open batch is redelivered to it.  A call with dead_interval gives the batch of one
--- that was silent for longer to another, by way of the retry queue.
+-- PgQ's way to share one position, kept for its clients: workers are registered by
+-- name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
+-- its open batch is redelivered to it.  If a worker was silent for longer than
+-- dead_interval, a call moves its batch to another worker, through the retry queue.
 --
--- A subconsumer's newest row in the journal says when it was heard of last.  The rest
--- of the engine meets subconsumers where _turn() asks _worker() whether one is
--- registered and calls _touch().
+-- A subconsumer's newest row in the journal records when it last called.  The rest of
+-- the engine handles subconsumers where _turn() calls _worker(), to find out whether
+-- one is registered, and _touch().
 
--- Refuses a call of a consumer on its own for one that has workers.
+-- Refuses a call for a consumer on its own if the consumer has workers.
 create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
 language plpgsql as $$
 begin
@@ -7338,13 +7403,13 @@ begin
     perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
       case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
-        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
+        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). To move this one, use pgque.register_consumer_at(queue, consumer, tick_id).'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
   end if;
 end
 $$;
 
--- The subscriber row of a worker, or null.
+-- Returns the subscriber row of a worker, or null.
 create or replace function pgque._find_worker(p_main int, p_worker text) returns int
 language plpgsql as $$
 begin
@@ -7359,7 +7424,7 @@ declare
 begin
   if v_sub is null then
     perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
+      'Register it with pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
   end if;
   return v_sub;
 end
@@ -7372,7 +7437,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_main      pgque.subscriber;
   v_position  pgque.position;
-  v_batch     bigint;   -- what its own reader had
+  v_batch     bigint;   -- the open batch of the consumer's own reader
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
@@ -7391,7 +7456,7 @@ begin
   elsif v_main.sub_role = 'normal' then
     if $4 is not true then
       perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
-        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
+        'Give it subconsumers: select pgque.register_subconsumer(queue, consumer, subconsumer, true);');
     end if;
     v_batch := pgque._open_batch_of(v_main, v_position, null);
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
@@ -7408,9 +7473,9 @@ end
 $$;
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
-  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
-  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
-  'convert_normal is not true.';
+  'convert_normal: turns a consumer that reads on its own into one with workers. The worker then gets the consumer''s open batch under a new id, '
+  'without the messages that have an outcome. Errors: PQ001 no such queue; PQ004 a name is empty or longer than 1000 bytes; PQ006 the consumer '
+  'reads on its own and convert_normal is not true.';
 
 create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
@@ -7437,7 +7502,7 @@ begin
   if v_batch is not null then
     if $4 is distinct from 1 then
       perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
+        'Finish the batch, or pass batch_handling => 1 to reject its messages.');
     end if;
     perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
     perform pgque._note(v_batch, v_main.sub_id, array[0]);
@@ -7447,8 +7512,9 @@ begin
 end
 $$;
 comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
-  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
+  'Removes a worker (subconsumer) and returns 1, or 0 if there is none. batch_handling: for a worker with an open batch, 0 raises PQ006, and 1 '
+  'rejects the messages of the batch, which are retried or become dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; '
+  'PQ011 not subscribed.';
 
 create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
@@ -7470,7 +7536,7 @@ comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
 -- Gives the oldest batch whose worker was silent for longer than p_dead_interval to
--- another worker.  A worker that has a batch takes nothing over, and one that holds its
+-- another worker.  A worker that has a batch takes none over.  A worker that holds its
 -- own lock is alive.
 create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
 language plpgsql set enable_seqscan = off as $$
@@ -7499,8 +7565,9 @@ begin
 end
 $$;
 
--- Gives an open batch to a worker, under a new batch id, without what has an outcome; to
--- count as so many deliveries more.  The caller holds the consumer's lock.
+-- Gives an open batch to a worker, under a new batch id, without messages that have an
+-- outcome.  p_deliveries is added to their count.  The caller holds the consumer's
+-- lock.
 create or replace function pgque._give_batch(p_main pgque.subscriber, p_batch bigint, p_worker text, p_deliveries int) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -7521,7 +7588,7 @@ begin
 end
 $$;
 
--- Notes that a worker was heard of.
+-- Notes that a worker is alive.
 create or replace function pgque._touch(p_member int) returns void
 language plpgsql as $$
 begin
@@ -7549,7 +7616,7 @@ begin
   end if;
   if $4 < '0' then
     perform pgque._fail('PQ005', format('dead_interval must not be negative, for consumer %I of queue %I', $2, $1),
-      'It is how long a worker may be silent before another one gets its batch, such as ''5 minutes''.');
+      'Pass the time that a worker may be silent before another one gets its batch, such as ''5 minutes''.');
   elsif $4 is not null then
     perform pgque._take_over(pgque._subscriber($1, $2, caller), $3, $4);
   end if;
@@ -7566,11 +7633,12 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
-  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
+  'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
+  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'own.';
 
--- next_batch_custom() for one of several workers, in the same way.
+-- Does what next_batch_custom() does, for one of several workers.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
   dead_interval interval default null, caller pgque.caller default current_user
@@ -7589,19 +7657,19 @@ create or replace function pgque.next_batch(
 ) returns bigint
 language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
 comment on function pgque.next_batch(text, text, text, interval) is
-  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
-  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
+  'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
+  'invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
 -- ---------------------------------------------------------------------------
 -- batches: PgQ's way to receive
 -- ---------------------------------------------------------------------------
 
--- Opens a batch, PgQ's way: what waits in the retry queue and is due, else the next whole
--- window, from one tick to the next, or what receive() left of one.  An open batch is
--- returned again.  Null if nothing is due and there is no further tick.  What receive()
--- would not deliver is no part of the batch, and bodies stay as they are from here on:
--- nobody may read the batch before finish_batch().  With a worker, a subconsumer, the
--- batch is that worker's.
+-- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
+-- whole window, from one tick to the next, or the rest of one that receive() has begun.
+-- The id of an open batch is returned again.  Null if nothing is due and there is no
+-- further tick.  Messages that receive() would not deliver are left out, and bodies are
+-- final from here on, since a client may read the batch only when it finishes it.  With
+-- a worker, a subconsumer, the batch belongs to that worker.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -7646,7 +7714,7 @@ begin
         v_pos := pgque._with_window(v_pos, v_cur);
       end if;
       v_pos.pos_last_id := null;
-      -- How many there are is not known yet.
+      -- The number of messages is not known yet.
       v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
       v_count := v_pos.pos_done_count;
       v_queue := pgque._with_options(v_queue.queue_id);
@@ -7667,12 +7735,13 @@ begin
 end
 $$;
 
--- The tick that ends a batch.  One from the retry queue ends where it began.
+-- Returns the tick that ends a batch.  A batch from the retry queue ends at the tick
+-- where it began.
 create or replace function pgque._end_of(p_lease pgque.position) returns bigint
 language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
 
--- No argument caller: with it a call with a subconsumer and six nulls could be
--- this one as well.
+-- There is no argument caller: with it, a call with a subconsumer and six nulls would
+-- be ambiguous.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -7697,12 +7766,12 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick and no retry is due. Retries that are due '
-  'come first, at most 10,000 in a batch of their own, whose two ticks are the same. An open batch is returned again. Read it with '
-  'get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
-  'subscribed.';
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. Retries that '
+  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
+  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
+  'workers; PQ011 not subscribed.';
 
--- The delivery of a batch that is open, without a lock; PQ012 when it is not.
+-- Returns the delivery of an open batch, without a lock; PQ012 if it is not open.
 create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
@@ -7713,7 +7782,7 @@ begin
 end
 $$;
 
--- Whether a batch is open in any way.
+-- Returns whether a batch is open in any way.
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -7725,8 +7794,8 @@ begin
 end
 $$;
 
--- The query of an open batch: all of it, but where messages may be left out as it is
--- opened, those that have no outcome.
+-- Returns the query of an open batch: all of it, or, if messages may be left out when
+-- it is opened, those without an outcome.
 create or replace function pgque._open_sql(p_batch bigint) returns text
 language plpgsql as $$
 declare
@@ -7763,7 +7832,7 @@ language sql stable as $$
     ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
 $$;
 
--- The query of an open batch, for those who may read the leaves themselves.
+-- Returns the query of an open batch for roles that may read the leaves themselves.
 create or replace function pgque._cursor_sql(p_batch bigint) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -7831,7 +7900,7 @@ comment on function pgque.get_batch_info(bigint, pgque.caller) is
   'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
   'PQ012 the batch is not open.';
 
--- A consumer's name; for a worker consumer.worker.
+-- Returns a consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
 language plpgsql stable as $$
 begin
@@ -7843,11 +7912,11 @@ $$;
 -- ---------------------------------------------------------------------------
 
 -- A lane is the messages of a consumer that share a key or a partition key.  _sift()
--- asks _lanes_out() and sets aside what follows in a lane that is busy; _due() asks
--- _heads_of_lanes() what of it may go next.
+-- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
+-- calls _heads_of_lanes() to choose those of them that are next.
 
--- The key whose order a pool keeps.  An index takes no long ones; two that share
--- a lane keep an order too many.
+-- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
+-- hashed.  Two keys with one hash share a lane: they are ordered more than they need.
 create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
 language sql immutable as $$
   select case
@@ -7857,7 +7926,7 @@ language sql immutable as $$
   end
 $$;
 
--- The lanes of a consumer's messages that came from the log and are out.
+-- Returns the lanes of a consumer's messages that came from the log and are leased.
 create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -7877,9 +7946,10 @@ begin
 end
 $$;
 
--- With keyed order: of keys that wait and are not out the first message, if it is
--- due.  It looks at what is due; only if that is much, and mostly not first of
--- its key, at each key and at what has none.
+-- With keyed order: returns the first message of each lane in the retry queue that has
+-- none leased, if it is due.  It reads the messages that are due.  If these are many,
+-- and most are not the first of their lane, it reads each lane, and the messages
+-- without one.
 create or replace function pgque._heads_of_lanes(
   p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[]
 )
@@ -7919,7 +7989,7 @@ begin
         and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (r.ev_lane is null
           or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
-            -- A message of the key that is out may be one that was sent later.
+            -- The leased message of the key may have been sent later.
             and not exists (
               select from pgque.retry_queue o
               where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane
@@ -7934,8 +8004,7 @@ $$;
 -- outcomes: what becomes of the messages of a batch
 -- ---------------------------------------------------------------------------
 
--- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
--- is not open.
+-- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -7968,21 +8037,23 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
 comment on function pgque.ack(bigint) is
-  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
-  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1, or 0 if the batch was acknowledged before. For '
+  'a worker''s batch it also returns 0 after one of its messages was delivered to another worker or removed; acknowledge the others with '
+  'ack(batch_id, msg_ids).';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
 comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
--- Gives messages of an open batch their outcome; p_ids null means all that have
--- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
--- retry (again in any case), dead, release (again at once).  The rows
--- are read again from where they are stored, so nothing a client says but the
--- ids is believed, and each message gets one outcome.  Raises nothing for a
--- batch that is lost: the answer says so message by message.  A message that
--- somebody else has locked, and may be taking over, is lost; with p_wait it is
--- waited for, since a caller that raises an error has to be sure.
+-- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
+-- p_what: ack, archive, nack (again after p_after, or given up), retry (again in any
+-- case), dead, release (again at once).
+-- The rows are read again from the tables: of a client's message only the id is used.
+-- Each message gets one outcome.
+-- For a lost batch this raises no error: the returned rows have the reason for each
+-- message.  A message that another session has locked, and may be taking over, is lost.
+-- With p_wait the call waits for it, since a caller that raises an error has to be
+-- sure.
 create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
 returns setof pgque.outcome
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -7991,29 +8062,30 @@ declare
   v_lease  pgque.position;
   v_state  record;
   v_rows   text;
-  v_log    bigint[];   -- which of them are in the log
-  v_new    bigint[];   -- which get their outcome now
-  v_gone   bigint[];   -- the same of those that waited in the retry queue
+  v_log    bigint[];   -- those of them that are in the log
+  v_new    bigint[];   -- those that get their outcome now
+  v_gone   bigint[];   -- the same of those that were in the retry queue
 begin
   p_ids := pgque._flat(p_ids);
   if v_sub.sub_id is null then
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
-  -- Nobody unsubscribes it until this is committed; other workers go on meanwhile.
+  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
+  -- wait.
   perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
   perform pgque._lock_batch(v_sub, p_batch);
   v_lease := pgque._lease(v_sub.sub_id, p_batch);
   v_state := pgque._lease_state(p_batch);
   if v_lease.pos_fresh > 0 and not v_state.closed and pgque._old_snapshot() then
-    -- Where rows are locked, an old snapshot is found out.
+    -- A row lock finds out whether the snapshot is too old.
     perform pgque._shelve(v_sub, v_lease, coalesce(v_state.until, v_lease.pos_until));
     v_state.closed := true;
   end if;
   if v_lease.pos_fresh > 0 and not v_state.closed then
     v_rows := pgque._chosen_sql(v_sub, v_lease, p_ids);
     execute pg_catalog.format('select array_agg(e.ev_id) from (%s) e', v_rows) into v_log;
-    -- One may be settled in the leaf that is not written any more.
+    -- A message may be settled in the leaf that is no longer written.
     v_new := pgque._note(p_batch, v_sub.sub_id, array(
       select l.id from pg_catalog.unnest(v_log) l (id) where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = l.id)));
     if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then
@@ -8026,7 +8098,7 @@ begin
   v_gone := pgque._apply(v_sub, v_lease, p_batch, p_ids, v_rows, v_new, p_what, p_after, p_reason);
   v_new := v_new || v_gone;
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
-    -- So that the batch is known to be whole but for them; see _still_whole().
+    -- So the batch is known to be whole apart from them; see _still_whole().
     perform pgque._note(p_batch, v_sub.sub_id, array(select g.id + 4611686018427387904 from pg_catalog.unnest(v_gone) g (id)));
   end if;
   if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
@@ -8037,8 +8109,8 @@ begin
     select from pgque.retry_queue r
     where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
   then
-    -- Who has one of them locked may let go of it again; but the caller is told
-    -- that it is lost, so an ack of all that is left must not finish it.
+    -- The session that has one of them locked may roll back.  But the caller gets the
+    -- answer that it is lost, so an ack of the rest must not finish it.
     perform pgque._note(p_batch, v_sub.sub_id, array[9223372036854775807]);
   end if;
   return query
@@ -8061,7 +8133,8 @@ begin
 end
 $$;
 
--- The query of those messages of a batch from the log that p_ids names; null: all.
+-- Returns the query of those messages of a batch from the log that p_ids names; null:
+-- all.
 create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language plpgsql as $$
 begin
@@ -8071,16 +8144,16 @@ begin
   p_lease.pos_done_id := greatest(p_lease.pos_done_id, (select min(i.id) - 1 from pg_catalog.unnest(p_ids) i (id) where i.id > 0));
   p_lease.pos_last_id := least(p_lease.pos_last_id, (select max(i.id) from pg_catalog.unnest(p_ids) i (id)));
   return pgque._slice_sql(p_sub, p_lease,
-    -- The index finds one message of many; many are looked up in a hash table.
+    -- For one message of many an index is best.  Many messages are found with a hash
+    -- table.
     pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
       else ' and (e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))) is true' end, pg_catalog.array_remove(p_ids, null)),
     null, pgque._is_big(p_lease, 500));
 end
 $$;
 
--- Does with the messages of a batch what is to become of them: with those of the log that
--- p_new names, and with those that wait in the retry queue.  Returns the ids of the
--- latter.
+-- Applies the outcome to the messages of a batch: to those of the log that p_new names,
+-- and to those in the retry queue.  Returns the ids of the latter.
 create or replace function pgque._apply(
   p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
   p_what text, p_after interval, p_reason text
@@ -8094,7 +8167,7 @@ declare
   v_ids    bigint[];
 begin
   if exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch) then
-    -- Whatever somebody else has locked is being taken over.
+    -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
       ' and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest($4) i (id)), 0)'
@@ -8130,7 +8203,7 @@ begin
 end
 $$;
 
--- One message that was taken from its batch.
+-- Redelivers or gives up one message that was taken from its batch.
 create or replace function pgque._again_or_dead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_what text, p_after interval, p_reason text
 ) returns void
@@ -8164,7 +8237,7 @@ begin
 end
 $$;
 
--- How long to wait before a message is tried for the n-th time again.
+-- Returns how long to wait before the n-th retry of a message.
 create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
 language sql volatile as $$
   select case
@@ -8176,23 +8249,24 @@ language sql volatile as $$
   end
 $$;
 
--- A span of time from now that must neither be negative nor end when no client
--- can read the time any more.
+-- Returns an interval from now, if it is neither negative nor so long that clients
+-- cannot read its end.
 create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
 language plpgsql immutable as $$
 begin
   if p_span < '0' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      'It is a time from now on, such as ''30 seconds''.');
+      'Pass an interval from now, such as ''30 seconds''.');
   elsif p_span > '100 years' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      'Not every client can read the time when that ends.');
+      'Pass a shorter interval. Some clients cannot read times that far in the future.');
   end if;
   return p_span;
 end
 $$;
 
--- The answer about one message of a batch, or an error if it is not there.
+-- Returns the outcome of one message of a batch, or raises an error if the message is
+-- not there.
 create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
 language plpgsql as $$
 begin
@@ -8253,11 +8327,12 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
-  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
-  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
+  'batch, settled already, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
+  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
+  'archive.';
 
--- Gives messages up at once, as if their attempts were used up.
+-- Gives up messages at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -8289,7 +8364,7 @@ begin
   return (
     select (pgque._answer(f, $1)).ok::int
     from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
-      -- An infinite one has no distance from now.
+      -- An infinite time has no distance from now.
       pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
       null, true) f);
 end
@@ -8312,13 +8387,14 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
   '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';
 -- ---------------------------------------------------------------------------
 -- leases: release, extend and reclaim batches, share a consumer
 -- ---------------------------------------------------------------------------
 
--- The consumer of a pool's batch; PQ005 for any other, whose lease has no end.
+-- Returns the consumer of a pool's batch; PQ005 for any other batch, whose lease has no
+-- end.
 create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
@@ -8326,7 +8402,7 @@ declare
 begin
   if v_sub.sub_role <> 'pool' then
     perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
-      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
+      'Receive with a worker to get a lease. A consumer without workers keeps its batch until it finishes it.');
   end if;
   return v_sub;
 end
@@ -8399,10 +8475,11 @@ begin
       v_held := v_held + v_lease.pos_done_count - v_state.settled;
     end if;
     if not p_extend then
-      -- A lease that may end earlier is looked at in the retry queue.
+      -- A lease that may end earlier is checked in the retry queue.
       v_held := v_held + pgque._shelve(v_sub, v_lease, v_until);
     elsif pgque._old_snapshot() then
-      -- It does not see that the batch was closed: where rows are locked it is found out.
+      -- This snapshot does not show whether the batch was closed: a row lock finds it
+      -- out.
       perform pgque._shelve(v_sub, v_lease, v_until);
     end if;
   end if;
@@ -8410,7 +8487,7 @@ begin
 end
 $$;
 
--- Hands back what a batch has: nobody has it any more, and it may be taken at once.  The
+-- Releases the messages of a batch, so that any worker may receive them at once.  The
 -- caller holds the batch's lock.
 create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
 language plpgsql set enable_seqscan = off as $$
@@ -8421,7 +8498,7 @@ begin
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     perform pgque._shelve(p_sub, v_lease, pgque.clock());
   end if;
-  -- Maintenance that has one of them locked may let go of it again: this waits for it.
+  -- A maintenance session that has one of them locked may roll back: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
   where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
@@ -8429,7 +8506,7 @@ begin
 end
 $$;
 
--- The batches of a consumer that somebody has, those that lapsed too.
+-- Returns the batches of a consumer that workers hold, also those whose lease expired.
 create or replace function pgque._batches_of(p_sub int) returns setof bigint
 language sql set enable_seqscan = off as $$
   select h.token from pgque._held(p_sub) h
@@ -8447,10 +8524,10 @@ declare
 begin
   if $3 is null then
     perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
-      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
+      'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
-  -- A worker that is just settling its batch is left alone.
+  -- A worker that is just finishing its batch keeps it.
   foreach v_token in array pgque._hold_batches(v_sub, array(
     select b.id
     from pgque._batches_of(v_sub.sub_id) b (id)
@@ -8465,21 +8542,21 @@ end
 $$;
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. While workers settle batches it releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+  'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
 comment on function pgque.share_consumer(text, text, pgque.caller) is
-  'Lets workers share a consumer that has read on its own: from now on it is received with worker => name. Its position and pending retries stay; an '
-  'open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if workers share it already. Errors: PQ001 no such queue; PQ006 it has '
-  'subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
+  'Turns a consumer that reads on its own into a pool of workers: from now on, receive with worker => name. Its position and pending retries stay. '
+  'An open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if it is a pool already. Errors: PQ001 no such queue; PQ006 it '
+  'has subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
 
 create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
 comment on function pgque.unshare_consumer(text, text, pgque.caller) is
-  'Lets a consumer that workers share be read on its own: from now on it is received without worker. Its position and pending retries stay; what '
-  'workers hold is redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no such queue; PQ006 it '
-  'has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is settling a batch.';
+  'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
+  'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
+  'such queue; PQ006 it has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
 
 create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
 language plpgsql as $$
@@ -8499,7 +8576,7 @@ begin
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
   if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
-    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
+    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
   perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
@@ -8509,7 +8586,7 @@ begin
 end
 $$;
 
--- A consumer of whose batches none is open any more.
+-- Stores the position of a consumer without open batches.
 create or replace function pgque._end_batches(p_sub pgque.subscriber) returns void
 language plpgsql as $$
 declare
@@ -8521,16 +8598,16 @@ begin
 end
 $$;
 -- ---------------------------------------------------------------------------
--- archive: messages that are done with and kept
+-- archive: messages that are done and kept
 -- ---------------------------------------------------------------------------
 
--- The archive's bucket for a queue and a time.
+-- Returns the archive's bucket for a queue and a time.
 create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
 language sql stable as $$
   select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
 $$;
 
--- Makes the leaf of a bucket if it is not there.  Two sessions meet at the lock.
+-- Creates the leaf of a bucket if it does not exist.  A lock serialises this.
 create or replace function pgque._archive_leaf(p_bucket bigint) returns void
 language plpgsql as $$
 declare
@@ -8551,9 +8628,9 @@ begin
 end
 $$;
 
--- The statement that keeps messages, rows of pgque.retry_queue, in the archive, and
--- returns their ids.  p_with is what precedes them; its parameters are those of
--- _apply(): $1 the subscriber, $2 the worker, $6 the outcome.
+-- Returns the statement that stores messages, rows of pgque.retry_queue, in the archive
+-- and returns their ids.  p_with precedes them.  The parameters are those of _apply():
+-- $1 the subscriber, $2 the worker, $6 the outcome.
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -8601,9 +8678,10 @@ begin
 end
 $f$;
 comment on function pgque.archive_list(text, int, timestamptz, timestamptz, text, text, text, text, bigint, pgque.caller) is
-  'Returns the newest messages of a queue''s archive, at most limit_count (NULL: all). since, until: archived at since or later, and before until. only_type, only_key, only_consumer: of that '
-  'type, with that key, of that consumer. matching: this text is in the payload (its first 100,000 characters), the headers or the key, in upper or lower case (of the letters that the database''s locale knows). before_id: archived before the one '
-  'with this archive_id, to read page by page. Errors: PQ001 no such queue.';
+  'Returns the newest messages of a queue''s archive, at most limit_count (NULL: all). since, until: only those archived at since or later, and '
+  'before until. only_type, only_key, only_consumer: only those of this type, key or consumer. matching: only those with this text in the payload '
+  '(its first 100,000 characters), the headers or the key, in upper or lower case (of the letters that the database''s locale knows). before_id: '
+  'only those archived before the one with this archive_id, to read page by page. Errors: PQ001 no such queue.';
 
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8625,7 +8703,7 @@ begin
   end loop;
   if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
     perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
-      'select * from pgque.archive_list(queue) lists what is there.');
+      'List the archived messages: select * from pgque.archive_list(queue);');
   end if;
   v_queue := (select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue);
   perform pgque._did('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
@@ -8634,8 +8712,8 @@ begin
 end
 $$;
 comment on function pgque.archive_replay(bigint, pgque.caller) is
-  'Sends an archived message again, as a new one for every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in '
-  'the archive.';
+  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in the '
+  'archive.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -8644,7 +8722,7 @@ declare
 begin
   if $2 is null then
     perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
-      'select pgque.archive_purge(queue, now() - interval ''30 days'');');
+      'Pass a time: select pgque.archive_purge(queue, now() - interval ''30 days'');');
   end if;
   perform pgque._did('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
   return pgque._drop_archive(v_queue.queue_id, $2);
@@ -8653,11 +8731,11 @@ $$;
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
   'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
 
--- The leaves of the archive, each with its queue and its day as in _bucket().
+-- Returns the leaves of the archive, each with its queue and its day as in _bucket().
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
 language sql volatile as $$
   select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
-    -- Most that are not have been looked at by autovacuum.
+    -- A leaf with rows usually has statistics by autovacuum.
     case when c.relpages > 0 then false else pg_catalog.pg_relation_size(c.oid) = 0 end
   from pg_catalog.pg_inherits i
   join pg_catalog.pg_class c on c.oid = i.inhrelid
@@ -8666,7 +8744,7 @@ language sql volatile as $$
 $$;
 
 -- Empties the leaves of a queue's archive, all or those that end before a time.
--- To drop one takes a lock that every ack wants which archives; maint() does it.
+-- Dropping a leaf takes a lock that blocks every ack which archives: maint() does it.
 create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
 language plpgsql as $$
 declare
@@ -8686,9 +8764,8 @@ begin
 end
 $$;
 
--- Drops leaves of the archive that are empty, of days that are over or of dropped
--- queues, if the lock on the parent can be had at once, and for about a tenth of
--- a second, as _drop_leaves() does.
+-- Drops empty leaves of the archive, of past days or of dropped queues, if the parent
+-- can be locked at once, and for about a tenth of a second, as _drop_leaves() does.
 create or replace function pgque._drop_archive_leaves() returns int
 language plpgsql set lock_timeout = '50ms' as $$
 declare
@@ -8728,12 +8805,13 @@ exception
 end
 $$;
 -- ---------------------------------------------------------------------------
--- retry: what is due, and who is notified
+-- retry: messages that are due, and notifications
 -- ---------------------------------------------------------------------------
 
--- Whose messages the pump moves from the retry queue into the log: 0, since delayed
--- messages are for every consumer, and consumers that are read by offsets, since their
--- readers read the log only.  All others get theirs straight from the retry queue.
+-- Returns the owners whose messages the pump moves from the retry queue into the log:
+-- 0, since delayed messages are for every consumer, and consumers that are read by
+-- offsets, since their readers read only the log.  All other consumers receive from the
+-- retry queue.
 create or replace function pgque._pumped() returns setof int
 language sql as $$
   select 0
@@ -8741,21 +8819,21 @@ language sql as $$
   select s.sub_id
   from pgque.subscriber s
   where s.sub_role = 'normal' and (s.sub_offsets
-    -- One that was never given a batch may be.
+    -- A consumer that never received a batch may be read by offsets too.
     or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id) and (pgque._position(s.sub_id)).pos_last_batch = 0)
 $$;
 
 create or replace function pgque.maint_retry_events() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
 declare
-  v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
+  v_now       timestamptz := pgque.clock();   -- a volatile function cannot be used in an index condition
   v_queue_id  int;
   v_count     int := 0;
 begin
   for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored and exists (select from pgque.retry_queue r where r.ev_queue = q.queue_id) loop
     begin
       perform pgque._rebase(v_queue_id);
-      v_now := pgque.clock();   -- what was put there just now is due
+      v_now := pgque.clock();   -- messages that were put there just now are due
     exception
       when others then
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
@@ -8779,12 +8857,13 @@ begin
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each, so that the next tick delivers them; and so the retries of consumers '
-  'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
+  'Moves delayed messages that are due into their queues, at most 10,000 of each queue; the next tick delivers them. Retries of consumers that are '
+  'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
+  'Returns the number of messages that became due.';
 
--- Notifies the consumers for whom a message became due since this was done last, and
--- returns the number of messages.  Every five seconds it notifies of whatever is due:
--- what became due may have been committed later.
+-- Notifies the consumers for whom a message became due since the last call, and returns
+-- the number of messages.  Every five seconds it notifies for all messages that are
+-- due, because the rows may have been committed later.
 create or replace function pgque._wake(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -8826,7 +8905,7 @@ language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floo
 create or replace function pgque._woken() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
--- When there is something to do for maint_retry_events(); null: nothing waits.
+-- Returns when maint_retry_events() has work; null if the retry queue is empty.
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -8865,7 +8944,7 @@ declare
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
-  v_now := pgque.clock();   -- what was put there just now is due
+  v_now := pgque.clock();   -- messages that were put there just now are due
   v_aside := pgque._claim_aside(p_queue_id, array(
     select pgque._slim_waiting(e.item)
     from pgque.subscriber s
@@ -8908,7 +8987,8 @@ begin
   from due d
   join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
-  -- An id that nobody gets: by it the loop sees that there is something to tick.
+  -- This id is used for no message.  The loop sees by it that there is something to
+  -- tick.
   perform pg_catalog.nextval(q.queue_event_seq), pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
   return v_count;
 end
@@ -8929,13 +9009,13 @@ begin
 end
 $$;
 comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
-  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
+  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
+  'PQ001 no such queue; PQ011 not subscribed.';
 -- ---------------------------------------------------------------------------
 -- dead: dead letters
 -- ---------------------------------------------------------------------------
 
--- A message nobody will be given again goes where its queue says.
+-- Gives a message up: the queue's drop_policy decides what becomes of it.
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language plpgsql as $$
 begin
@@ -8956,7 +9036,8 @@ begin
       return;
     exception
       when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
-        -- It takes nothing now, or is just gone; the message is not to be lost.
+        -- The queue does not take it now, or no longer exists; the message must not be
+        -- lost.
         null;
     end;
   end if;
@@ -8964,11 +9045,12 @@ begin
 end
 $$;
 
--- Puts a message among the dead letters of a consumer; false if it is there.
+-- Stores a message as a dead letter of a consumer; false if it is one already.
 create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
 language plpgsql as $$
 begin
-  -- A reader of offsets gets each body of a key that it has not read yet, under one id: the newest is kept.
+  -- A reader of offsets gets each body of a key that it has not read yet, under one id:
+  -- the newest is kept.
   if p_item.ev_key is not null then
     delete from pgque.dead_letter d
     where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
@@ -8984,7 +9066,8 @@ begin
 end
 $$;
 
--- A condition that looks for a text in columns, in upper or lower case; null without one.
+-- Returns a condition that finds a text in columns, in upper or lower case; null if
+-- there is no text.
 create or replace function pgque._matching_sql(p_text text, p_columns text) returns text
 language sql stable as $$
   select 'pg_catalog.strpos(pg_catalog.lower(pg_catalog.concat_ws('' '', ' || p_columns || ')), pg_catalog.lower(' || pg_catalog.quote_literal(p_text) || ')) > 0'
@@ -9022,18 +9105,20 @@ begin
 end
 $f$;
 comment on function pgque.dlq_inspect(text, int, text, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: with that reason, as it is here or as dlq_reasons() returns it. only_type, '
-  'only_key, only_consumer: of that type, with that key, of that consumer. since, until: given up at since or later, and before until. matching: this text is in the payload (its first 100,000 '
-  'characters), the headers or the reason, in upper or lower case (of the letters that the database''s locale knows). before_id: older ones than this dl_id, to read page by page. payload_size: bytes. dl_held: dead with drop_policy hold. '
-  'Errors: PQ001 no such queue.';
+  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: only those with this reason, as '
+  'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
+  'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
+  'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
+  'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
--- What reasons have in common that differ by numbers only.
+-- Returns the common form of reasons that differ only by numbers.
 create or replace function pgque._reason_kind(p_reason text) returns text
 language sql immutable as $$
   select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '\d+', 'N', 'g'), 200), '')
 $$;
 
--- Whether a reason is this one, as it is or as _reason_kind() returns it; a null stands for any.
+-- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
+-- stands for any.
 create or replace function pgque._has_reason(p_reason text, p_wanted text) returns boolean
 language sql immutable as $$
   select p_wanted is null or coalesce(p_reason = p_wanted, false) or pgque._reason_kind(p_reason) = p_wanted
@@ -9067,12 +9152,13 @@ begin
 end
 $$;
 comment on function pgque.dlq_reasons(text, pgque.caller) is
-  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first: how many there are, how many of them are '
-  'held, the times of the oldest and newest, and the dl_id of the newest. Numbers in a reason are shown as N, it is cut at 200 characters, and empty if none was given. It counts the newest '
-  '200,000 dead letters. Errors: PQ001 no such queue.';
+  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
+  'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
+  'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
--- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
--- the same one.  p_call: the function by which somebody does it by hand to this one.
+-- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
+-- same one.  p_call: the function to record in list_actions(), if a role calls it by
+-- hand for this dead letter.
 create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
 language plpgsql as $$
 declare
@@ -9083,7 +9169,7 @@ begin
   returning d.* into v_dead;
   if not found then
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
+      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued or purged already.');
   end if;
   perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
   from pgque.queue q
@@ -9146,8 +9232,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
-  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it. Returns replayed (how many were '
-  'sent), failed (how many could not be sent, and stay) and first_error. Errors: PQ001 no such queue.';
+  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all). reason: only those with this reason, as stored or as dlq_reasons() '
+  'returns it. Returns replayed (the number that was sent), failed (the number that could not be sent, and stays) and first_error. Errors: PQ001 '
+  'no such queue.';
 
 create or replace function pgque._requeue(p_dead pgque.dead_letter) returns bigint
 language plpgsql as $$
@@ -9160,7 +9247,7 @@ begin
   for key share;
   if not found then
     perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', p_dead.dl_id),
-      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
+      'Subscribe the consumer again, or send the message to all consumers with pgque.dlq_replay(dl_id).');
   end if;
   perform pgque._depth_grows(p_dead.dl_queue_id);
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
@@ -9168,12 +9255,13 @@ begin
   select pgque.clock(), p_dead.dl_queue_id, s.sub_id, p_dead.ev_error,
     p_dead.ev_id, p_dead.ev_time, p_dead.ev_txid, p_dead.ev_type, p_dead.ev_data, p_dead.ev_extra1, p_dead.ev_extra2,
     p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
-    -- One that had expired is given another life.
+    -- An expired message loses its expiry.
     case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
     pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
   from pgque.subscriber s
   where s.sub_id = v_sub
-  -- It may wait there already: its consumer was moved back and failed it again.
+  -- The message may be there already, if its consumer was moved back and failed it
+  -- again.
   on conflict on constraint retry_queue_pkey do update
   set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
     ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
@@ -9221,10 +9309,10 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it, and returns their number. '
-  'Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. reason: only those with this reason, as '
+  'stored or as dlq_reasons() returns it. Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
 
--- A null would delete none without a word.
+-- NULL would silently delete none.
 create or replace function pgque.dlq_purge(
   queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
 ) returns bigint
@@ -9236,7 +9324,7 @@ declare
 begin
   if $2 is null then
     perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      'Leave older_than out for 30 days; ''0'' deletes all of them.');
+      'Leave out older_than for 30 days, or pass ''0'' to delete all of them.');
   end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
@@ -9247,8 +9335,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
-  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, or of these the ones with a reason, as it is or as dlq_reasons() '
-  'returns it, and returns their number. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+  'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
+  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -9291,7 +9379,7 @@ comment on function pgque.archive_poison(text, pgque.caller) is
 -- read: windows without side effects, for Spark and others that keep offsets
 -- ---------------------------------------------------------------------------
 
--- A tick that is still there, or PQ015.
+-- Returns a stored tick, or raises PQ015.
 create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigint) returns pgque.tick
 language plpgsql as $$
 declare
@@ -9300,7 +9388,7 @@ begin
   if v_tick.tick_id is null then
     perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
         (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
-      'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.');
+      'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
   end if;
   return v_tick;
 end
@@ -9318,8 +9406,8 @@ begin
 end
 $$;
 comment on function pgque.tick_for(text, text, pgque.caller) is
-  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). Errors: PQ001 no such queue; PQ005 no such '
-  'start_at; PQ015 the tick is gone.';
+  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). Errors: PQ001 no such queue; PQ005 no '
+  'such start_at; PQ015 the tick is no longer stored.';
 
 create or replace function pgque.next_tick(
   queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
@@ -9334,7 +9422,7 @@ declare
 begin
   if least($3, $4) < 1 then
     perform pgque._fail('PQ005', format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
-      'Leave them out, or null, for no limit.');
+      'Leave them out, or pass null, for no limit.');
   end if;
   v_after := pgque._need_tick(v_queue, $2);
   v_last := (pgque._last_tick(v_queue)).tick_id;
@@ -9354,11 +9442,11 @@ begin
 end
 $$;
 comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
-  'Returns the tick that ends the next piece of work after after_tick; NULL if there is no further tick. The piece is whole ticks: at least one, at '
-  'most max_ticks, none beyond upto, and as many as hold max_events events. One tick can hold more than max_events. Errors: PQ001 no such queue; '
-  'PQ005 a limit is below 1; PQ015 the tick is gone.';
+  'Returns the tick that ends the next piece of work after after_tick, or NULL if there is no further tick. The piece is whole ticks: at least '
+  'one, at most max_ticks, none after upto, and as many as hold max_events events. One tick can hold more than max_events. Errors: PQ001 no such '
+  'queue; PQ005 a limit is below 1; PQ015 the tick is no longer stored.';
 
--- The same window is cut the same way as long as its ticks are there.
+-- The same window is split in the same way as long as its ticks are stored.
 create or replace function pgque.split_window(
   queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
 ) returns setof record
@@ -9374,8 +9462,8 @@ begin
   end if;
   v_from := pgque._need_tick(v_queue, $2);
   v_to := pgque._need_tick(v_queue, $3);
-  -- The share of one piece.  A run is the ticks that begin within one share, and
-  -- makes as many pieces as shares pass until the next run.
+  -- The share of events of one piece.  A run is the ticks that begin within one share.
+  -- It makes as many pieces as shares pass until the next run.
   v_share := greatest((v_to.tick_event_seq - v_from.tick_event_seq + $4 - 1) / $4, 1);
   return query execute format(
     $q$
@@ -9384,7 +9472,7 @@ begin
       select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
         coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
       from (
-        -- What begins at the very end belongs to the last share.
+        -- A tick that begins at the end belongs to the last share.
         select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
         from (%s) t
         where t.tick_id > $1 and t.tick_id <= $2
@@ -9408,15 +9496,15 @@ comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) 
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
 language plpgsql as $$
 begin
-  perform pgque._fail('PQ005', pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
-    'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.');
+  perform pgque._fail('PQ005', pg_catalog.format('invalid window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
+    'Pass a from_tick up to to_tick, at least 1 for parts, and a part from 0 to parts - 1.');
 end
 $$;
 
--- The query for what became visible between two ticks: what everybody gets
--- and, with a consumer, its retries.  It says the same whenever it is run, so a
--- message's lifetime is held against the window's end, not the clock, and each
--- body that was sent for a key is a row (owner 0), with the id of the first.
+-- Returns the query for the rows that became visible between two ticks: those for every
+-- consumer and, with a consumer, its retries.  It returns the same rows whenever it
+-- runs.  So a message's ttl is compared with the window's end and not with the clock,
+-- and each body of a key is a row (owner 0), with the id of the first.
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_caller name
 ) returns text
@@ -9479,8 +9567,8 @@ $$;
 comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
--- Senders that replace a body are waited for as in subscribe(): what they commit
--- later would be passed unread.
+-- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
+-- would pass the body that they commit later.
 create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -9493,7 +9581,7 @@ begin
   perform pgque._let_keys_be_said(q)
   from pgque.queue q
   where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
-  -- The lock keeps rotation from emptying the tick that is about to be used.
+  -- The lock keeps rotation from emptying the table of this tick.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   perform pgque._depth_grows(v_queue.queue_id) where $4;
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
@@ -9503,7 +9591,7 @@ begin
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
-    -- A stream that goes on is no change by hand.
+    -- The move of a running stream is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
     where pgque._stream_pid(v_sub) is distinct from pg_backend_pid();
     return $3;
@@ -9513,12 +9601,13 @@ end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
-  'nothing. An open batch is dropped. What stage_dead() noted up to the tick becomes dead letters. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
+  'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. Errors: PQ001 no such queue; PQ005 the '
+  'consumer has workers; PQ011 not subscribed; PQ015 the tick is no longer stored.';
 
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
 
--- The session that has a consumer's stream open; null if none has.
+-- Returns the session that has a consumer's stream open, or null.
 create or replace function pgque._stream_pid(p_sub pgque.subscriber) returns int
 language sql volatile as $$
   select l.pid
@@ -9540,17 +9629,17 @@ begin
   if not pg_try_advisory_lock(hashtext('pgque.stream'), pgque._stream_key(v_sub)) then
     select a.pid, a.application_name into v_holder from pg_stat_activity a where a.pid = pgque._stream_pid(v_sub);
     perform pgque._fail('PQ006', format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
-      'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.');
+      'End the other stream, or use another consumer: each stream needs one of its own.');
   end if;
-  -- From now on what comes again must be in the log.
+  -- From now on redeliveries must be in the log.
   update pgque.subscriber s set sub_offsets = true where s.sub_id = v_sub.sub_id and not s.sub_offsets;
   return (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
 end
 $$;
 comment on function pgque.open_stream(text, text, text, pgque.caller) is
-  'Opens a stream for a reader that keeps its own offsets, and returns the tick where the consumer stands. Subscribes the consumer at start_at if it '
-  'is new, and reserves it for this session until the session ends. Errors: PQ001 no such queue; PQ005 no such start_at, or the consumer has workers; '
-  'PQ006 another session has it.';
+  'Opens a stream for a reader that keeps its own offsets, and returns the tick where the consumer stands. Subscribes the consumer at start_at if '
+  'it is new, and reserves it for this session until the session ends. Errors: PQ001 no such queue; PQ005 no such start_at, or the consumer has '
+  'workers; PQ006 another session has reserved it.';
 
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -9559,15 +9648,16 @@ declare
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
-    perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
+    perform pgque._fail('PQ005', format('msg_ids and reasons must have the same number of elements, for consumer %I of queue %I', $2, $1),
       'Pass two arrays: the ids, and a reason for each.');
   end if;
   return query select * from pgque._dead_upto(v_sub, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot, $3, $4);
 end
 $$;
 
--- Of a key's bodies (owner 0) the newest up to the snapshot.  Arrays may be long, and the planner knows
--- nothing of a young table: without the settings it compares each id with each.
+-- Uses the newest body of a key (owner 0) up to the snapshot.  Arrays may be long, and
+-- the planner has no statistics of a young table: without the settings it would compare
+-- each id with each.
 create or replace function pgque._dead_upto(p_sub pgque.subscriber, p_upto pg_snapshot, p_ids bigint[], p_reasons text[]) returns setof pgque.outcome
 language plpgsql set enable_nestloop = off set jit = off as $$
 begin
@@ -9620,14 +9710,14 @@ begin
 end
 $$;
 comment on function pgque.stream_lag(text, text, bigint, pgque.caller) is
-  'Returns what a consumer that keeps its own offsets has not read when it has read up to a tick: the newest tick of the queue; how many ticks '
-  '(ticks_behind) and events (events_behind, at most) come after the tick; the age of the oldest pending event (oldest_pending; 0 if none is pending, NULL if '
-  'another session has a table of the queue locked). '
-  'Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is gone.';
+  'Returns the lag of a consumer that keeps its own offsets and has read up to a tick: the newest tick of the queue, the number of ticks '
+  '(ticks_behind) and events (events_behind, at most) after the tick, and the age of the oldest pending event (oldest_pending; 0 if none is '
+  'pending, NULL if another session has a table of the queue locked). Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is no '
+  'longer stored.';
 
--- Rows live from the task that found them until the commit of its micro-batch, or
--- until the micro-batch is read again.  No foreign key: adding one by an upgrade
--- would wait for everybody who writes to subscriber.
+-- Rows live from the task that found them until the commit of its micro-batch, or until
+-- the micro-batch is read again.  There is no foreign key: if an upgrade added one, it
+-- would wait for all writers of subscriber.
 create table if not exists pgque.bad_record (
   bad_sub     int not null,
   bad_tick    bigint not null,
@@ -9661,9 +9751,9 @@ begin
 end
 $$;
 comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque.caller) is
-  'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were read '
-  'from. seek() makes dead letters of them when it moves the consumer to that tick or beyond; unstage_dead() forgets them. Errors: PQ001 no such queue; PQ005 '
-  'no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
+  'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were '
+  'read from. seek() makes them dead letters when it moves the consumer to that tick or beyond; unstage_dead() deletes the notes. Errors: PQ001 no '
+  'such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -9679,12 +9769,13 @@ begin
 end
 $$;
 comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
-  'Forgets the messages that stage_dead() noted for windows that end after after_tick, because they are read again, and returns their number. '
-  'Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
+  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. Errors: PQ001 '
+  'no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
--- The staged messages of windows up to a tick become dead letters.  The caller has not
--- moved the consumer yet: behind its position the messages may be gone.  Notes up to the
--- position are older than a restored dump or a seek back, and the messages are read again.
+-- Makes dead letters of the staged messages of windows up to a tick.  The caller has
+-- not moved the consumer yet: messages that its position has passed may be deleted.
+-- Notes up to the position are from before a restored dump or a seek back, and their
+-- messages are read again.
 create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue pgque.queue, p_stands bigint, p_tick bigint) returns void
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -9711,8 +9802,8 @@ $$;
 -- maintain: rotation, compaction, retention, restore
 -- ---------------------------------------------------------------------------
 
--- The tick up to which every subscriber of a queue is done; the newest tick if
--- nobody subscribed.
+-- Returns the tick up to which every subscriber of a queue is done; the newest tick if
+-- there is no subscriber.
 create or replace function pgque._slowest_tick(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
@@ -9726,14 +9817,14 @@ begin
 end
 $$;
 
--- The oldest table is emptied and becomes the current one, unless there is nothing
--- to reclaim, and never while it holds one row or one tick that is ahead of a
--- position.  The rows are judged under the table's own lock: a writer that
--- still takes this table for the current one either waits for the lock and stores a
--- row that is read later, or has committed, and its row is seen now.  Rotation does
--- not wait for the lock: pg_dump or an open writer postpones it.  But a rotation that
--- is a whole period late waits now and then for a tenth of a second, since consumers
--- whose transactions overlap would postpone it for ever.
+-- Empties the oldest table and makes it the current one, unless there is nothing to
+-- reclaim.  A table with a row or a tick that is ahead of a position is never emptied.
+-- The rows are checked under the table's own lock.  A writer that still uses this table
+-- as the current one either waits for the lock, and stores a row that is read later, or
+-- has committed, and its row is seen now.
+-- Rotation does not wait for the lock: pg_dump or an open writer postpones it.  But a
+-- rotation that is late by a whole period sometimes waits for a tenth of a second.
+-- Otherwise consumers with overlapping transactions could postpone it without end.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
@@ -9753,8 +9844,8 @@ begin
     return 0;
   end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;
-  -- What waits and has its body in this table only: most of that work is done, and
-  -- stays done, before the table is locked.
+  -- Copies newer bodies of messages in the retry queue that are in this table only.
+  -- Most of this work is done, and committed, before the table is locked.
   if pgque._keyed(v_queue) then
     begin
       if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
@@ -9766,7 +9857,7 @@ begin
     end;
   end if;
   begin
-    -- Even to ask for a table's size waits for its lock, so one at a time.
+    -- Even reading a table's size waits for its lock, so one session at a time.
     if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) then
       return 0;
     end if;
@@ -9780,7 +9871,7 @@ begin
     then
       perform pgque._let_go();
     end if;
-    -- All that was asked without a lock, so that asking in vain writes nothing.
+    -- All checks so far took no lock, so that a call without a result writes nothing.
     perform from pgque.queue q
     where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
     for no key update skip locked;
@@ -9788,8 +9879,8 @@ begin
       perform pgque._let_go();
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
-      -- Before the tables are locked, since there may be thousands of consumers.  None
-      -- moves back meanwhile: for that it needs the queue's row.
+      -- Before the tables are locked, since there may be thousands of consumers.  No
+      -- consumer is moved back meanwhile, because that needs the queue's row.
       v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
@@ -9806,7 +9897,8 @@ begin
       if v_needed is distinct from false then
         perform pgque._let_go();
       end if;
-      -- Who has such a row locked may wait for the table: then this gives up.
+      -- A session that has such a row locked may wait for the table: then this call
+      -- fails.
       perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
@@ -9815,7 +9907,7 @@ begin
     where q.queue_id = v_id;
     return 1;
   exception
-    -- What can not be emptied yet is not to stay locked.
+    -- A table that cannot be emptied yet must not stay locked.
     when lock_not_available or sqlstate 'PQ099' then
       return 0;
   end;
@@ -9830,19 +9922,19 @@ create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
 comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and returns 0: PgQ''s second half of a rotation.';
 
--- The bytes of one leaf of the journal, and of what turns with it.
+-- Returns the bytes of one leaf of the journal, and of the tables that rotate with it.
 create or replace function pgque._journal_size(p_leaf int) returns bigint
 language sql volatile as $$
   select sum(pg_catalog.pg_relation_size(('pgque.' || t.kind || '_' || p_leaf)::regclass))
   from (values ('position'), ('settled'), ('tally')) t (kind)
 $$;
 
--- Compacts the journal of positions once the leaf that is written has grown
--- past 4 MB, at most once a minute.  One call turns writers to the other leaf;
--- after that commit a later call brings over, under each subscriber's lock,
--- what nobody brought over by working, and empties the old leaf.  Whatever is
--- locked is left for the next call; a large leaf is waited for now and then, as
--- in a rotation.  Returns 1 if something was done.
+-- Compacts the journal of positions once the current leaf has more than 4 MB, at most
+-- once a minute.  One call makes the other leaf the current one.  After its commit, a
+-- later call copies, under each subscriber's lock, the rows of subscribers that did not
+-- write since, and empties the old leaf.  Locked subscribers are left for the next
+-- call.  As in a rotation, a call sometimes waits for the lock of a large leaf.
+-- Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' as $$
 declare
@@ -9864,7 +9956,7 @@ begin
       return 0;
     end if;
     perform from pgque.journal j where j.journal_id = 1 and j.journal_cur = v_cur for no key update skip locked;
-    -- An old snapshot may have written to it meanwhile.
+    -- A transaction with an old snapshot may have written to the leaf meanwhile.
     if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
@@ -9875,7 +9967,7 @@ begin
     perform pgque._carry_over(pgque._position(v_sub.sub_id), v_cur);
     perform pgque._carry_leases(v_sub, v_cur);
   end loop;
-  -- Whoever reads with an old snapshot gets 40001 where this row changed.
+  -- A reader with an old snapshot gets 40001 if this row changed.
   if v_waits then
     perform from pgque.journal j where j.journal_id = 1 for no key update;
   else
@@ -9888,13 +9980,14 @@ begin
   if exists (select from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur)) then
     return 0;
   end if;
-  -- What was counted goes on counting.
+  -- Counters continue.
   insert into pgque.tally (tal_queue, tal_sub, tal_what, tal_count, leaf)
   select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count), v_cur
   from pgque.tally t
   where t.leaf = 1 - v_cur and exists (select from pgque.queue q where q.queue_id = t.tal_queue)
   group by 1, 2, 3;
-  -- Of a batch with messages in the retry queue its worker may still ask, and what was said of it counts.
+  -- If a batch has messages in the retry queue, its worker may still use the batch id,
+  -- and its outcomes count.
   insert into pgque.position
   select (pgque._in_leaf(p, v_cur)).*
   from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
@@ -9914,7 +10007,7 @@ exception
 end
 $$;
 
--- Whether a leaf knows where a subscriber stands, and all about its open batches.
+-- Returns whether a leaf has a subscriber's position, and all rows of its open batches.
 create or replace function pgque._is_carried(p_sub int, p_cur int) returns boolean
 language plpgsql as $$
 declare
@@ -9925,11 +10018,11 @@ begin
 end
 $$;
 
--- Moves consumers that lag beyond the queue's retention period forward to the
--- last tick before it, so that a consumer which never comes back can not fill
--- the disk.  What it misses, and what waits for it longer than that, goes the
--- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
--- keeps no tick waiting for long.  Returns 0 only if there is nothing more to do.
+-- Moves consumers that lag beyond the queue's retention period forward to the last tick
+-- before it, so that a consumer that no longer reads cannot fill the disk.  drop_policy
+-- applies to the messages that it misses, and to messages that wait for it in the retry
+-- queue for longer.  One call drops some 10,000 messages of a consumer, so that ticks
+-- do not wait for long.  Returns 0 only if there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -9942,10 +10035,10 @@ declare
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
-  -- It is asked of every queue, so its locks go at once.
+  -- This runs for every queue, so its locks are released at once.
   begin
-    -- The last before the first young one, by their ids: a clock that was set back for
-    -- a while left ticks among the young ones that look old.
+    -- The last tick before the first young one, by their ids: a clock that was set back
+    -- for a while left ticks among the young ones that look old.
     execute format('select min(t.tick_id) from (%s) t where t.tick_time between $1 and $2', pgque._ticks_sql(p_queue_id))
     into v_young using v_cutoff, pgque.clock();
     execute format(
@@ -9970,9 +10063,9 @@ begin
 end
 $$;
 
--- Moves one consumer forward, to a tick or so far that it drops some 10,000 messages.  A
--- window that is open only begins later then: how far it was delivered stays known.
--- Returns 1, or 0 if it did not move.
+-- Moves one consumer forward, to a tick or so far that it drops some 10,000 messages.
+-- If a window is open, it only begins later: how far it was delivered stays known.
+-- Returns 1, or 0 if the consumer did not move.
 create or replace function pgque._move_forward(p_queue pgque.queue, p_sub pgque.subscriber, p_to pgque.tick) returns int
 language plpgsql as $$
 declare
@@ -9984,20 +10077,21 @@ declare
   v_held      record;
   v_moved     boolean := false;
 begin
-  -- What is held may be finished, but not from the log.  Batches are locked together,
-  -- since a server has no room for a lock for each of thousands.
+  -- Leased messages may still be finished, but not from the log.  Batches are locked
+  -- together, since a server has no room for thousands of locks.
   v_mine := pgque._hold_batches(p_sub, array(select h.token from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
   for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where h.token = any (v_mine) loop
     if not pgque._is_closed(v_held.token) then
       if p_sub.sub_role <> 'pool' then
-        -- A batch without an end is not kept for longer than the rest.  Who says something
-        -- about a message that was dropped hears that it has its outcome.
+        -- A batch whose lease has no end is not kept for longer than other messages.  A
+        -- client that acknowledges a dropped message gets the answer that it has its
+        -- outcome.
         v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
       if v_dropped < 10000 then
         v_left := pgque._shelve(p_sub, v_held.lease, v_held.until);
-        -- A batch of which nothing is left is finished: an ack of it answers 0.
+        -- A batch without messages is finished: ack() of it returns 0.
         perform pgque._note(v_held.token, p_sub.sub_id, array[0]) where v_left = 0 and p_sub.sub_role <> 'pool';
       end if;
       v_moved := true;
@@ -10029,8 +10123,8 @@ begin
 end
 $$;
 
--- What a subscriber has before it, or in a batch, up to a tick, not beyond its window, and
--- will not get any more.  Returns how many messages, p_most of them.
+-- Gives up the messages of a position's window or batch up to a tick that have no
+-- outcome.  Returns how many, at most p_most.
 create or replace function pgque._drop_upto(
   p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick, p_most int default null
 ) returns bigint
@@ -10045,7 +10139,7 @@ begin
   v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
     case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
   if pgque._keyed(p_queue) then
-    -- As in receive(): a message whose body is being replaced is set aside.
+    -- As in receive(): a message whose body is being replaced goes to the retry queue.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
@@ -10071,8 +10165,9 @@ begin
 end
 $$;
 
--- Gives up what waits since before p_cutoff, 10,000 messages in one call: then it
--- returns 1.  What has a lease without an end does not keep it.
+-- Gives up messages that wait in the retry queue since before p_cutoff.  Returns 1 if
+-- it gave up 10,000, the most for one call.  A lease without an end does not keep a
+-- message.
 create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
@@ -10098,7 +10193,7 @@ begin
         and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- A dead letter that was requeued has its time again.
+        -- For a requeued dead letter, the time counts from when it was requeued.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
@@ -10117,7 +10212,8 @@ begin
 end
 $$;
 
--- The condition on e for the rows of a position's slice or batch that have no outcome yet.
+-- Returns the condition on e for the rows of a position's slice or batch that have no
+-- outcome.
 create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
 language sql stable as $$
   select pgque._slice_condition(
@@ -10125,8 +10221,8 @@ language sql stable as $$
     || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '')
 $$;
 
--- The condition on e for what a subscriber has before it, as a snapshot shows
--- it: not behind its position, not handed out from its window, and without an
+-- Returns the condition on e for the rows that a subscriber has ahead of it in a
+-- snapshot: not passed by its position, not delivered from its window, and without an
 -- outcome in its open batch.
 create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot) returns text
 language sql stable as $$
@@ -10139,8 +10235,8 @@ language sql stable as $$
       ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
 $$;
 
--- How many messages the slowest consumer has before it or in open batches, and how many
--- are delayed.
+-- Returns how many messages the slowest consumer has ahead of it or in open batches,
+-- and adds the delayed ones.
 create or replace function pgque._depth(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
@@ -10152,7 +10248,7 @@ declare
   v_most   bigint := 0;
 begin
   if pg_catalog.pg_current_xact_id_if_assigned() is not null then
-    -- What this transaction sent is not in the snapshot.
+    -- The snapshot does not show the messages of this transaction.
     execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
@@ -10164,7 +10260,7 @@ begin
     for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
       v_part := (v_held.lease).pos_done_count - v_held.settled;
       if v_sub.sub_role <> 'pool' then
-        -- What next_batch() opened nobody has counted yet.
+        -- The number of messages in a batch of next_batch() is not known yet.
         execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
           pgque._undone_condition(v_sub.sub_id, v_held.lease) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
         into v_part using pgque.clock();
@@ -10177,9 +10273,9 @@ begin
 end
 $$;
 
--- Keeps everybody from a queue's consumers and batches until the transaction ends.  Who
--- is busy with a batch may go on to receive: so this waits for nobody while it keeps the
--- consumers, but lets go of them first.
+-- Locks a queue's consumers and batches until the transaction ends.  A session that
+-- works with a batch may receive next, which needs the consumer.  So the function does
+-- not wait while it has the consumers locked: it releases them first.
 create or replace function pgque._stop_all(p_queue_id int) returns void
 language plpgsql as $$
 declare
@@ -10197,7 +10293,7 @@ begin
       when sqlstate 'PQ099' then
         null;
     end;
-    -- A session that waits for this lock keeps others from their batches.
+    -- A session that waits for this lock blocks others from their batches.
     begin
       perform pg_catalog.set_config('lock_timeout', '50ms', true);
       perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id);
@@ -10209,8 +10305,8 @@ begin
         perform pg_catalog.pg_sleep(0.02);
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('a worker of queue %I is busy with a batch in a transaction that stays open', (
-        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again, or end it.');
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction of a worker holds a batch of queue %I', (
+        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
     end if;
   end loop;
 end
@@ -10233,7 +10329,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  -- A block that catches something is a subtransaction, as _store_tick() needs one.
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
   begin
     perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
   exception
@@ -10249,7 +10345,8 @@ begin
     v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
     perform pgque._append_position(pgque._at_tick(v_pos, v_last));
   end loop;
-  -- What somebody settles just now is left to him.
+  -- A message that another session has locked keeps the outcome that the other session
+  -- gives it.
   with found as materialized (
     select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
   )
@@ -10260,9 +10357,9 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
-  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
-  'READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Dead letters and the archive stay. For a batch '
+  'that was open, ack() then returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
+  'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -10271,9 +10368,9 @@ declare
   v_count  bigint := 0;
 begin
   for v_gone in
-    -- Materialized, or else it may be looked for once for each message that waits.
+    -- Materialized, or the subquery may run once for each row of the retry queue.
     with found as materialized (
-      -- One with a key that nobody was given yet may have a newer body.
+      -- A message with a key that waits for its first delivery may have a newer body.
       select e.ctid from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
@@ -10328,7 +10425,7 @@ begin
 end
 $$;
 comment on function pgque.delete_expired(text, pgque.caller) is
-  'Deletes dead letters whose message has expired since, and returns their number. Held ones (drop_policy hold) stay.';
+  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10341,7 +10438,7 @@ begin
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
   end if;
-  -- So that no consumer has to, and others wait for it.
+  -- Created here, so that no consumer has to, with others waiting for it.
   perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
   from pgque.queue q, generate_series(0, 1) d (days)
   where q.queue_archive_on_ack;
@@ -10372,14 +10469,15 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
-      'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.',
+      'Use job expire or delete_expired, and an interval such as 5 minutes, or an empty text for off. The schedule is unchanged.',
       sqlerrm);
 end
 $$;
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages from '
-  'the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). every: an '
-  'interval; an empty string turns the job off, NULL restores its default. Errors: PQ005 an invalid job or interval; the old one stays.';
+  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages '
+  'from the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
+  'every: an interval. An empty string turns the job off, NULL restores its default. Errors: PQ005 invalid job or interval; the schedule is '
+  'unchanged then.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10415,14 +10513,14 @@ begin
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for, at most 10,000. Returns '
+  'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
--- transactions of another cluster, which mean nothing here.  What each
--- consumer had not finished is worked out within the old numbers, put into its
--- retry queue to be due at once, and the queue starts over with a tick of this
--- cluster.  Until then it takes no events, so old and new numbers never mix.
+-- transactions of another cluster, which mean nothing here.  The messages that a
+-- consumer had not finished are found by the old numbers and go to its retry queue, due
+-- at once.  The queue then begins again with a tick of this cluster.  Until then it
+-- takes no events, so old and new numbers never mix.
 create or replace function pgque._rebase(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -10443,7 +10541,7 @@ begin
   end if;
   v_last := pgque._last_tick(v_queue);
   -- A rotation of 0.4.4 or earlier that waited while the upgrade ran stored its
-  -- transaction's id, of which xmin is a subtransaction, and no tick came since.
+  -- transaction's id, of which xmin is a subtransaction, and no tick was stored since.
   update pgque.queue q set queue_xid = pgque._mark()
   where q.queue_id = p_queue_id and q.queue_xid < '4611686018427387904'
     and q.xmin::text::bigint - q.queue_xid::xid::text::bigint between 0 and 100
@@ -10454,13 +10552,13 @@ begin
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
     v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
     if cardinality(pgque._hold_batches(v_sub, v_open)) < cardinality(v_open) then
-      -- To wait for it would be a deadlock if it asks for more then.
+      -- Waiting for the worker would be a deadlock if it asks for more messages.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');
     end if;
     perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
     v_position := pgque._next_from(pgque._position(v_sub.sub_id));
-    -- Everything behind its position, less what it finished of the window.
+    -- All rows ahead of its position, without those that it finished in the window.
     v_rows := pgque._rows_sql(p_queue_id, format(
       '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
       coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
@@ -10478,7 +10576,7 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pgque._mark() where q.queue_id = p_queue_id returning q.* into v_queue;
-  -- An external ticker may go on at times that are past here.
+  -- An external ticker may continue at times that are past here.
   perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
     case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
@@ -10493,10 +10591,10 @@ begin
 end
 $$;
 
--- Turns to the other leaf of the idempotency keys once one has grown past 4 MB,
--- and empties the old one as soon as half of its keys hold no more, or the leaf
--- that is written has outgrown it: keys that hold for years keep no others.  The
--- keys that hold, of queues that are there, go along.
+-- Makes the other leaf of the idempotency keys the current one once it has more than 4
+-- MB.  Empties the old leaf as soon as half of its keys have expired, or the current
+-- leaf is larger: so keys with a ttl of years do not keep other keys.  Keys that are
+-- valid, of existing queues, are copied.
 create or replace function pgque._compact_idempotency() returns int
 language plpgsql as $$
 declare
@@ -10517,7 +10615,7 @@ begin
     update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
     return 1;
   end if;
-  -- Counted without the lock, which keeps every send_idem() waiting.
+  -- Counted without the lock: the lock blocks every send_idem().
   execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
   into v_half using pgque.clock();
   if v_half and v_size < v_old then
@@ -10537,15 +10635,15 @@ exception
 end
 $$;
 
--- Empties side tables that hold nothing live, so that not even their dead rows
--- stay.  A table in use is left alone.
+-- Empties side tables without live rows, so that not even their dead rows stay.  A
+-- table in use is skipped.
 create or replace function pgque._sweep() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_count  int := 0;
 begin
   v_count := v_count + pgque._compact_idempotency();
-  -- Retries of consumers that are gone.
+  -- Retries of consumers that no longer exist.
   delete from pgque.retry_queue r
   where r.ev_owner in (
     with recursive owner (id) as (
@@ -10554,7 +10652,7 @@ begin
       select (select min(o.ev_owner) from pgque.retry_queue o where o.ev_owner > w.id) from owner w where w.id is not null
     )
     select w.id from owner w where w.id > 0 and not exists (select from pgque.subscriber s where s.sub_id = w.id));
-  -- And what was sent with a delay while its queue was dropped.
+  -- Delayed messages that were sent while their queue was dropped.
   delete from pgque.retry_queue r
   where r.ev_queue in (
     with recursive queue (id) as (
@@ -10573,7 +10671,7 @@ begin
   if pg_relation_size('pgque.dead_letter') > 0 and not exists (select from pgque.dead_letter) then
     v_count := v_count + pgque._empty('pgque.dead_letter', 'true');
   end if;
-  -- The map is a cache: what an open window still needs is made again.
+  -- The map is a cache: a window that is still open gets a new one.
   if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
@@ -10585,8 +10683,8 @@ begin
 end
 $$;
 
--- Truncates a table if its lock is free and, with p_only_if_empty, no row is
--- in it once it is locked.
+-- Truncates a table if its lock is free and, with p_only_if_empty, the locked table has
+-- no row.
 create or replace function pgque._empty(p_table regclass, p_only_if_empty boolean) returns int
 language plpgsql as $$
 declare
@@ -10607,12 +10705,12 @@ exception
 end
 $$;
 
--- Whether what was done at some time is to be done again; a null means never.  What
--- was done later than now is due: the clock was set back, by who knows how much.
+-- Returns whether it is time to do something again that was done at p_last; a null
+-- interval means never.  A p_last in the future counts as due: the clock was set back.
 create or replace function pgque._is_due(p_last timestamptz, p_every interval) returns boolean
 language sql volatile as $$ select p_every is not null and (pgque.clock() < p_last or pgque.clock() >= p_last + p_every) $$;
 
--- What maint() is made of, in this order, and whether it is done for each queue.
+-- Returns the parts of maint(), in this order, and whether each runs for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
 language sql immutable as $$
   values ('pgque.maint_retry_events', false), ('pgque.maint_recurring', false), ('pgque.maint_lapsed', false), ('pgque.maint_expire', false), ('pgque.maint_lags', false),
@@ -10633,15 +10731,15 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
-comment on function pgque.maint_operations() is 'Returns what maint() does, one call a row, for a scheduler that commits after each.';
+comment on function pgque.maint_operations() is 'Returns the operations of maint(), one call a row, for a scheduler that commits after each call.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never received, and returns the number of consumers '
-  'moved. get_consumer_info() counts what they skipped. Errors: PQ001 no such queue.';
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the number of '
+  'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -10653,7 +10751,8 @@ begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  -- What fails of it is not to stop the rest.  Last the leaves: what that locks, all others use.
+  -- A failure in one part must not stop the others.  _drop_leaves is last: all others
+  -- use the tables that it locks.
   foreach v_part in array array['_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
@@ -10671,15 +10770,15 @@ $$;
 comment on function pgque.maint_tables() is
   'Maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
 
--- Does one of maint_operations(); what fails is reported and left for the next
--- time.
+-- Runs one of maint_operations().  A failure is reported, and the next call tries
+-- again.
 create or replace function pgque._maint_operation(p_func text, p_arg text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_done  int;
 begin
   if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
-    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'select * from pgque.maint_operations() lists them.');
+    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'List the operations: select * from pgque.maint_operations();');
   end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;
@@ -10692,8 +10791,8 @@ exception
 end
 $$;
 
--- A rotation keeps a dozen locks until the transaction ends; those the server has
--- no room for are for the next call.
+-- A rotation keeps a dozen locks until the transaction ends.  If the server has no room
+-- for all queues, the next call does the rest.
 create or replace function pgque.maint() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -10719,8 +10818,8 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: delayed messages, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
-  'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Does all maintenance now: delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
+  'once do no harm. Returns how many steps there were to do. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 -- ---------------------------------------------------------------------------
 -- schedule: the loop and pg_cron
 -- ---------------------------------------------------------------------------
@@ -10758,7 +10857,7 @@ comment on function pgque.set_tick_share(int) is
   'Sets how much of one core the loop may use for checks and ticks, 1 to 100 percent (default 15), and returns it. Above it, gaps between ticks grow. '
   'A running loop follows at once. Errors: PQ005 out of range.';
 
--- The queues that a ticker serves.
+-- Returns the queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -10769,9 +10868,10 @@ begin
 end
 $$;
 
--- What the loop reads in each round: when stop() was called last, the period, the
--- shortest gap between two ticks of a queue, the loop's share of a core, whether
--- retries or recurring messages are due, and when to check the queues though nothing happened.
+-- Returns what the loop reads in each round: the time of the last stop(), the period,
+-- the shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries or recurring messages are due, and when to check the queues even if nothing
+-- happened.
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
@@ -10792,15 +10892,15 @@ begin
 end
 $$;
 
--- Takes the lock of the loop, which ends with each transaction: a loop that was
--- cancelled leaves nothing behind.  The loop takes the lock again after each commit
--- and keeps it while it sleeps, so a second loop waits.
+-- Takes the lock of the loop, which ends with each transaction: a cancelled loop leaves
+-- nothing behind.  The loop takes the lock again after each commit and keeps it while
+-- it sleeps, so a second loop waits.
 create or replace function pgque._loop_lock() returns boolean
 language sql as $$
   select pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), pg_catalog.hashtext('pgque.ticker_loop'))
 $$;
 
--- When a loop ends: before statement_timeout would end it.
+-- Returns when a loop ends: before statement_timeout would end it.
 create or replace function pgque._loop_end(p_start timestamptz, p_run_for interval) returns timestamptz
 language sql set search_path = pg_catalog, pgque, pg_temp as $$
   select least(
@@ -10809,8 +10909,8 @@ language sql set search_path = pg_catalog, pgque, pg_temp as $$
   from (select current_setting('statement_timeout')::interval) t (timeout)
 $$;
 
--- Sleeps until p_until, or until the loop has something to check (see _loop_check).
--- It looks every p_nap.
+-- Sleeps until p_until, or until the loop has something to check (see _loop_check).  It
+-- checks every p_nap.
 create or replace function pgque._loop_sleep(
   p_until timestamptz, p_nap interval, p_ready timestamptz, p_due timestamptz, p_seen text
 ) returns void
@@ -10829,8 +10929,8 @@ begin
 end
 $$;
 
--- What the loop maintains.  Retention is a matter of days and asks much of many
--- queues, so it comes last, and only with p_retain.
+-- Returns what the loop maintains.  Retention is a matter of days and takes long for
+-- many queues, so it is last, and runs only with p_retain.
 create or replace function pgque._loop_operations(p_retain boolean, out funcs text[], out args text[])
 language sql set search_path = pg_catalog, pgque, pg_temp as $$
   select array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n), array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
@@ -10838,11 +10938,11 @@ language sql set search_path = pg_catalog, pgque, pg_temp as $$
   where p_retain or o.func_name <> 'pgque.maint_retain'
 $$;
 
--- A procedure that commits may have neither SET nor SECURITY DEFINER, so in those
--- below all names are qualified, operators get the very types they are for (else one
--- in public might fit better), and all work is in functions.
+-- A procedure that commits may have neither SET nor SECURITY DEFINER.  So in those
+-- below all names are qualified, operators get the types that they are for (else an
+-- operator in public might fit better), and all work is in functions.
 
--- Does as much maintenance as keeps no message waiting.  retains becomes true when
+-- Runs maintenance for so long that messages do not wait.  retains becomes true when
 -- retention has done a part of its work.
 create or replace procedure pgque._loop_maintain(
   p_funcs pg_catalog.text[], p_args pg_catalog.text[], inout done pg_catalog.int4, inout retains pg_catalog.bool
@@ -10863,15 +10963,15 @@ begin
 end
 $$;
 
--- Checks queues and ticks those that have something.  From full_at on it checks all
--- queues, before that the hot ones, which had something at the last check.  p_known is
--- what the loop knows of the queues p_ids; looked is what it learns.  The next check
--- comes when the server's snapshot has changed, but not before ready, and at the
--- latest when it is due.
+-- Checks queues and ticks those that have messages.  From full_at on it checks all
+-- queues, before that only the hot ones, which had messages at the last check.  p_known
+-- is the state of the queues p_ids that the loop keeps; looked is the new state of the
+-- checked ones.  The next check follows when the server's snapshot has changed, but not
+-- before ready, and at the latest when it is due.
 --
 -- The loop pays for checks and ticks with pauses, so that they take no more than its
--- share of a core.  It does not pay for waits, and a second that was quiet pays in
--- advance.  A check of all queues waits until its cost is at most half of the share.
+-- share of a core.  It does not pay for waits, and a quiet second pays in advance.  A
+-- check of all queues waits until its cost is at most half of the share.
 create or replace procedure pgque._loop_check(
   p_began pg_catalog.timestamptz, p_period pg_catalog.interval, p_gap pg_catalog.interval, p_share pg_catalog.float8,
   p_known pgque.look[], p_ids pg_catalog.int4[], p_mark pg_catalog.timestamptz, p_work pg_catalog.interval,
@@ -10891,7 +10991,7 @@ declare
   v_news      pg_catalog.int4 := 0;
   v_at        pg_catalog.int4;
   v_quiet     pg_catalog.bool;                            -- some queue is not hot
-  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
+  v_stall     pg_catalog.interval := '20 milliseconds';   -- a step that takes longer waits for a lock, or for the machine
   v_took      pg_catalog.interval;
   v_cost      pg_catalog.interval := '0';                 -- of the check and of idle ticks; the rest is p_work
   v_wait      pg_catalog.timestamptz := 'infinity';       -- when the first hot queue may tick
@@ -10908,7 +11008,7 @@ begin
     hot := pg_catalog.array_cat(hot, v_survey.early);
     due := least(due, v_survey.early_until);
     v_wait := least(v_wait, v_survey.early_until);
-    -- Not with all these sequences locked: somebody may drop one.
+    -- Not with all these sequences locked: another session may drop one.
     if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
       commit and chain;
       perform pgque._loop_lock();
@@ -10919,11 +11019,13 @@ begin
       v_idle := v_look.ticked;
       v_new := v_all and pg_catalog.array_position(p_ids, v_look.queue_id) is null;
       if v_new then
-        -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
+        -- A new loop knows no queue; while it reads thousands of them, some have
+        -- messages.
         v_news := v_news + 1;
         continue when v_news > 100;
       elsif v_idle then
-        -- An idle tick can wait for the next check of all queues, a message of another queue not.
+        -- An idle tick can wait for the next check of all queues, a message of another
+        -- queue cannot.
         v_idle_end := coalesce(v_idle_end, p_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
         if p_mark > v_idle_end then
           due := p_began;
@@ -10960,7 +11062,7 @@ begin
   full_at := case
     when v_news > 100 then p_mark
     when v_quiet then p_mark + least(2::pg_catalog.float8 / p_share * v_cost, greatest(p_period, '1 second'::pg_catalog.interval))
-    -- Where no queue is quiet, none can have anything before the first may tick again.
+    -- If no queue is quiet, none can have messages before the first may tick again.
     when v_all then least(v_wait, p_mark + least(p_period, '1 second'::pg_catalog.interval))
     else full_at
   end;
@@ -10969,15 +11071,15 @@ begin
 end
 $$;
 
--- The ticker: ticks, moves what is due, maintains, for just under a minute (or
--- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
--- and again.  A second loop waits for the first and takes over within a tick period.
--- A round in which no transaction of the server began or ended does nothing; a
--- round without work writes nothing and uses no transaction id.
+-- The ticker: it ticks, moves messages that are due and maintains, for just under a
+-- minute (or run_for), and commits after each step.  pg_cron or `pgque ticker` calls it
+-- again and again.  A second loop waits for the first and takes over within a tick
+-- period.  A round in which no transaction of the server began or ended does nothing.
+-- A round without work writes nothing and uses no transaction id.
 --
--- The loop compares snapshots every five milliseconds, after some seconds without a
--- message four times a period.  A queue ticks as soon as its last tick is old enough
--- (_queues_due()).
+-- The loop compares snapshots every five milliseconds; after some seconds without a
+-- message it compares them four times a period.  A queue ticks as soon as its last tick
+-- is old enough (_queues_due()).
 create or replace procedure pgque.ticker_loop(run_for pg_catalog.interval default null)
 language plpgsql as $$
 declare
@@ -11030,7 +11132,8 @@ begin
     v_woke := v_began;
     v_began := pg_catalog.clock_timestamp();
     select s.* into v_state from pgque._loop_state() s;
-    -- Where the clock was set back, all times of this loop lie ahead: another one begins.
+    -- If the clock was set back, all times of this loop are in the future: another loop
+    -- begins.
     exit when v_state.stopped_at > v_start or v_began >= v_end or v_began < v_woke;
     v_nap := least(v_state.period / 4::pg_catalog.float8,
       case when v_began < v_active + '3 seconds'::pg_catalog.interval then least(v_state.gap, '5 milliseconds'::pg_catalog.interval) end);
@@ -11042,7 +11145,7 @@ begin
       if v_state.retries and v_began >= v_pump then
         perform pgque.maint_retry_events(), pgque._maint_operation('pgque.maint_recurring', null);
         v_work := pg_catalog.clock_timestamp() - v_mark;
-        -- Where it waited for a lock, or had much to do, the others come first.
+        -- If the step waited for a lock, or had much to do, the other steps run first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
         commit and chain;
         perform pgque._loop_lock();
@@ -11079,12 +11182,12 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves what is due and maintains, and commits after each step. A queue ticks as soon as its '
-  'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
-  'A second loop waits for the first.';
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves messages that are due, maintains, and commits after each step. A queue ticks as '
+  'soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command '
+  'pgque ticker do. A second loop waits for the first.';
 
--- Whether there is pg_cron for the owner of pgque: null if it is not in this
--- database, false if its schema is closed.
+-- Returns whether the owner of pgque can use pg_cron: null if it is not in this
+-- database, false without a right to its schema.
 create or replace function pgque._has_cron() returns boolean
 language sql stable as $$
   select pg_catalog.has_schema_privilege(n.oid, 'usage')
@@ -11092,11 +11195,11 @@ language sql stable as $$
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
--- The jobs that start() may create.
+-- Returns the names of the jobs that start() may create.
 create or replace function pgque._job_names() returns text[]
 language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
 
--- PQ014 for an owner whom pg_cron does not let in.
+-- Raises PQ014 for an owner without a right to pg_cron.
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
 begin
@@ -11105,9 +11208,9 @@ begin
 end
 $$;
 
--- With pg_cron 1.5 or newer it is one job that is restarted within a second of
--- any failure.  Older ones know minutes only: there a second job stands by, and
--- goes on for five seconds of the next minute, while the first begins again.
+-- With pg_cron 1.5 or newer, one job is restarted within a second of any failure.
+-- Older versions know only minutes: there a second job takes over and runs for five
+-- seconds of the next minute, while the first one begins again.
 create or replace function pgque.start() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -11130,8 +11233,8 @@ begin
     ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
-    perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
-      format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint));
+    perform pgque._fail('PQ014', format('pg_cron has jobs of pgque for database %I', v_other),
+      format('If they came with a dump, or the ticker moves to this database, remove them: %s; then call pgque.start() again.', v_hint));
   end if;
   update pgque.config c set stopped_at = null;
   begin
@@ -11156,15 +11259,15 @@ begin
       hint = v_hint;
   end if;
   raise notice using
-    message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
-    hint = 'See whether it runs: select * from pgque.status(). It does within seconds, with pg_cron 1.4 at the next full minute.';
+    message = format('pgque: pg_cron job %s is created and has not run yet', v_job),
+    hint = 'Check that it runs: select * from pgque.status(); It starts within seconds, with pg_cron 1.4 at the next full minute.';
   perform pgque._did('start', null);
   return v_job;
 end
 $$;
 comment on function pgque.start() is
-  'Makes pg_cron run the loop in this database, once however often it is called, and returns the job''s id. Errors: PQ014 pg_cron is not in this '
-  'database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
+  'Schedules the loop with pg_cron in this database, and returns the job''s id. A second call replaces the job. Errors: PQ014 pg_cron is not in '
+  'this database or works for another one, the owner has no right to schema cron, or pg_cron has jobs of pgque for another database.';
 
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -11176,10 +11279,11 @@ begin
 end
 $$;
 comment on function pgque.stop() is
-  'Stops the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
+  'Stops the running loop, also one that pg_cron did not start. Removes the pg_cron jobs of this database, and those of databases that no longer '
+  'exist.';
 
--- Removes our jobs of this database, and of those that are gone: one that was
--- renamed leaves them behind.
+-- Removes our jobs of this database, and of databases that no longer exist: a database
+-- that is renamed leaves its jobs behind.
 create or replace function pgque._unschedule() returns void
 language plpgsql as $$
 begin
@@ -11189,8 +11293,8 @@ begin
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
-      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: those of pgque go on, if there are any', current_user),
-      hint = pg_catalog.format('grant usage on schema cron to %I; and call it again.', current_user);
+      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: if there are jobs of pgque, they keep running', current_user),
+      hint = pg_catalog.format('grant usage on schema cron to %I; then call it again.', current_user);
   end if;
 end
 $$;
@@ -11204,7 +11308,7 @@ begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
       ' where j.jobid = d.jobid and j.jobname = any (pgque._job_names())'
-      -- A connection that failed has no time.
+      -- A connection that failed has no end time.
       ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
         and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
     get diagnostics v_count = row_count;
@@ -11216,8 +11320,8 @@ exception
 end
 $$;
 
--- Whether statement_timeout ends the runs of a job that begins only once a minute
--- (pg_cron 1.4), and what to do.  Such a job is for minutes only, and a run cannot
+-- Returns whether statement_timeout ends the runs of a job that begins only once a
+-- minute (pg_cron 1.4), and the remedy.  Only these jobs are affected, and a run cannot
 -- lift the limit of its own statement.
 create or replace function pgque._cron_gaps(out failure text, out remedy text)
 language plpgsql as $$
@@ -11231,8 +11335,8 @@ begin
   execute 'select min(j.username) from cron.job j'
     ' where j.jobname = ''pgque'' and j.schedule = ''* * * * *'' and j.active and j.database = pg_catalog.current_database()'
   into v_role;
-  -- As the server finds the setting for the job's session.  This session's value is
-  -- that of the server where neither a role nor a database has changed it.
+  -- The value that the server uses for the job's session.  The value of this session is
+  -- that of the server, if neither a role nor a database has changed it.
   select l.value into v_limit
   from (
     select pg_catalog.split_part(c.setting, '=', 2) as value, s.setrole = 0 as all_roles, s.setdatabase = 0 as all_databases
@@ -11251,17 +11355,17 @@ begin
   if v_role is not null and v_limit ~ '^\s*[1-9]' then
     v_limit := v_limit || case when v_limit ~ '[a-z]' then '' else 'ms' end;
     if v_limit::interval < interval '1 minute' then
-      failure := pg_catalog.format('statement_timeout is %2$s for role %1$I: it ends each run early, and pg_cron begins the next one only with the next minute',
+      failure := pg_catalog.format('statement_timeout is %2$s for role %1$I: it ends each run early, and pg_cron starts the next one only at the next full minute',
         v_role, v_limit);
-      remedy := pg_catalog.format('alter role %I in database %I set statement_timeout = 0; from the next run on it ticks all the time.',
+      remedy := pg_catalog.format('alter role %I in database %I set statement_timeout = 0; the next run then ticks without pauses.',
         v_role, pg_catalog.current_database());
     end if;
   end if;
 end
 $$;
 
--- How the newest run of our jobs failed, if it did, and what to do; where that
--- cannot be known, how to find out.
+-- Returns how the newest run of our jobs failed, if it did, and the remedy.  If that
+-- cannot be known, the remedy is how to find out.
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
@@ -11289,7 +11393,7 @@ begin
       || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
     remedy := case
       when v_run.return_message ilike '%connect%' then pg_catalog.format(
-        -- The launcher comes as the server's user of the operating system.
+        -- The launcher connects as the server's user of the operating system.
         case when v_run.nodename like '/%' then
           'pg_cron cannot log in as role %1$s through the socket in %2$s. Put "local %4$s %1$s peer map=pgque" first into pg_hba.conf'
           ' and "pgque postgres %1$s" into pg_ident.conf; select pg_reload_conf();'
@@ -11323,7 +11427,7 @@ declare
 begin
   component := 'pgque'; status := pgque.version(); detail := version();
   return next;
-  -- Between two transactions the loop holds no lock for a moment: look twice.
+  -- Between two transactions the loop holds no lock for a moment: check again.
   for i in 1..3 loop
     select l.pid into v_loop
     from pg_locks l
@@ -11351,14 +11455,14 @@ begin
     end if;
   elsif not pgque._has_cron() then
     status := 'hidden';
-    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
+    detail := format('pg_cron is installed, and role %1$I may not use it: grant usage on schema cron to %1$I;', current_user);
   end if;
   return next;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, case
       when v_failure is not null then 'no loop runs: see scheduler'
-      when v_jobs is not null then 'no loop runs yet: pg_cron begins one within seconds, with pg_cron 1.4 at the next full minute'
+      when v_jobs is not null then 'no loop runs yet: pg_cron starts one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'
     end) || format(', period %s ms', (select coalesce(max(c.tick_period_ms), 100) from pgque.config c));
   return next;
@@ -11369,7 +11473,8 @@ end
 $$;
 comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: version, scheduler, ticker, queues.';
 
--- Tables and columns outside the schema that would go with its types and tables.
+-- Returns tables and columns outside the schema that would be dropped with its types
+-- and tables.
 create or replace function pgque._foreign_data() returns setof text
 language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
   with recursive gone as (
@@ -11389,7 +11494,7 @@ language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
   order by 1
 $$;
 
--- Without the notice that names each object of the schema.
+-- client_min_messages suppresses the notice that names each object of the schema.
 create or replace function pgque.uninstall() returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set client_min_messages = warning as $$
 declare
@@ -11397,7 +11502,7 @@ declare
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     perform pgque._fail('insufficient_privilege', 'only the owner of schema pgque may uninstall it',
-      'Log in as the role that installed it.');
+      'Run it as the role that installed it.');
   elsif v_foreign is not null then
     perform pgque._fail('dependent_objects_still_exist', 'tables outside schema pgque use its types or tables, and would lose data',
       'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.',
@@ -11410,13 +11515,13 @@ begin
 end
 $$;
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Errors: 42501 the caller does not own the schema; 2BP01 '
-  'tables outside the schema have columns of its types, which would be dropped too.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs. The roles stay. Errors: 42501 the caller does not own the schema; '
+  '2BP01 tables outside the schema have columns of its types, which would be dropped too.';
 -- ---------------------------------------------------------------------------
 -- observe: information, metrics, health
 -- ---------------------------------------------------------------------------
 
--- PgQ's view of who reads what.
+-- Returns the position of a subscriber as PgQ's view shows it.
 create or replace function pgque._position_of(p_sub int) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -11436,7 +11541,7 @@ begin
 end
 $$;
 
--- The open batch of a subconsumer, or nothing.
+-- Returns the open batch of a subconsumer, or no row.
 create or replace function pgque._batch_of_worker(p_member pgque.subscriber) returns pgque.position
 language plpgsql as $$
 declare
@@ -11456,15 +11561,16 @@ comment on view pgque.subscription is 'Lists the consumers of all queues and the
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
 comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
-comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
-comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
-comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
-comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
+comment on column pgque.subscription.sub_last_tick is 'The tick up to which the consumer has finished; NULL for a worker without a batch.';
+comment on column pgque.subscription.sub_active is 'When the consumer last received, finished or was touched.';
+comment on column pgque.subscription.sub_batch is 'The open batch, or NULL.';
+comment on column pgque.subscription.sub_next_tick is 'The end of the window that the consumer reads, or NULL.';
 comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
 comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
 comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
 
--- Whether a queue's six tables are there; the loop goes on without it if not.
+-- Returns the name of a table of a queue that is missing, or null.  The loop skips such
+-- a queue.
 create or replace function pgque._missing_leaf(p_queue_id int) returns text
 language plpgsql stable as $$
 begin
@@ -11472,7 +11578,8 @@ begin
 end
 $$;
 
--- Whether a queue was dropped since somebody saw it; its tables may stay a while.
+-- Returns whether a queue was dropped since its row was read.  Its tables may stay for
+-- a while.
 create or replace function pgque._is_gone(p_queue_id int) returns boolean
 language plpgsql as $$
 begin
@@ -11480,7 +11587,8 @@ begin
 end
 $$;
 
--- Who holds locks on a queue's tables, or keeps all others from one; null if nobody.
+-- Returns the sessions that hold locks on a queue's tables, or with p_alone exclusive
+-- ones; null if there are none.
 create or replace function pgque._lockers(p_queue_id int, p_alone boolean) returns text
 language sql stable as $$
   select pg_catalog.string_agg(distinct coalesce('pid ' || l.pid, 'a prepared transaction'), ', ')
@@ -11491,16 +11599,17 @@ language sql stable as $$
     and (l.mode = 'AccessExclusiveLock' or not p_alone)
 $$;
 
--- What follows looks at every queue, and hardly waits for the tables of one that
--- somebody has locked: it says what it knows without them.  The caller is about to
--- take back its look, and this with it.
+-- Shortens lock_timeout for a function that reads every queue: it waits only briefly
+-- for the tables of a locked one, and returns what it knows without them.  The caller
+-- undoes its block, and this setting with it.
 create or replace function pgque._hurry() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
--- These look at each queue with the same statements: one plan does for all of them, and
--- takes less time than to make a plan for each (plan_cache_mode).  It is to use indexes:
--- one queue may have nearly all retries and dead letters.  Without sequential scans even
--- small tables seem to be worth workers, which would be started for each queue.
+-- These functions read each queue with the same statements.  One plan for all queues
+-- takes less time than one plan for each (plan_cache_mode).  The plan has to use
+-- indexes: one queue may have nearly all retries and dead letters.  Without sequential
+-- scans even small tables seem to be worth parallel workers, which would be started for
+-- each queue.
 create or replace function pgque.get_queue_info(
   i_queue_name text default null, caller pgque.caller default current_user,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
@@ -11566,7 +11675,7 @@ begin
       when others then
         if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
           raise;
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
   end loop;
 end
@@ -11575,8 +11684,8 @@ comment on function pgque.get_queue_info(text, pgque.caller) is
   'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
   'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
--- The subscribers of a queue, or those of a name, each with its newest position.
--- Both leaves in one statement: a position may move from one to the other.
+-- Returns the subscribers of a queue, or those of a name, each with its newest
+-- position.  Both leaves in one statement: a position may move from one to the other.
 create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position)
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
@@ -11590,8 +11699,8 @@ begin
 end
 $$;
 
--- When a message was sent that a snapshot shows and that a subscriber has not
--- finished; null if there is none.  Any such message will do: one look at an index.
+-- Returns when a message was sent that a snapshot shows and a subscriber has not
+-- finished; null if there is none.  Any such message will do: one index lookup.
 create or replace function pgque._unfinished(p_sub pgque.subscriber, p_pos pgque.position, p_snapshot pg_snapshot) returns timestamptz
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -11604,10 +11713,11 @@ begin
 end
 $$;
 
--- Since when a message in the log waits for a subscriber: the time of the first
--- tick that shows one; null if none does.  What no tick shows yet waits since the
--- last one, or since it was sent.  Of two ticks the later shows what the earlier
--- shows, so the first is found by halving the range of their ids.
+-- Returns since when a message in the log is pending for a subscriber: the time of the
+-- first tick that shows one; null if there is none.  A message that no tick shows yet
+-- is pending since the last tick, or since it was sent if that is later.  The later of
+-- two ticks shows all that the earlier one shows.  So a binary search over tick ids
+-- finds the first.
 create or replace function pgque._pending_since(p_sub pgque.subscriber, p_pos pgque.position, p_last pgque.tick) returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -11615,7 +11725,7 @@ declare
   v_high   bigint := p_last.tick_id;
   v_since  timestamptz := p_last.tick_time;
   v_sent   timestamptz;
-  v_mid    bigint := v_low + 1;   -- the next tick is it while messages come without a pause
+  v_mid    bigint := v_low + 1;   -- this is the tick, if messages come without a pause
   v_tick   pgque.tick;
 begin
   if p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
@@ -11639,9 +11749,9 @@ begin
 end
 $$;
 
--- What get_consumer_info() says of some subscribers of one queue; with p_blind,
--- only what is known without the queue's tables.  p_last: its last tick, if the caller
--- knows it.
+-- Returns the columns of get_consumer_info() for some subscribers of one queue.  With
+-- p_blind, only those that need no table of the queue.  p_last: the last tick of the
+-- queue, if the caller knows it.
 create or replace function pgque._consumers(
   p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
@@ -11676,8 +11786,8 @@ begin
         lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
       end if;
       if v_sub.sub_main is null then
-        -- What may be taken again, or was not given yet for the sake of the
-        -- order; of the window that is open it is among those that are pending.
+        -- Messages that may be received again, or were not delivered yet because of
+        -- their order.  Those in the open window are pending anyway.
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
         from (
           select count(*) as n, min(r.ev_retry_after) as since, r.ev_id <= v_pos.pos_event_seq as behind
@@ -11690,11 +11800,11 @@ begin
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
       end if;
-      lag := greatest(lag, '0');   -- also with nothing pending, and where the clock was set back
+      lag := greatest(lag, '0');   -- also if nothing is pending, and if the clock was set back
     end if;
     return next;
   end loop;
-  -- Who waited for a table may have waited for the queue's end.
+  -- A session that waited for a table may have waited for a DROP of the queue.
   if not p_blind and not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
     perform pgque._no_queue(p_queue.queue_name);
   end if;
@@ -11746,7 +11856,7 @@ begin
           raise;
         elsif $1 is not null then
           perform pgque._no_queue($1);
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
     if v_locked then
       return query select c.* from pgque._consumers(v_queue, v_subs, v_positions, true) c;
@@ -11813,12 +11923,12 @@ begin
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'Returns the next n messages that a consumer has not finished, without receiving them: of the consumer named, or else of the slowest. Messages '
-  'count whether a tick covers them or not, retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 not '
-  'subscribed.';
+  'Returns the next n messages that a consumer has not finished, without receiving them. consumer_name: NULL means the slowest consumer. Messages '
+  'also count before a tick covers them, and retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 '
+  'not subscribed.';
 
--- The first tick by which an id had been drawn, all columns null if there is none yet:
--- ticks are too many to read, so it halves the range of their ids.
+-- Returns the first tick by which an id had been drawn; all columns are null if there
+-- is none yet.  A binary search over tick ids, since there are too many ticks to read.
 create or replace function pgque._tick_of_event(p_queue pgque.queue, p_id bigint) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -11841,14 +11951,17 @@ begin
 end
 $$;
 
--- A condition on e.ev_txid that holds for all rows of the log with ids above p_after, up
--- to p_upto; a null leaves that end open.
+-- Returns a condition on e.ev_txid that holds for all rows of the log with ids above
+-- p_after, up to p_upto.  A null leaves that end open.
 --
 -- A sender has its transaction's id before it draws a message's id.  Let A be the last
--- tick before the first id was drawn, and B the first tick after the last one was.  The
--- sender ran at tick A, or began after it, and its id is lower than that which stored
--- the row of tick B (see _store_tick).  That is 32 bits of the id: the others are those
--- of now.  Where messages entered the log under older ids (see _noted), there is no upper end.
+-- tick before the first id was drawn, and B the first tick after the last one was
+-- drawn.
+--   * The sender ran at tick A, or began after it.
+--   * Its transaction's id is lower than the one that stored the row of tick B (see
+--     _store_tick).  xmin has only 32 bits of that id: the others are taken from the
+--     current id.
+-- If messages entered the log under older ids (see _noted), there is no upper end.
 create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -11881,8 +11994,8 @@ begin
 end
 $$;
 
--- Where the rows of a message lie in the log, as _rows_sql() takes it: a condition on row
--- addresses for each table, null for none.
+-- Returns where the rows of a message are in the log, as _rows_sql() takes it: a
+-- condition on row addresses for each table, null for none.
 create or replace function pgque._places(p_queue pgque.queue, p_id bigint) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -11900,11 +12013,11 @@ begin
 end
 $$;
 
--- Everything a queue knows about its messages, or about one (p_id): a row for each
--- consumer that has to do with it.  Of each kind the first p_limit by id that satisfy
--- p_where, a condition on a row m of the result, or more: the rows of one message are
--- not parted.  p_status, p_consumer and p_after, which p_where has too, tell what need not
--- be read.
+-- Returns all messages of a queue, or one (p_id), with one row for each consumer that
+-- has it.  Of each kind, these are the first p_limit rows by id that satisfy p_where,
+-- or more: all rows of one message are returned together.  p_where is a condition on a
+-- row m of the result.  p_status, p_consumer and p_after, which are part of p_where
+-- too, avoid needless reads.
 create or replace function pgque._messages(
   p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
@@ -11922,7 +12035,7 @@ begin
   if p_id < 1 then
     return;
   end if;
-  p_after := least(greatest(p_after, p_id - 1), 4611686018427387904);   -- no id is above it
+  p_after := least(greatest(p_after, p_id - 1), 4611686018427387904);   -- no id is higher
   if p_id is not null then
     v_places := pgque._places(p_queue, p_id);
   end if;
@@ -11983,8 +12096,8 @@ begin
 end
 $$;
 
--- Of these, the ones in the log that a consumer has not received.  It reads the ids a
--- range at a time, each twice as long as the one before, until there are enough.
+-- Returns those of them that are in the log and that a consumer has not received.  It
+-- reads ids range by range, each twice as long as the one before, until it has enough.
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
@@ -12032,7 +12145,7 @@ begin
 end
 $$;
 
--- What _messages() returns of the retry queue.
+-- Returns the query for the messages of _messages() that are in the retry queue.
 create or replace function pgque._waiting_messages_sql() returns text
 language sql immutable as $f$
   select $q$
@@ -12054,8 +12167,8 @@ language sql immutable as $f$
     $q$
 $f$;
 
--- Rows of pgque.event as _messages() returns them for consumer $1; p_state are status,
--- available_at, receive_count, worker and batch id.
+-- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
+-- p_state: expressions for status, available_at, receive_count, worker and batch id.
 create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text) returns text
 language sql immutable as $f$
   select pgque._limited_sql(pg_catalog.format(
@@ -12067,7 +12180,8 @@ language sql immutable as $f$
     $q$, p_rows, p_state), p_where)
 $f$;
 
--- The first $3 rows by id that satisfy a condition, and the others of the last message.
+-- Returns a query for the first $3 rows by id that satisfy a condition, and the other
+-- rows of the last message.
 create or replace function pgque._limited_sql(p_rows text, p_where text) returns text
 language sql immutable as $f$
   select pg_catalog.format(
@@ -12096,10 +12210,10 @@ declare
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
     perform pgque._fail('PQ005', format('unknown status %L, for queue %I', $2, v_queue.queue_name),
-      'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.');
+      'Use pending, processing, delayed, retry, expired, dead, failed or archived, or null for all.');
   elsif $3 is null or $3 < 0 then
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
-      'It is the greatest number of messages to list.');
+      'Pass the highest number of messages to list, such as 100.');
   end if;
   v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
@@ -12117,12 +12231,14 @@ begin
 end
 $$;
 comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, processing, '
-  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: of that type, with that key, of that '
-  'consumer. since, until: created at since or later, and before until. matching: this text is in the payload (its first 100,000 characters), the headers or last_error, '
-  'in upper or lower case (of the letters that the database''s locale knows). after_id: with greater ids only; then a message has all its rows, so there may be a few more than limit_count. To read page by page, begin with 0 and go on with the last msg_id. '
-  'available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 '
-  'another status, or limit_count is negative.';
+  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, '
+  'processing, delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: only those of '
+  'this type, key or consumer. since, until: only those created at since or later, and before until. matching: only those with this text in the '
+  'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
+  'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
+  'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
+  'letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
+  'is negative.';
 
 create or replace function pgque.get_message(
   queue_name text, inout msg_id bigint, caller pgque.caller default current_user,
@@ -12146,14 +12262,14 @@ begin
 end
 $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
-  'Returns one message, a row for each consumer that still has it, without receiving it; columns as in list_messages(). '
-  'Errors: PQ001 no such queue; PQ010 no consumer has it.';
+  'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
+  'no such queue; PQ010 no consumer has it.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ010', pg_catalog.format('message not found: %s of queue %I', coalesce(p_id::text, 'null'), p_queue.queue_name),
-    'Every consumer is done with it, or it was never committed.');
+    'Check the id. Every consumer is done with the message, or it was never committed.');
 end
 $$;
 
@@ -12177,7 +12293,8 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Returns the state of one message, a row for each consumer that still has it; status as in list_messages(). Errors: PQ010 no consumer has it.';
+  'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
+  'has it.';
 
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
@@ -12230,17 +12347,17 @@ begin
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
-  'Returns messages that were delivered more than once without an outcome, or were given up for that reason: they may kill their workers. dl_id is '
+  'Returns messages that were delivered more than once without an outcome, or were given up for that reason. They may kill their workers. dl_id is '
   'set if the message is a dead letter.';
 
--- How many consumers of a queue metrics() and health() look at one by one: those
--- that are furthest back.  A queue with more has the rest in its sums only.
+-- Returns how many consumers of a queue metrics() and health() report one by one: those
+-- with the greatest lag.  All others are only in the sums.
 create or replace function pgque._most_consumers() returns int
 language sql immutable as $$ select 100 $$;
 
--- The subscribers of a queue that are furthest back, with their positions, how many
--- consumers the queue has, and the slowest of them: what it still needs, its workers'
--- batches included, begins behind slowest_seq.
+-- Returns the subscribers of a queue with the greatest lag and their positions, the
+-- number of its consumers, and the slowest of them.  The messages that the slowest
+-- still needs, those in its workers' batches included, have ids above slowest_seq.
 create or replace function pgque._stragglers(
   p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint, out slowest text, out slowest_seq bigint
 )
@@ -12253,7 +12370,7 @@ begin
     from (
       select p.sub, p.pos, pg_catalog.count(*) filter (where (p.sub).sub_main is null) over () as consumers
       from p
-      -- A worker without a batch needs nothing, wherever it stands.
+      -- A worker without a batch needs no messages, whatever its position is.
       order by (p.sub).sub_main is not null and (p.pos).pos_batch is null, (p.pos).pos_tick
       limit pgque._most_consumers()
     ) p
@@ -12264,7 +12381,7 @@ begin
     cross join lateral (
       select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
       union all
-      -- As _next_from() has it, which would be called for each of a crowd of consumers.
+      -- The same as _next_from(), in one query for many consumers.
       select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
         case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
       from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
@@ -12277,9 +12394,9 @@ begin
 end
 $$;
 
--- How large the tables of each queue are with their indexes, by the queue's number;
--- under 0 what the queues share; or only those of some queues.  A queue with a table that somebody has for himself is
--- left out.
+-- Returns the size of the tables of each queue with their indexes, by the queue's
+-- number, and under 0 that of the shared tables; or only those of some queues.  A queue
+-- with an exclusively locked table is left out.
 create or replace function pgque._sizes(p_queues int[] default null) returns jsonb
 language sql as $$
   with leaf as materialized (
@@ -12315,7 +12432,7 @@ language sql as $$
   ) s
 $$;
 
--- The same; null if a lock is not to be had soon.
+-- Returns the same; null if it has to wait for a lock.
 create or replace function pgque._sizes_soon(p_queues int[] default null) returns jsonb
 language plpgsql as $$
 declare
@@ -12332,8 +12449,9 @@ exception
 end
 $$;
 
--- The transaction of this database that has written for the longest time, if any; hidden:
--- whether others write of which the owner may not know since when.
+-- Returns the transaction of this database that has written for the longest time, if
+-- there is one.  hidden: whether there are writing transactions whose age the owner may
+-- not read.
 create or replace function pgque._oldest_writer(out who text, out gid text, out age interval, out hidden boolean) returns setof record
 language sql volatile as $$
   select w.who, w.gid, pgque.clock() - w.since,
@@ -12352,7 +12470,7 @@ language sql volatile as $$
   limit 1
 $$;
 
--- The figures of one queue.
+-- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
 ) returns setof record
@@ -12376,7 +12494,7 @@ begin
       ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)),
       ('pgque_queue_consumers', v_back.consumers),
       ('pgque_queue_paused', p_queue.queue_paused::int),
-      -- As _health_senders() has it, far from the limit.
+      -- The same as in _health_senders(), far from the limit.
       ('pgque_queue_depth', case when v_back.consumers > 0 then coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_back.slowest_seq end),
       ('pgque_queue_max_depth', nullif(p_queue.queue_max_depth, 0)),
       ('pgque_queue_retention_seconds', extract(epoch from p_queue.queue_retention_period))
@@ -12448,8 +12566,8 @@ $$;
 comment on function pgque.metrics() is
   'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
   '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
-  'tables: the figures of their queues are left out. If the server has no room for the locks of all queues (one a queue, see max_locks_per_transaction), some '
-  'queues are left out, at random.';
+  'tables: it leaves out the figures of their queues. If the server has no room for the locks of all queues (one a queue, see '
+  'max_locks_per_transaction), the call leaves out some queues, chosen at random.';
 
 create or replace function pgque.metrics(
   queue_name text, caller pgque.caller default current_user, out metric text, out queue text, out consumer text, out value double precision
@@ -12464,7 +12582,8 @@ $$;
 comment on function pgque.metrics(text, pgque.caller) is
   'Returns those figures of metrics() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
--- The figures of some queues, in the order of their names; p_sizes as _sizes() returns it.
+-- Returns the metrics of some queues, in the order of their names; p_sizes as _sizes()
+-- returns it.
 create or replace function pgque._metrics_of(
   p_queues int[], p_sizes jsonb, out metric text, out queue text, out consumer text, out value double precision
 ) returns setof record
@@ -12484,13 +12603,14 @@ begin
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
   end loop;
 end
 $$;
 
--- The queue of that name, or with null all that the caller may see.
+-- Returns the queue of that name, or with null all queues that the caller has a right
+-- to.
 create or replace function pgque._visible(p_queue text, p_caller name) returns int[]
 language plpgsql as $$
 begin
@@ -12501,16 +12621,16 @@ begin
 end
 $$;
 
--- Of these queues as many as the server has room for, chosen at random.  A sequence that
--- is asked for its last value stays locked until the transaction ends; p_locks says how
--- many of a queue are.
+-- Returns as many of these queues as the server has locks for, chosen at random.
+-- Reading the last value of a sequence locks it until the transaction ends.  p_locks:
+-- the number of such locks for each queue.
 create or replace function pgque._some_queues(p_queues int[], p_locks int) returns int[]
 language sql as $$
   select case when pg_catalog.cardinality(p_queues) <= pgque._lock_room() / p_locks then p_queues else array(
     select q.id from pg_catalog.unnest(p_queues) q (id) order by pg_catalog.random() limit pgque._lock_room() / p_locks) end
 $$;
 
--- Checks of one queue, for _queue_health().
+-- Checks one queue, for _queue_health().
 create or replace function pgque._health_tables(p_queue pgque.queue, out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
@@ -12530,8 +12650,8 @@ begin
 end
 $$;
 
--- Far from the limit the ids tell the depth, as in _room().  Near it the messages are
--- counted, but not for a crowd of consumers.
+-- Far from the limit the depth is computed from the ids, as in _room().  Near it the
+-- messages are counted, except for queues with many consumers.
 create or replace function pgque._health_senders(
   p_queue pgque.queue, p_consumers bigint, p_slowest text, p_slowest_seq bigint, out status text, out detail text, out advice text
 )
@@ -12587,7 +12707,7 @@ begin
     when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
     when status = 'ok' then null
     when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
-    when pgque._has_cron() then 'The check ticker has the command.'
+    when pgque._has_cron() then 'See the advice of the check ticker.'
     else 'Start the ticker beside the server: pgque ticker.'
   end;
 end
@@ -12609,8 +12729,8 @@ begin
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
     if v_unread > 0 then
       status := 'warn';
-      detail := format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'));
-      advice := format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
+      detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
         p_queue.queue_name);
     end if;
     return;
@@ -12629,12 +12749,12 @@ begin
       else 'nothing pending' end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses what is older than %s: for more time, select pgque.set_queue_config(%L, ''retention_period'', %L).',
+      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
-      case when p_cause is not null then format('First see the check %s of this queue: its consumers wait for that.', p_cause)
+      case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
         else format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L).', v_late.consumer_name, p_queue.queue_name, v_late.consumer_name)
       end,
-      case when v_late.lag <= v_soon then format('What is older than %s it misses (retention_period).', p_queue.queue_retention_period) end);
+      case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
 end
 $$;
@@ -12648,7 +12768,7 @@ language sql as $$
       join pgque.retry_queue r on r.ev_owner = s.sub_id
       where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= pgque.clock()
       having count(*) > 0), ''),
-    case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
+    case when d.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end
   from (
     select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
     from pgque.retry_queue r
@@ -12656,8 +12776,9 @@ language sql as $$
   ) d
 $$;
 
--- Whether workers have had messages for much longer than a lease lasts: it was extended
--- again and again, or is long.  What is leased is not pending, so no other check shows it.
+-- Checks whether workers have had messages for much longer than a lease lasts: the
+-- lease was extended again and again, or is long.  Leased messages are not pending, so
+-- no other check shows them.
 create or replace function pgque._health_leases(
   p_queue pgque.queue, p_subs pgque.subscriber[], out status text, out detail text, out advice text
 )
@@ -12680,14 +12801,15 @@ begin
   order by h.since
   limit 1;
   status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
-  detail := case when v_held.age is null then 'no worker has messages'
-    else pg_catalog.format('worker %s of consumer %s has had messages for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
-  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it, and give its messages to others: select pgque.reclaim(%L, %L, %L)',
+  detail := case when v_held.age is null then 'no worker holds a lease'
+    else pg_catalog.format('worker %s of consumer %s has held a lease for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it and release its messages: select pgque.reclaim(%L, %L, %L)',
     p_queue.queue_name, v_held.consumer, v_long) end;
 end
 $$;
 
--- All checks of one queue; no row if it was dropped meanwhile.  p_pumped: see _pumped().
+-- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
+-- _pumped().
 create or replace function pgque._queue_health(
   p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
 ) returns setof record
@@ -12709,10 +12831,10 @@ begin
     return;
   end if;
 
-  -- A lock on any table keeps the queue from ticks or from rotation.
+  -- A lock on any of these tables prevents ticks or rotation of the queue.
   execute format('lock table pgque.tick_%1$s_0, pgque.tick_%1$s_1, pgque.tick_%1$s_2 in access share mode', p_queue.queue_id);
   if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
-    perform pgque._no_queue(p_queue.queue_name);   -- who waited for it may have waited for its end
+    perform pgque._no_queue(p_queue.queue_name);   -- a session that waited for the lock may have waited for a DROP of the queue
   end if;
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
@@ -12722,7 +12844,7 @@ begin
   return query
     select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
       format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_back.slowest, '(none)')),
-      case when r.late then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
+      case when r.late then 'Let the slowest consumer catch up, or unsubscribe it. Release the batches that its workers hold (list_workers) with reclaim(). End the sessions that lock the queue''s tables (pg_dump, an open transaction)'
         || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
     from (
       select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
@@ -12743,7 +12865,7 @@ begin
 end
 $$;
 
--- The checks of some queues, in the order of their names.
+-- Returns the checks of some queues, in the order of their names.
 create or replace function pgque._health_of(
   p_queues int[], out check_name text, out queue text, out status text, out detail text, out advice text
 ) returns setof record
@@ -12757,7 +12879,7 @@ begin
     check_name := 'queues';
     status := 'warn';
     detail := format('%s of %s queues are checked, chosen at random: the server has no room for more locks', cardinality(v_queues), cardinality(p_queues));
-    advice := 'Raise max_locks_per_transaction, or ask for one queue at a time: select * from pgque.health(queue).';
+    advice := 'Raise max_locks_per_transaction, or check one queue at a time: select * from pgque.health(queue).';
     return next;
   end if;
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
@@ -12772,14 +12894,14 @@ begin
         check_name := 'tables'; queue := v_queue.queue_name;
         detail := 'locked by ' || pgque._lockers(v_queue.queue_id, true);
         status := case when detail is null then 'warn' else 'fail' end;
-        advice := case when detail is null then 'Look again. If it stays so, see pg_locks for tables of schema pgque.'
-          else 'No tick and no rotation of this queue until that transaction ends (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed).' end;
+        advice := case when detail is null then 'Check again. If the lock stays, find its session in pg_locks, among the tables of schema pgque.'
+          else 'End that transaction, or wait for its end (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed). Until then the queue has no tick and no rotation.' end;
         detail := coalesce(detail, 'a table that the queues share was locked');
         return next;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
   end loop;
 end
@@ -12818,11 +12940,11 @@ begin
   advice := case
     when v_found.scheduler = 'failing' then v_cron.remedy
     when v_found.runs then null
-    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
-    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
-    else 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
+    when v_found.scheduler = 'scheduled' then 'Check again in a minute. If no loop runs then: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
+    else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
-  -- Where queues wait for it, it comes before what they say.
+  -- If queues wait for the ticker, its check is before theirs.
   return query
     with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
@@ -12839,7 +12961,8 @@ begin
 
   return query select h.* from pgque._recurring_health() h;
 
-  -- In a column, an index or a type a caller is a right that can be passed on.
+  -- In a column, an index or a type, a value of type caller is a right that can be
+  -- passed on.
   check_name := 'stored callers'; queue := null;
   select string_agg(pg_describe_object(d.classid, d.objid, d.objsubid), ', ' order by d.classid, d.objid, d.objsubid) as objects into v_found
   from pg_depend d
@@ -12858,18 +12981,18 @@ begin
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
   detail := coalesce(nullif(concat_ws('; ',
     'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
-    case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
+    case when v_found.hidden then 'other transactions write, and their age is hidden from ' || current_user end), ''), 'none');
   advice := nullif(concat_ws(' ',
-    case when status <> 'ok' then 'What it sent is delivered when it commits, and until then the tables that it used are not emptied; other messages are not held up.' end,
-    case when status <> 'ok' and v_found.gid is not null then format('Nobody ends it by itself: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
-    case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
+    case when status <> 'ok' then 'Its messages are delivered when it commits, and the tables that it used are not emptied before. Other messages are not delayed.' end,
+    case when status <> 'ok' and v_found.gid is not null then format('End the prepared transaction: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
+    case when v_found.hidden then format('To see their age: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
 
   check_name := 'notifications';
   status := case when pg_notification_queue_usage() < 0.5 then 'ok' else 'fail' end;
   detail := format('the server''s queue of notifications is %s %% full', round(100 * pg_notification_queue_usage()));
   advice := case when status <> 'ok' then
-    'Ticks go on without notifying, so consumers wait for their own next look. End the session that listens within an open transaction: the server''s log names it.' end;
+    'End the session that listens within an open transaction: the server''s log names it. Until then ticks do not notify, and consumers find messages at their next poll.' end;
   return next;
 end
 $$;
@@ -12878,11 +13001,11 @@ comment on function pgque.health() is
   'thresholds. For a queue whose tables are locked, it names the session that holds the lock. If the server has no room for the locks of all queues (two a queue, see '
   'max_locks_per_transaction), some queues are checked, chosen at random, and the check queues says so.';
 -- ---------------------------------------------------------------------------
--- history: how many messages came, how far consumers lagged, who did what
+-- history: how many messages were sent, how far consumers lagged, who changed what
 -- ---------------------------------------------------------------------------
 
--- The newest tick at each of some times is found by halving the range of ids, all times
--- in one statement: the ticks of a busy queue are too many to read.
+-- A binary search over ids finds the newest tick at each of these times, for all times
+-- in one statement: a busy queue has too many ticks to read.
 create or replace function pgque.queue_rates(
   queue_name text, since interval default '6 hours', buckets int default 72, caller pgque.caller default current_user,
   out start_at timestamptz, out events bigint
@@ -12894,8 +13017,8 @@ declare
   v_end    timestamptz := pgque.clock();
 begin
   if ($2 > '0' and $2 <= '1 year' and $3 between 1 and 1000) is not true then
-    perform pgque._fail('PQ005', format('no rates of queue %I for %s in %s parts', v_queue.queue_name, coalesce($2::text, 'null'), coalesce($3::text, 'null')),
-      'since is a time of at most a year, buckets a number from 1 to 1000: select * from pgque.queue_rates(queue, ''6 hours'', 72)');
+    perform pgque._fail('PQ005', format('invalid rates of queue %I: the last %s in %s buckets', v_queue.queue_name, coalesce($2::text, 'null'), coalesce($3::text, 'null')),
+      'Pass since as an interval of at most a year, and 1 to 1000 buckets: select * from pgque.queue_rates(queue, ''6 hours'', 72);');
   end if;
   v_first := pgque._find_tick(v_queue, 'earliest');
   return query execute format(
@@ -12923,12 +13046,12 @@ begin
 end
 $$;
 comment on function pgque.queue_rates(text, interval, int, pgque.caller) is
-  'Returns how many messages were sent to a queue: the last "since" in "buckets" parts of the same length, each with its start and the number of messages that '
-  'ticks cover. It reads the ticks, which go back two to three rotation periods, or to the slowest consumer; what was before counts as 0. since: at most a year; '
-  'buckets: 1 to 1000. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
+  'Returns how many messages were sent to a queue. An interval (since, at most a year) that ends now is divided into buckets (1 to 1000) of equal '
+  'length; each row has the start of one and the number of messages that ticks cover. The ticks go back two to three rotation periods, or to the '
+  'slowest consumer; the time before counts as 0. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
 
--- Notes what somebody did by hand, in the transaction that does it.  An argument that is
--- null was left out, but for a setting: there it restores the default.
+-- Records a change that a role made by hand, in the same transaction.  A null argument
+-- was left out, except the value of a setting: there it restores the default.
 create or replace function pgque._did(p_call text, p_queue text, p_args jsonb default null) returns void
 language plpgsql as $$
 begin
@@ -12956,9 +13079,10 @@ begin
 end
 $$;
 comment on function pgque.list_actions(text, int, timestamptz) is
-  'Returns who changed queues, settings, positions, rights and messages by hand, the newest first: time, the role that was logged in, the application_name of its '
-  'session, the function that was called (alter_queue for set_queue_config, too), the queue, and its arguments without payloads and keys. What was rolled back is not there. queue_name: of one queue, by the '
-  'name that it had; before: only what is older. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
+  'Returns the changes that roles made by hand to queues, settings, positions, rights and messages, the newest first: time, the role that was '
+  'logged in, the application_name of its session, the function that was called (alter_queue also for set_queue_config), the queue, and the '
+  'arguments without payloads and keys. Changes that were rolled back are not listed. queue_name: only those of this queue, by its name at that '
+  'time. before: only older ones. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
 
 create or replace function pgque.consumer_lags(
   queue_name text, consumer_name text default null, since interval default '6 hours', caller pgque.caller default current_user,
@@ -12970,8 +13094,8 @@ declare
   v_sub    int := case when $2 is not null then (pgque._subscriber($1, $2, caller)).sub_id end;
 begin
   if ($3 > '0') is not true then
-    perform pgque._fail('PQ005', format('no lags of queue %I for %s', v_queue.queue_name, coalesce($3::text, 'null')),
-      'since is a time above 0: select * from pgque.consumer_lags(queue, null, ''6 hours'')');
+    perform pgque._fail('PQ005', format('invalid lags of queue %I: the last %s', v_queue.queue_name, coalesce($3::text, 'null')),
+      'Pass since as an interval above 0: select * from pgque.consumer_lags(queue, null, ''6 hours'');');
   end if;
   return query
     select s.smp_time, pgque._subscriber_name(b), s.smp_lag, s.smp_pending
@@ -12982,11 +13106,12 @@ begin
 end
 $$;
 comment on function pgque.consumer_lags(text, text, interval, pgque.caller) is
-  'Returns how far consumers of a queue, or one of them, lagged within the last "since": maint() takes a sample each minute of every consumer that has not finished '
-  'what ticks cover; without a sample it had. lag_seconds: the age of its oldest pending message. pending_events: as in get_consumer_info(). Unit: seconds, '
-  'messages. set_history(''lags'', …) sets how long samples are kept. Errors: PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
+  'Returns the lag of the consumers of a queue, or of one of them, for an interval (since) that ends now. Each minute, maint() takes a sample of '
+  'every consumer that has not finished the messages that ticks cover; a consumer without a sample had finished them. lag_seconds: age of the '
+  'oldest pending message. pending_events: as in get_consumer_info(). Unit: seconds, messages. set_history(''lags'', …) sets how long samples are '
+  'kept. Errors: PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
 
--- Takes a lock that another transaction does not keep from it; else false.
+-- Takes a lock if it is free, and returns whether it did.
 create or replace function pgque._can_lock(p_table regclass, p_mode text) returns boolean
 language plpgsql as $$
 begin
@@ -12998,11 +13123,11 @@ exception
 end
 $$;
 
--- Only consumers that are behind the last tick have a sample, at most 200 a minute, those
--- with most before them first: an idle database writes nothing, and a busy one not much.
--- The loop ticks no queue meanwhile, so a locked queue is waited for once.  Each queue
--- keeps two locks until the transaction ends: where the server has no room for all
--- queues, some are chosen at random.
+-- Only consumers that the last tick is ahead of have a sample, at most 200 a minute,
+-- those with the most messages ahead first: an idle database writes nothing, and a busy
+-- one not much.  The loop ticks no queue meanwhile, so a locked queue is waited for
+-- only once.  Each queue keeps two locks until the transaction ends.  If the server has
+-- no room for all queues, some are chosen at random.
 create or replace function pgque.maint_lags() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
@@ -13053,7 +13178,7 @@ begin
 end
 $$;
 comment on function pgque.maint_lags() is
-  'Takes the samples of consumer_lags(), at most once a minute, and returns 0: it leaves nothing to do. Part of maint().';
+  'Takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do. Part of maint().';
 
 create or replace function pgque.set_history(what text, keep interval) returns interval
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -13076,17 +13201,18 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid history: %s for %s', quote_nullable($2), quote_nullable($1)),
-      'What is kept stays as it was. what is actions or lags; keep is an interval such as 30 days, at most 100 years, or NULL for off.', sqlerrm);
+      'Use actions or lags, and an interval such as 30 days, at most 100 years, or NULL for off. The setting is unchanged.', sqlerrm);
 end
 $$;
 comment on function pgque.set_history(text, interval) is
-  'Sets how long the history of actions (list_actions(); 30 days by default) or of lags (consumer_lags(); 7 days) goes back at least, and returns it. NULL: nothing is '
-  'noted from now on, and what was noted stays. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such history, or keep is not above 0, or above 100 years.';
+  'Sets how long the history of actions (list_actions(); 30 days by default) or of lags (consumer_lags(); 7 days) is kept at least, and returns '
+  'that interval. NULL stops the recording; older entries stay. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such '
+  'history, or keep is not above 0, or above 100 years.';
 
--- Empties the leaf of a history that is not written, once the other one begins before
--- what is to be kept, or is full; the next call lets the empty one be written.  So
--- nobody who notes something waits for a transaction that emptied a leaf and stays
--- open.  A history that is off keeps what it has.
+-- Empties the other leaf of a history once the current one reaches back far enough, or
+-- is full.  The next call makes the empty leaf the current one.  So recording never
+-- waits for a transaction that emptied a leaf and stays open.  A history that is off
+-- keeps its rows.
 create or replace function pgque._turn_history() returns int
 language plpgsql as $$
 declare
@@ -13124,7 +13250,7 @@ $$;
 -- triggers: table changes as events
 -- ---------------------------------------------------------------------------
 
--- What the three trigger functions share.  Arguments: the queue, then options:
+-- Does the work of the three trigger functions.  Arguments: the queue, then options:
 --   backup            keep the old row in ev_extra2
 --   ignore=a,b        leave these columns out; an update of nothing else is no event
 --   pkey=a,b          the key columns, instead of the primary key
@@ -13133,9 +13259,9 @@ $$;
 -- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
 -- table's name.  p_format is json, url or sql.
 --
--- All of this runs with the rights of whoever changes the table, because
--- to_jsonb() runs casts that a table's owner may have made; so those who
--- change the table need the role pgque_writer.
+-- All of this runs with the rights of the role that changes the table, because
+-- to_jsonb() runs casts that a table's owner may have created.  So roles that change
+-- the table need the role pgque_writer.
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
@@ -13152,7 +13278,7 @@ declare
 begin
   if v_queue is null then
     perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
-      'create trigger ... execute function pgque.jsontriga(''queue'', options...)');
+      'Name the queue: create trigger ... execute function pgque.jsontriga(''queue'', options...)');
   end if;
   foreach v_opt in array v_opts loop
     if v_opt like 'ignore=%' then
@@ -13160,11 +13286,11 @@ begin
     elsif v_opt like 'pkey=%' then
       v_pkey := string_to_array(substr(v_opt, 6), ',');
     elsif v_opt = 'deny' then
-      perform pgque._fail('PQ013', format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
-        'The trigger on the table has the option deny.');
+      perform pgque._fail('PQ013', format('table %s must not be changed here: its changes come from queue %I', p_table, v_queue),
+        'Change the table that sends to the queue, or create the trigger without the option deny.');
     elsif lower(v_opt) not in ('backup', 'skip') then
       perform pgque._fail('PQ005', format('unknown option %L of the trigger on table %s', v_opt, p_table),
-        'Options: backup, ignore=columns, pkey=columns, deny, skip.');
+        'Use backup, ignore=columns, pkey=columns, deny or skip.');
     end if;
   end loop;
   if p_op = 'TRUNCATE' then
@@ -13180,7 +13306,7 @@ begin
   if not v_row ?& v_pkey then
     perform pgque._fail('PQ005', format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
         (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
-      'The option is pkey=columns, with commas and no blanks between their names.');
+      'Write pkey=columns, with commas and no blanks between the names.');
   end if;
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
@@ -13265,18 +13391,17 @@ begin
 end
 $$;
 comment on function pgque.sqltriga() is
-  'Sends each change of a table as jsontriga() does, with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, '
-  'D or R.';
+  'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';
 -- ---------------------------------------------------------------------------
--- earlier: what calls of an earlier version ask that an upgrade overtakes
+-- earlier: what running calls of an earlier version need during an upgrade
 -- ---------------------------------------------------------------------------
 
--- A call that runs while this file is installed goes on with its old body, the
--- loop until it ends.  A call that holds tables is no concern: the upgrade waits
+-- A call that runs while this file is installed continues with its old body, and the
+-- loop until it ends.  A call that has locked tables is not affected: the upgrade waits
 -- for it.
 
--- The loop of 0.5.0 and before ends with its next round, and the scheduler begins
--- ours.  In the round that the upgrade overtakes, it ticks no queue any more.
+-- The loop of 0.5.0 and before ends after its current round, and the scheduler starts
+-- ours.  In that round it ticks no more queues.
 create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
 language sql as $$ select 100, timestamptz '9000-01-01', interval '100 milliseconds' $$;
 
@@ -13289,7 +13414,7 @@ language sql as $$ select '{}'::pgque.look[] $$;
 create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
 language sql as $$ select p_known $$;
 
--- A receive() that was waiting.
+-- For a receive() that was waiting.
 create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
 returns setof pgque.delivery
 language sql as $$
@@ -13309,7 +13434,8 @@ $$;
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 
--- Tables of queues that were dropped ask it until maintenance drops them.
+-- For the check constraints of tables of dropped queues, until maintenance drops these
+-- tables.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -13318,8 +13444,8 @@ begin
 end
 $$;
 
--- A batch of a worker had messages of the retry queue and of the log, up to 0.5.  Now it
--- has either: those of the log go to where the others are.
+-- Up to 0.5 a worker's batch could have messages of the retry queue and of the log.
+-- Now it has one kind: those of the log move to the retry queue.
 do $$
 declare
   v_lease  pgque.position;
@@ -13341,9 +13467,9 @@ $$;
 -- grants
 -- ---------------------------------------------------------------------------
 
--- Which role may call what: names of functions, with all their signatures.  A
--- function that is not named here can be called by nobody but the owner.  What
--- asks whose call it is (its last argument) may be called by pgque_user too.
+-- Returns which role may call which function: names of functions, with all their
+-- signatures.  Only the owner may call a function that is not listed.  Functions that
+-- check their caller (their last argument) may also be called by pgque_user.
 create or replace function pgque._grants() returns table (func_name text, role_name text)
 language sql immutable as $$
   select f.name, r.name
@@ -13376,10 +13502,10 @@ language sql immutable as $$
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
 $$;
 
--- An upgrade leaves functions behind whose arguments changed, and a call could
--- then mean either.  What is ours by name and older than version(), the first
--- function that this file makes, goes, or gets out of the way if a view is made
--- of it.  The readers of queues stay (see _create_reader).
+-- An upgrade leaves functions with changed arguments behind, and a call could then be
+-- ambiguous.  Functions with our names that are older than version(), the first
+-- function in this file, are dropped, or renamed if a view uses them.  The readers of
+-- queues stay (see _create_reader).
 do $$
 declare
   v_func  record;
@@ -13396,7 +13522,7 @@ begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
     exception
       when dependent_objects_still_exist then
-        raise warning 'pgque: % of an earlier version is in use; make what uses it anew', v_func.sig;
+        raise warning 'pgque: other objects use % of an earlier version; create them again', v_func.sig;
         if left(v_func.proname, 1) <> '_' then
           execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
         end if;
@@ -13411,8 +13537,8 @@ declare
   v_table  text;
 begin
   revoke all on schema pgque from public;
-  -- Only what default privileges gave away: to revoke writes to the catalog,
-  -- and an upgrade shall not meet a rotation there.
+  -- Only rights from default privileges: revoking writes to the catalog, where an
+  -- upgrade should not collide with a rotation.
   perform pgque._keep_from_public(c.oid::regclass::text) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relacl is not null;
   grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin, pgque_user;
   for v_func in
@@ -13440,7 +13566,7 @@ begin
     grant select, insert on pgque.sink, pgque.sink_bulk to pgque_writer;
     grant insert on pgque.sink_stage_0, pgque.sink_stage_1 to pgque_writer;
   end if;
-  -- For a view or a rule of a writer's own over the sinks.
+  -- A writer may have a view or a rule of its own over the sinks.
   if not has_type_privilege('pgque_writer', 'pgque.sink_queue', 'usage') then
     grant usage on type pgque.sink_queue to pgque_writer;
   end if;
@@ -13450,8 +13576,8 @@ begin
 end
 $$;
 
--- As an extension, all that these tables hold belongs into a dump.  The queues'
--- own tables and sequences are no members, and are dumped anyway.
+-- As an extension, the rows of these tables have to be in a dump.  The queues' own
+-- tables and sequences are no members of the extension, and are dumped anyway.
 do $$
 declare
   v_table  text;
@@ -13467,7 +13593,7 @@ begin
   end loop;
 exception
   when feature_not_supported then
-    -- Not run by CREATE EXTENSION.
+    -- CREATE EXTENSION does not run this.
     null;
 end
 $$;

@@ -1,16 +1,16 @@
 -- pgque: a message queue and shared event log inside PostgreSQL.
 --
--- Producers append events to a table.  A ticker records, every now and then,
--- which transactions had committed: a tick is a stored MVCC snapshot.  What
--- became visible between two ticks is a window, and a window never changes:
--- it can be read twice, by many consumers, in slices, after a crash.  Every
--- consumer owns a position, "the tick up to which I am done", and moves it by
--- appending one row to a journal.  Nothing on that path is updated or deleted.
--- Each queue writes into one of three tables in turn, and a table whose rows every
--- position has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an
--- old open transaction costs nothing.
--- A message that is delivered again waits in the retry queue, and is delivered from
--- there, without a tick.
+-- Producers append events to a table.  A ticker records several times a second which
+-- transactions have committed: a tick is a stored MVCC snapshot.  The rows that became
+-- visible between two ticks are a window.  A window never changes: it can be read twice,
+-- by many consumers, in slices, after a crash.  Every consumer has a position, the tick
+-- up to which it is done, and moves it by appending one row to a journal.  Nothing on
+-- that path is updated or deleted.
+-- Each queue writes into one of three tables in turn.  A table whose rows every position
+-- has passed is emptied with TRUNCATE.  So there is nothing to vacuum, and an old open
+-- transaction costs nothing.
+-- A message that is redelivered waits in the retry queue, and is delivered from there,
+-- without a tick.
 --
 -- The parts of this file follow the life of a message:
 --   base          schema, roles, clock, errors
@@ -25,7 +25,7 @@
 --   window        which rows lie between two snapshots
 --   position      where consumers stand
 --   lease         which batches are open, and which outcomes they have
---   subscribe     who reads a queue
+--   subscribe     consumers of a queue
 --   receive       deliver a batch
 --   choose        which messages are in it
 --   keys          a pending message is replaced
@@ -35,7 +35,7 @@
 --   outcomes      ack, nack, retry, dead
 --   leases        release, extend, reclaim, share
 --   archive       messages that are done and kept
---   retry         what is due, and who is notified
+--   retry         messages that are due, and notifications
 --   dead          dead letters
 --   read          windows without side effects
 --   maintain      rotation, compaction, retention, restore

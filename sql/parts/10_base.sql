@@ -9,8 +9,9 @@ declare
   v_role     text;
 begin
   perform pg_catalog.set_config('client_min_messages', 'warning', true);
-  -- What others may create in public must not run here, also statement by
-  -- statement; the last part puts the path back.  CREATE EXTENSION has its own.
+  -- Objects of other roles in schema public must not run here, also if the file runs
+  -- statement by statement.  The last part restores the path.  CREATE EXTENSION sets a
+  -- path of its own.
   v_local := exists (select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgque');
   perform pg_catalog.set_config('pgque.path_before', pg_catalog.current_setting('search_path'), v_local);
   perform pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', v_local);
@@ -22,7 +23,8 @@ begin
     create schema pgque;
     revoke all on schema pgque from public;   -- what default privileges gave
   end if;
-  -- What somebody else put into the schema, or may put there, would run with our rights.
+  -- Objects that another role put into the schema, or may put there, would run with our
+  -- rights.
   select min(f.what) into v_foreign
   from (
     select 'it belongs to ' || n.nspowner::regrole::text as what, n.nspowner as owner
@@ -48,8 +50,8 @@ begin
   if v_foreign is not null then
     raise exception using
       errcode = 'insufficient_privilege',
-      message = format('schema pgque is not ours alone: %s', v_foreign),
-      hint = 'Install and upgrade as the owner of the schema (set role), after everything foreign is gone from it; or drop the schema.';
+      message = format('schema pgque has objects or rights of other roles: %s', v_foreign),
+      hint = 'Remove these objects and rights, then install as the owner of the schema (set role). Or drop the schema.';
   end if;
   perform pg_catalog.set_config('pgque.version_before', '', v_local);
   if to_regprocedure('pgque.version()') is not null then
@@ -68,15 +70,15 @@ begin
         execute format('create role %I', v_role) || case v_role when 'pgque_admin' then ' in role pgque_reader, pgque_writer' else '' end;
       exception
         when unique_violation then
-          null;   -- another database of the server gets it at this moment
+          null;   -- another database of the server installs at this moment
       end;
     end if;
   end loop;
-  -- Who calls a function.  Inside one that runs with its owner's rights nothing
-  -- says so any more; but the default of an argument is evaluated outside, and
-  -- so is the check of a value that somebody passes there himself.  A value that
-  -- was stored is not checked again: nobody but the owner may make a column, a
-  -- function or a type of it.
+  -- The role that calls a function.  Inside a function that runs with its owner's
+  -- rights, current_user is the owner.  But the default of an argument is evaluated
+  -- outside, and so is the check of a value that a caller passes.  A stored value is
+  -- not checked again: only the owner may create a column, a function or a type of the
+  -- domain.
   if to_regtype('pgque.caller') is null then
     create domain pgque.caller as name not null constraint caller_is_current_user check (value = current_user);
   end if;
@@ -84,7 +86,8 @@ begin
 end
 $$;
 comment on domain pgque.caller is
-  'The role that calls a function: the default of each last argument of this type, and the only value it can have. Leave the argument out. Only the owner of pgque may make a column, a function or a type of it, and never should.';
+  'The role that calls a function. It is the default of each last argument of this type and the only value that the argument accepts: leave the '
+  'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
 language sql immutable as $$ select '0.7.0'::text $$;
@@ -95,8 +98,8 @@ create or replace function pgque.clock() returns timestamptz
 language sql volatile as $$ select pg_catalog.clock_timestamp() $$;
 comment on function pgque.clock() is 'Returns the current time as pgque sees it. Tests replace this function to move time.';
 
--- Raises an error.  Every error has a code of its own kind, a message that names
--- the object, and a hint that says what to do.
+-- Raises an error.  Every error has a code of its own kind, a message that names the
+-- object, and a hint with the next command.
 create or replace function pgque._fail(p_code text, p_message text, p_hint text, p_detail text default null) returns void
 language plpgsql as $$
 begin
@@ -107,12 +110,12 @@ begin
 end
 $$;
 
--- The mark of the writing transaction, for generated columns: a hash of its id and
--- of the time it began.  The id alone is not enough, since the transaction that
--- loads a dump into another cluster may have the id of the one that wrote the row.
--- Marks are 2^62 and more; 0.4.4 and earlier stored the id itself, which is less.
--- The function is declared immutable so that a generated column may use it, and it
--- is the point that it is not: loading a dump computes the column again, in another
+-- The mark of the writing transaction, for generated columns: a hash of its id and of
+-- the time it began.  The id alone is not enough: the transaction that loads a dump
+-- into another cluster may have the id of the one that wrote the row.  Marks are 2^62
+-- and more; 0.4.4 and earlier stored the id itself, which is less.
+-- The function is declared immutable so that a generated column may use it.  It is
+-- volatile on purpose: loading a dump computes the column again, in another
 -- transaction.
 create or replace function pgque._xid() returns xid8
 language plpgsql immutable as $$
@@ -122,7 +125,7 @@ begin
 end
 $$;
 
--- The same for a statement that is planned once and run in many transactions.
+-- Returns the mark in a statement that is planned once and run in many transactions.
 create or replace function pgque._mark() returns xid8
 language plpgsql as $$
 declare
@@ -133,9 +136,9 @@ begin
 end
 $$;
 
--- The name of this session.  No other one has or had it, but where the owner is no
--- superuser and not told when the sessions of others began: there the server's
--- start has to do, and a process id may come again.
+-- Returns the name of this session, which no other session has or had.  Exception: an
+-- owner that is no superuser cannot see when other sessions began.  Then the start of
+-- the server has to do, and a process id may recur.
 create or replace function pgque._session() returns text
 language sql stable as $$
   select pg_catalog.pg_backend_pid() || ' ' || extract(epoch from coalesce(a.backend_start, pg_catalog.pg_postmaster_start_time()))::text
@@ -149,20 +152,20 @@ language plpgsql as $$
 begin
   if pgque._old_snapshot() then
     perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      'The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick. Call it in a transaction of its own.');
+      'Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick.');
   end if;
 end
 $$;
 
--- Whether the transaction's snapshot may be older than the locks it takes.
+-- Returns whether the transaction's snapshot may be older than the locks it takes.
 create or replace function pgque._old_snapshot() returns boolean
 language sql stable as $$
   select pg_catalog.current_setting('transaction_isolation') not in ('read committed', 'read uncommitted')
 $$;
 
--- The leaves of a journal that a row goes to, p_leaf being the one that is written.
--- What an old snapshot does not see may be in either leaf, so it writes to both:
--- the primary key of one stops it.
+-- Returns the leaves of a journal that a row is written to; p_leaf is the current one.
+-- Rows that an old snapshot does not see may be in either leaf.  So such a transaction
+-- writes to both, and the primary key of one leaf stops it:
 --   session 1: READ COMMITTED; reads "leaf 0"
 --   session 2: compaction switches to leaf 1, commits
 --   session 1: appends position 6 to leaf 0, commits
@@ -171,10 +174,10 @@ $$;
 create or replace function pgque._leaves_for(p_leaf int) returns int[]
 language sql stable as $$ select case when pgque._old_snapshot() then array[0, 1] else array[p_leaf] end $$;
 
--- Ends a block that only read, or whose writes are to be taken back, and that catches
--- PQ099.  Its locks are released; what it put into variables or returned stays.  A
--- transaction that reads all queues would otherwise have more locks than a server has
--- room for.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
+-- Ends a block that only read, or whose writes are to be undone, and that catches
+-- PQ099.  The locks of the block are released; variables and returned rows stay.
+-- Without this, a transaction that reads all queues would need more locks than a server
+-- has.  (Not PQ000: a handler for a code that ends in 000 catches the whole class.)
 create or replace function pgque._let_go() returns void
 language plpgsql as $$
 begin
@@ -182,10 +185,10 @@ begin
 end
 $$;
 
--- Executes a statement that takes locks which others take in other orders.  It waits
--- a moment for a lock, then releases all and begins anew, with more patience each
--- time: in the end the server detects a deadlock.  The caller's lock_timeout limits
--- the whole.
+-- Executes a statement that takes locks in another order than other code.  It waits a
+-- moment for a lock, then releases all locks and starts again, and waits longer each
+-- time: in the end the server detects a deadlock.  The caller's lock_timeout limits the
+-- whole.
 create or replace function pgque._insist(p_statement text) returns void
 language plpgsql as $$
 declare
@@ -207,7 +210,7 @@ begin
           raise;
         end if;
       when undefined_table then
-        -- Somebody else dropped one since it was found.
+        -- Another session dropped a table since it was found.
         v_gone := v_gone + 1;
         if v_gone > 6 then
           raise;
@@ -219,16 +222,16 @@ begin
 end
 $$;
 
--- How many locks a transaction that serves all queues may have.  The rest of what the
--- server has room for is for others.
+-- Returns how many locks a transaction that serves all queues may have.  The other
+-- locks of the server are for other sessions.
 create or replace function pgque._lock_room() returns bigint
 language sql stable as $$
   select pg_catalog.current_setting('max_locks_per_transaction')::bigint * 3 / 4
     * (pg_catalog.current_setting('max_connections')::bigint + pg_catalog.current_setting('max_prepared_transactions')::bigint)
 $$;
 
--- An interval of a setting, which must lie ahead of whatever time it is added to:
--- -1 month 31 days is above 0 and may lead back.
+-- Returns the interval of a setting, which must lead forward from every time: -1 month
+-- 31 days is above 0 and may lead back.
 create or replace function pgque._period(p_period text) returns interval
 language plpgsql immutable as $$
 declare
@@ -243,8 +246,8 @@ begin
 end
 $$;
 
--- Whether a retry_backoff setting makes sense: seconds, a factor, at most so
--- many seconds, and how much of it is left to chance.
+-- Returns whether a retry_backoff setting is valid: base and cap in seconds, a factor,
+-- and jitter, the share that is random.
 create or replace function pgque._backoff_valid(p_backoff jsonb) returns boolean
 language sql immutable as $$
   select case
@@ -253,7 +256,7 @@ language sql immutable as $$
     when exists (
       select from jsonb_each(p_backoff) b
       where b.key not in ('base', 'factor', 'cap', 'jitter') or jsonb_typeof(b.value) <> 'number'
-        -- It is computed with as double precision.
+        -- The delay is computed in double precision.
         or (b.value <> '0' and abs((b.value #>> '{}')::numeric) < 0.000001)) then false
     else coalesce((p_backoff->>'base')::numeric, 1) between 0 and 31536000
       and coalesce((p_backoff->>'factor')::numeric, 2) between 1 and 1000

@@ -2,8 +2,8 @@
 -- queues: create, configure, pause, drop
 -- ---------------------------------------------------------------------------
 
--- The row of a queue that is named, or meant by its queue_uid; or PQ001.  Who
--- has no right to it gets 42501, whether it exists or not.
+-- Returns the row of a queue, by its name or its queue_uid, or raises PQ001.  A caller
+-- without a right to the queue gets 42501, whether the queue exists or not.
 create or replace function pgque._queue(p_queue text, p_caller name default current_user, p_right text default 'see') returns pgque.queue
 language plpgsql as $$
 declare
@@ -26,12 +26,12 @@ create or replace function pgque._no_queue(p_queue text) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ001', pg_catalog.format('queue not found: %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-    'select pgque.create_queue(name) makes one, for an administrator; select queue_name from pgque.get_queue_info() lists them, for who may read.');
+    'Create it as an administrator: select pgque.create_queue(name); List the queues that you may read: select queue_name from pgque.get_queue_info();');
 end
 $$;
 
--- Makes the one row of each of the tables that have one.  The install script
--- does not, so that a dump of the extension's data can be loaded.
+-- Creates the single rows of the tables that have one.  The install script does not, so
+-- that a dump of the extension's data can be loaded.
 create or replace function pgque._init() returns void
 language plpgsql as $$
 begin
@@ -40,7 +40,7 @@ begin
 end
 $$;
 
--- Takes back what default privileges give everybody.
+-- Revokes the rights that default privileges give to public.
 create or replace function pgque._keep_from_public(p_relation text) returns void
 language plpgsql as $$
 begin
@@ -52,8 +52,8 @@ begin
 end
 $$;
 
--- Makes one of a queue's six tables and attaches it.  ATTACH locks the parent
--- in a mode that lets senders and readers of other queues go on.
+-- Creates one of a queue's six tables and attaches it.  ATTACH locks the parent in a
+-- mode that does not block senders and readers of other queues.
 create or replace function pgque._create_leaf(p_kind text, p_queue_id int, p_n int, p_event_seq regclass) returns void
 language plpgsql as $$
 declare
@@ -77,8 +77,8 @@ begin
 end
 $$;
 
--- The index by which senders and receivers find what was said about a key;
--- messages without one are not in it.
+-- Creates the index by which senders and receivers find the rows of a key.  Messages
+-- without a key are not in it.
 create or replace function pgque._create_key_index(p_leaf text) returns void
 language plpgsql as $$
 begin
@@ -88,7 +88,7 @@ begin
 end
 $$;
 
--- An upgrade makes it for the queues that are there.
+-- An upgrade creates it for existing queues.
 do $$
 declare
   v_leaf  text;
@@ -123,7 +123,8 @@ $$;
 create or replace function pgque._setting_type(p_param text) returns text
 language sql immutable as $$ select t.type from pgque._setting_types() t where t.param = p_param $$;
 
--- A parameter's name without PgQ's prefix queue_; PQ005 if there is none such.
+-- Returns a parameter's name without PgQ's prefix queue_; PQ005 if there is no such
+-- parameter.
 create or replace function pgque._setting(p_name text, p_for text) returns text
 language plpgsql as $$
 declare
@@ -137,15 +138,15 @@ begin
 end
 $$;
 
--- The value of a setting as SQL.  Null is the default: the global one, or else
--- the column's.  A queue as a value is its id.
+-- Returns the value of a setting as SQL.  Null is the default: the global one, or else
+-- the one of the column.  The value of a setting that names a queue is the queue's id.
 create or replace function pgque._setting_sql(p_param text, p_value text, p_queue text, p_caller name) returns text
 language plpgsql as $$
 declare
   v_type  text := pgque._setting_type(p_param);
 begin
   if p_param = 'max_consumers' then
-    -- It limits the administrator of one queue too.
+    -- This setting limits the administrator of one queue too.
     perform pgque._need_all(p_caller, 'max_consumers is set by roles that administer all queues');
   end if;
   if p_param = 'retention_period' and p_value::interval = '0' then
@@ -165,8 +166,8 @@ begin
 end
 $$;
 
--- The id of the queue that shall take another one's dead letters.  A name that
--- ends in .dlq makes it if it is new.
+-- Returns the id of the queue that takes the dead letters of another one.  If its name
+-- ends in .dlq and it does not exist, it is created.
 create or replace function pgque._dead_letter_target(p_target text, p_queue text, p_caller name) returns int
 language plpgsql as $$
 declare
@@ -181,14 +182,14 @@ begin
   if v_target.queue_dead_letter_queue is not null or v_target.queue_name = p_queue or p_queue like '%.dlq'
     or exists (select from pgque.queue q join pgque.queue d on d.queue_id = q.queue_dead_letter_queue where d.queue_name = p_queue)
   then
-    perform pgque._fail('PQ005', pg_catalog.format('queue %I can not take the dead letters of queue %I', v_target.queue_name, p_queue),
-      'A queue for dead letters has none of its own; what dies there is a dead letter, see dlq_inspect().');
+    perform pgque._fail('PQ005', pg_catalog.format('queue %I cannot take the dead letters of queue %I', v_target.queue_name, p_queue),
+      'Choose another queue. A queue that takes dead letters cannot have a dead_letter_queue itself: messages that fail there stay as dead letters, see dlq_inspect().');
   end if;
   return v_target.queue_id;
 end
 $$;
 
--- Columns and SQL values of the settings in a JSON object.
+-- Returns columns and SQL values of the settings in a JSON object.
 create or replace function pgque._settings_sql(p_queue text, p_config jsonb, p_caller name, out columns text[], out vals text[])
 language plpgsql as $$
 declare
@@ -199,13 +200,13 @@ begin
   vals := '{}';
   if pg_catalog.jsonb_typeof(p_config) is distinct from 'object' then
     perform pgque._fail('PQ005', pg_catalog.format('the configuration of queue %I must be a JSON object', p_queue),
-      'For example {"max_retries": 3, "rotation_period": "1 hour"}.');
+      'Pass an object such as {"max_retries": 3, "rotation_period": "1 hour"}.');
   end if;
   for v_pair in select e.key, e.value from pg_catalog.jsonb_each_text(p_config) e loop
     v_param := pgque._setting(v_pair.key, pg_catalog.format('queue %I', p_queue));
     if 'queue_' || v_param = any (columns) then
       perform pgque._fail('PQ005', pg_catalog.format('%s of queue %I is given twice', v_param, p_queue),
-        'A setting goes by its name with or without queue_, not by both.');
+        'Give the setting once, with or without the prefix queue_.');
     end if;
     columns := columns || pg_catalog.quote_ident('queue_' || v_param);
     vals := vals || pgque._setting_sql(v_param, v_pair.value, p_queue, p_caller);
@@ -213,7 +214,7 @@ begin
 end
 $$;
 
--- The queue's own settings after a change: null takes one back.
+-- Returns the queue's own settings after a change; null removes one.
 create or replace function pgque._own_settings(p_own jsonb, p_config jsonb) returns jsonb
 language sql immutable as $$
   select pg_catalog.jsonb_strip_nulls(p_own || coalesce(
@@ -233,8 +234,8 @@ begin
 end
 $$;
 comment on function pgque.create_queue(text, jsonb) is
-  'Creates a queue and returns 1. Returns 0 if the name is taken; the settings of that queue stay. queue_name: 1 to 57 bytes, any characters. config: '
-  'a JSON object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
+  'Creates a queue and returns 1. Returns 0 and changes nothing if the name is taken. queue_name: 1 to 57 bytes, any characters. config: a JSON '
+  'object of settings as in set_queue_config(), or NULL for none. Errors: PQ004 invalid name; PQ005 unknown setting or invalid value.';
 
 create or replace function pgque._check_queue_name(p_name text) returns void
 language plpgsql as $$
@@ -244,10 +245,10 @@ begin
       'A queue name has 1 to 57 bytes; any character is allowed.');
   elsif p_name ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' then
     perform pgque._fail('PQ004', pg_catalog.format('invalid queue name: %I', p_name),
-      'It looks like a queue_uid, by which every function finds a queue too.');
+      'Choose a name that does not have the form of a queue_uid: functions accept the queue_uid in place of the name.');
   elsif p_name like '%.dlq' then
     perform pgque._fail('PQ004', pg_catalog.format('reserved queue name: %I', p_name),
-      'Queues for dead letters end in .dlq. alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}'') makes one.');
+      'Create a queue for dead letters with pgque.alter_queue(queue, ''{"dead_letter_queue": "name.dlq"}''), or choose a name that does not end in .dlq.');
   end if;
 end
 $$;
@@ -262,7 +263,8 @@ begin
   perform pgque._init();
   v_settings := pgque._settings_sql(p_queue,
     (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config), current_user);
-  -- Two sessions that create one name meet here; the second sees the first.
+  -- Two sessions that create the same name wait here; the second sees the queue of the
+  -- first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_queue'), hashtext(p_queue));
   if exists (select from pgque.queue q where q.queue_name = p_queue collate "default") then
     return 0;
@@ -293,7 +295,7 @@ begin
   return 1;
 exception
   when unique_violation then
-    -- A creator whose snapshot is older than the name's commit.
+    -- The snapshot of this transaction is older than the commit that created the name.
     return 0;
   when data_exception or check_violation then
     perform pgque._bad_setting(p_queue, p_config, sqlerrm);
@@ -302,7 +304,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers, periods are intervals such as ''2 hours'' of at most a year (retention_period and message_ttl: 100 years, tick_gap: 1 millisecond to 1 minute), tick_storage is at least 1048576 bytes, switches are true or false; null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. null restores the default.'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
@@ -314,9 +316,9 @@ begin
 end
 $$;
 
--- What an update of a queue's row stores as queue_xid: its own transaction, but
--- for a row that came out of a dump still the old one, since only
--- pgque._rebase() may make it a row of this cluster.
+-- Returns what an update of a queue's row stores as queue_xid: the current transaction.
+-- A row that came out of a dump keeps the old value, since only pgque._rebase() may
+-- make it a row of this cluster.
 create or replace function pgque._queue_xid(p_queue pgque.queue) returns xid8
 language sql volatile as $$
   select case when p_queue.queue_restored then p_queue.queue_xid else pgque._mark() end
@@ -349,18 +351,19 @@ comment on function pgque.alter_queue(text, jsonb, pgque.caller) is
   'Sets several settings of a queue, all or none, and returns their number. config: a JSON object such as {"max_retries": 3, "rotation_period": "1 '
   'hour"}; null restores a default. Errors: PQ001 no such queue; PQ005 not an object, unknown setting or invalid value.';
 
--- Which options messages of a queue have had: keys, ttls; whether some entered the log
--- under an id that was drawn before (moved); whether another system ever ticked it
--- (external).  Senders append a row with the
--- first key and the first ttl, and wait for nobody: an update of the queue's row would
--- stop pause() and subscribe() until they commit.  Two first senders append two rows.
+-- Notes about a queue: its messages had keys or ttls; some entered the log under an id
+-- that was drawn before (moved); another system ticked it (external).
+-- Senders append a row with the first key and the first ttl, and do not wait.  An
+-- update of the queue's row would block pause() and subscribe() until they commit.  Two
+-- first senders append two rows.
 create table if not exists pgque.queue_option (
   opt_queue  int not null,
   opt_name   text not null
     constraint queue_option_known check (opt_name in ('key', 'ttl', 'moved', 'external'))
 );
-comment on table pgque.queue_option is 'Whether a message of a queue ever had a key, a ttl, or was moved into the log, or another system ticked it. Internal.';
--- Earlier versions did not note what they moved.
+comment on table pgque.queue_option is
+  'Notes of each queue: a message had a key or a ttl, a message was moved into the log, or another system ticked the queue. Internal.';
+-- Earlier versions did not note moved messages.
 do $$
 begin
   if current_setting('pgque.version_before') ~ '^0\.[456]\.' or not exists (
@@ -381,6 +384,10 @@ begin
   if to_regclass('pgque.queue_option_queue') is null then
     create index queue_option_queue on pgque.queue_option (opt_queue);
   end if;
+  -- A publication for all tables lets no row be deleted from a table without a key.
+  if (select c.relreplident from pg_class c where c.oid = 'pgque.queue_option'::regclass) <> 'f' then
+    alter table pgque.queue_option replica identity full;
+  end if;
 end
 $$;
 
@@ -398,8 +405,9 @@ begin
 end
 $$;
 
--- Whether one of these is noted: 'moved', for messages of the log that are younger than
--- their ids (delayed ones, or retries of consumers that are read by offsets); 'external'.
+-- Returns whether one of these is noted: 'moved' (the log has messages that are younger
+-- than their ids: delayed ones, or retries of consumers that are read by offsets) or
+-- 'external'.
 create or replace function pgque._noted(p_queue_id int, p_names text[]) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -412,7 +420,7 @@ language sql volatile as $$
   insert into pgque.queue_option select p_queue_id, p_name where not pgque._noted(p_queue_id, array[p_name])
 $$;
 
--- Notes for good that messages of a queue have keys, or expire.
+-- Notes permanently that messages of a queue have keys, or expire.
 create or replace function pgque._note_options(p_queue pgque.queue, p_keyed boolean, p_expiring boolean) returns void
 language plpgsql as $$
 begin
@@ -425,7 +433,8 @@ begin
 end
 $$;
 
--- The same for a queue whose setting message_ttl was changed, so that its row is locked.
+-- Notes the same for a queue whose setting message_ttl was changed, so that its row is
+-- locked.
 create or replace function pgque._note_expiring(p_queue_id int) returns void
 language sql volatile as $$
   update pgque.queue q set queue_expiring = true, queue_xid = pgque._queue_xid(q)
@@ -459,7 +468,8 @@ comment on function pgque.queue_config(text, pgque.caller) is
   'Returns the settings of a queue with the values in force, one a row. dead_letter_queue is NULL for a role that has no right to that queue. Errors: '
   'PQ001 no such queue.';
 
--- A setting's default is its column's, its meaning the column's comment.
+-- The default of a setting is that of its column, the description is the column's
+-- comment.
 create or replace function pgque.queue_settings(
   queue_name text, caller pgque.caller default current_user,
   out setting text, out value text, out default_value text, out source text, out type text, out description text
@@ -497,11 +507,11 @@ begin
   v_column := 'queue_' || v_param;
   if v_param = 'dead_letter_queue' then
     perform pgque._fail('PQ005', 'dead_letter_queue has no global default',
-      'Set it queue by queue with pgque.alter_queue(); a queue for dead letters can have none itself.');
+      'Set it for each queue with pgque.alter_queue().');
   end if;
   v_value := pgque._setting_sql(v_param, $2, null, current_user);
   if v_value <> 'default' then
-    -- The range that the column's constraint names.
+    -- The range is that of the column's constraint.
     execute format('select true from (select %s as %I) q where %s',
       v_value, v_column, coalesce((
         select string_agg('(' || pg_get_expr(c.conbin, c.conrelid) || ')', ' and ')
@@ -523,16 +533,16 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid default for %I: %s', v_param, quote_nullable($2)),
-      'The old one stays. ' || pgque._settings_hint(),
+      'The default is unchanged. ' || pgque._settings_hint(),
       sqlerrm);
 end
 $$;
 comment on function pgque.set_default_config(text, text) is
-  'Sets the default of a setting for all queues that have no value of their own, and returns the number of queues changed. It applies from the next '
-  'call of any session; NULL restores the built-in default. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no default '
-  'for all queues.';
+  'Sets the default of a setting for all queues without a value of their own, and returns the number of queues changed. NULL restores the built-in '
+  'default. The change applies from the next call of any session. Errors: PQ005 unknown setting, invalid value, or dead_letter_queue, which has no '
+  'default for all queues.';
 
--- Names are those of all queues, so a right to one is not enough.
+-- Names concern all queues, so a right to one queue is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -563,7 +573,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Closes a queue for senders; consumers still receive what is there. Errors: PQ001 no such queue; senders get PQ013.';
+  'Pauses a queue: senders get PQ013, and consumers still receive its messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -574,9 +584,9 @@ begin
   perform pgque._did('resume', v_queue.queue_name);
 end
 $$;
-comment on function pgque.resume(text, pgque.caller) is 'Opens a paused queue again. Errors: PQ001 no such queue.';
+comment on function pgque.resume(text, pgque.caller) is 'Resumes a paused queue. Errors: PQ001 no such queue.';
 
--- Refuses to drop a queue that somebody still needs.
+-- Refuses to drop a queue that is in use.
 create or replace function pgque._need_unused(p_queue pgque.queue) returns void
 language plpgsql as $$
 begin
@@ -585,7 +595,7 @@ begin
       'Unsubscribe them first, or call pgque.drop_queue(name, true).');
   elsif exists (select from pgque.recurring r where r.rec_queue = p_queue.queue_name) then
     perform pgque._fail('PQ006', pg_catalog.format('recurring messages are sent to queue %I', p_queue.queue_name),
-      'Drop them first (list_recurring, drop_recurring), or call pgque.drop_queue(name, true): they fail then, until a queue of this name is created.');
+      'Drop them first with pgque.drop_recurring(name), or call pgque.drop_queue(name, true). After that they fail until a queue of this name is created.');
   elsif exists (
       select from pgque.retry_queue r
       where r.ev_queue = p_queue.queue_id and (r.ev_owner = 0 or exists (select from pgque.subscriber s where s.sub_id = r.ev_owner)))
@@ -593,14 +603,14 @@ begin
     or exists (select from pgque.queue q where q.queue_dead_letter_queue = p_queue.queue_id)
   then
     perform pgque._fail('PQ006', pg_catalog.format('queue %I holds delayed messages or dead letters, or takes those of another queue', p_queue.queue_name),
-      'Deal with them first, or call pgque.drop_queue(name, true).');
+      'Deliver or delete them first, or call pgque.drop_queue(name, true), which deletes them.');
   end if;
 end
 $$;
 
--- The answer to a call that found the queue and then waited while it was dropped.
--- A check is made with the rights of whoever inserts, and everybody can read its
--- text: so it has the queue's number.
+-- Raises the error for a call that found the queue and then waited while it was
+-- dropped.  The check constraint runs with the rights of the inserting role, and
+-- everybody can read its text: so it contains the queue's number and not its name.
 create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -610,8 +620,8 @@ begin
 end
 $$;
 
--- Drops a queue, its tables' locks first: whoever reads or writes them may come
--- to want its rows too.
+-- Drops a queue.  It locks the queue's tables first, because readers and writers of
+-- these tables lock the queue's rows later.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
 language plpgsql as $$
 declare
@@ -643,14 +653,14 @@ begin
       execute pg_catalog.format('alter table %s add constraint dropped check (pgque._takes_nothing(%s)) not valid', v_leaf, p_queue_id);
     end loop;
   end if;
-  -- maint() does the rest: that takes locks on what every sender uses, and this
-  -- transaction may stay open.
+  -- maint() does the rest: it needs locks that block every sender, and this transaction
+  -- may stay open.
   insert into pgque.dropped_queue (queue_id) values (p_queue_id);
 end
 $$;
 
--- The tables are emptied at once; maint() drops them when no other queue has to
--- wait for that.
+-- The tables are emptied at once.  maint() drops them when no other queue has to wait
+-- for that.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -669,24 +679,25 @@ exception
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is
-  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, delayed messages, retries '
-  'or dead letters, or takes the dead letters of another queue; messages in the log that no consumer will get do not count. The call waits for open '
-  'transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; PQ006 the queue is needed and force is '
-  'not true.';
+  'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, recurring messages, '
+  'delayed messages, retries or dead letters, or takes the dead letters of another queue. Messages in the log that no consumer will get do not '
+  'count. The call waits for open transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; '
+  'PQ006 force is needed and is not true.';
 
--- The six tables of a queue.
+-- Returns the six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
 language sql stable as $$
   select k.kind, g.n, pg_catalog.format('pgque.%s_%s_%s', k.kind, p_queue_id, g.n)
   from (values ('event'), ('tick')) k (kind), pg_catalog.generate_series(0, 2) g (n)
 $$;
 
--- Drops the tables of dropped queues if the locks on the two parents can be
--- had at once: waiting for them would stop every sender.  So does what is done
--- while they are held, such as waiting for a sequence somebody looks at: it ends
--- after about a tenth of a second.  What is left is for the next call, as is what the
--- server has no room for, since each queue takes two dozen locks.  The order is
--- random, so that what somebody uses keeps no other.
+-- Drops the tables of dropped queues, if both parents can be locked at once: waiting
+-- for these locks would block every sender.
+-- While the parents are locked, each step blocks senders too, for example if a sequence
+-- is locked.  So the function ends after about a tenth of a second, and the next call
+-- continues.  It also takes no more queues than the server has locks for, two dozen a
+-- queue.
+-- The order is random, so that a table in use does not keep the others.
 create or replace function pgque._drop_leaves() returns int
 language plpgsql set lock_timeout = '50ms' as $$
 declare
@@ -700,7 +711,7 @@ begin
   if not exists (select from pgque.dropped_queue) then
     return 0;
   end if;
-  -- Not the tables of all other queues with them.
+  -- ONLY: without the tables of all other queues.
   lock table only pgque.event, only pgque.tick in access exclusive mode nowait;
   v_end := pg_catalog.clock_timestamp() + '100 milliseconds';
   for v_id in select d.queue_id from pgque.dropped_queue d order by pg_catalog.random() limit v_room loop
@@ -724,8 +735,8 @@ begin
     exception
       when dependent_objects_still_exist then
         get stacked diagnostics v_detail = pg_exception_detail;
-        raise warning 'pgque: tables of a dropped queue stay: %', v_detail
-          using hint = 'Drop what depends on them; maint() does the rest.';
+        raise warning 'pgque: cannot drop the tables of a dropped queue: %', v_detail
+          using hint = 'Drop the objects that depend on them. The next maint() drops the tables.';
       when lock_not_available then
         null;
     end;

@@ -1,17 +1,17 @@
 -- ---------------------------------------------------------------------------
--- rights: who may do what with one queue
+-- rights: what a role may do with one queue
 -- ---------------------------------------------------------------------------
 
--- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role
--- without them can be given a right to one: then it is a member of pgque_user,
--- which may call the functions that ask whose call it is, and nothing more.  It
--- stays a member: roles are of the cluster, rights of the database.
+-- pgque_writer, pgque_reader and pgque_admin are rights to all queues.  A role without
+-- them can get a right to one queue.  It then becomes a member of pgque_user, which may
+-- only call the functions that check the caller.  It stays a member: roles belong to
+-- the cluster, rights to the database.
 
--- Whether a role has a right to a queue: produce, consume, admin, which is both
--- and more, or see, which is any.  The owner's own functions have all.  The
--- answer is true or false.  A caller that is null has no right: the domain
--- pgque.caller refuses null only where a value becomes one of it, and an outer
--- join or an empty subquery makes a null of it later.
+-- Returns true if a role has a right to a queue, else false.  Rights: produce; consume;
+-- admin, which includes both and more; see, which is any right.  The owner's own
+-- functions have all rights.  A caller that is null has no right: the domain
+-- pgque.caller refuses null only when a value is converted to it, and an outer join or
+-- an empty subquery may give a null later.
 create or replace function pgque._may(p_caller name, p_right text, p_queue_id int) returns boolean
 language plpgsql as $$
 begin
@@ -32,28 +32,28 @@ declare
   v_message  text := pg_catalog.format('permission denied for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null'));
 begin
   if p_caller is null then
-    perform pgque._fail('insufficient_privilege', v_message, 'Leave the argument caller out: its default is the role that calls.',
+    perform pgque._fail('insufficient_privilege', v_message, 'Leave out the argument caller. Its default is the role that calls.',
       'The argument caller is null.');
   end if;
   perform pgque._fail('insufficient_privilege', v_message,
-    pg_catalog.format('An administrator gives it, if there is such a queue: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
+    pg_catalog.format('If the queue exists, an administrator can grant the right: select pgque.grant_queue(%L, %L, %L);', p_queue, p_caller,
       case p_right when 'see' then 'consume' else p_right end),
     pg_catalog.format('Role %I lacks the right to %s it.', p_caller, case p_right when 'produce' then 'send to' when 'admin' then 'administer' else 'consume' end));
 end
 $$;
 
--- Refuses what an administrator of one queue may not do to that queue either.
+-- Refuses operations on one queue that its administrator may not do.
 create or replace function pgque._need_all(p_caller name, p_message text) returns void
 language plpgsql as $$
 begin
   if not pgque._may(p_caller, 'admin', null) then
-    perform pgque._fail('insufficient_privilege', p_message, 'A member of pgque_admin may call it.');
+    perform pgque._fail('insufficient_privilege', p_message, 'Call it as a member of pgque_admin.');
   end if;
 end
 $$;
 
--- A batch id, or null where the caller has no right to the batch's queue: then
--- the id is as good as one that never was.
+-- Returns a batch id, or null if the caller has no right to the batch's queue.  Then
+-- the id counts as one that never existed.
 create or replace function pgque._batch_for(p_caller name, p_batch bigint) returns bigint
 language plpgsql as $$
 begin
@@ -104,10 +104,10 @@ begin
 end
 $$;
 comment on function pgque.revoke_queue(text, text, text) is
-  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role stays '
-  'a member of pgque_user, which is no right to any queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
+  'Revokes a right that grant_queue() gave, by default all rights of the role to the queue, and returns the number of rights revoked. The role '
+  'stays a member of pgque_user, which gives no right to a queue. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
--- As _may() has it, for all queues at once.
+-- Applies the rules of _may() to all queues at once.
 create or replace function pgque.my_rights(
   caller pgque.caller default current_user, out queue_name text, out see boolean, out produce boolean, out consume boolean, out admin boolean
 ) returns setof record
@@ -136,12 +136,13 @@ begin
 end
 $$;
 comment on function pgque.my_rights(pgque.caller) is
-  'Returns what the caller may do: the first row, without queue_name, with all queues, and then a row for each queue that it has a right to. see: get_queue_info() and the like; '
-  'produce: send; consume: subscribe, receive, acknowledge and reject, read; admin: all of these, and operate the queue, in the first row also those calls that concern no single queue. '
-  'The rights come from pgque_reader (see and consume), pgque_writer (produce) and pgque_admin, or from grant_queue().';
+  'Returns the rights of the caller: first a row for all queues (queue_name is NULL), then a row for each queue to which it has a right. see: call '
+  'get_queue_info() and the like. produce: send. consume: subscribe, receive, acknowledge, reject and read. admin: all of these, and operate the '
+  'queue; in the first row also the calls that concern no single queue. The rights come from pgque_reader (see and consume), pgque_writer '
+  '(produce), pgque_admin or grant_queue().';
 
--- The queue of a right that is named as it should be.  One such change at a
--- time; rights of roles that are gone go too.
+-- Returns the id of the queue for a change of rights, after a check of the arguments.
+-- One such change runs at a time.  It also deletes rights of dropped roles.
 create or replace function pgque._right_queue(p_queue text, p_role text, p_right text) returns int
 language plpgsql as $$
 declare
@@ -151,7 +152,7 @@ begin
   delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
   if p_right is null or p_right not in ('produce', 'consume', 'admin') then
     perform pgque._fail('PQ005', pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
-      'The rights are produce, consume and admin.');
+      'Use produce, consume or admin.');
   elsif not exists (select from pg_catalog.pg_roles r where r.rolname = p_role) then
     perform pgque._fail('undefined_object', pg_catalog.format('role not found: %s', coalesce(pg_catalog.quote_ident(p_role), 'null')),
       'Pass the name of a role as in pg_roles, without quotes.');

@@ -2,7 +2,7 @@
 -- send: append events
 -- ---------------------------------------------------------------------------
 
--- Headers as they are stored: a JSON object, or PQ005.
+-- Returns headers as they are stored: a JSON object, or PQ005.
 create or replace function pgque._headers(p_queue text, p_headers jsonb) returns jsonb
 language plpgsql strict immutable set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -27,12 +27,12 @@ create or replace function pgque._bad_headers(p_queue text, p_headers text) retu
 language plpgsql immutable as $$
 begin
   perform pgque._fail('PQ005', pg_catalog.format('headers for queue %I must be a JSON object', p_queue),
-    'For example {"trace": "4bf92f35"}.',
+    'Pass an object such as {"trace": "4bf92f35"}.',
     pg_catalog.left(p_headers, 200));
 end
 $$;
 
--- When a message that is sent to a queue now expires; null is never.
+-- Returns when a message that is sent now expires; null means never.
 create or replace function pgque._expires(p_queue pgque.queue, p_ttl interval default null) returns timestamptz
 language sql volatile as $$
   select case when coalesce(p_ttl, p_queue.queue_message_ttl) > '0' then pgque.clock() + coalesce(p_ttl, p_queue.queue_message_ttl) end
@@ -55,7 +55,7 @@ begin
   end if;
   if p_bytes is not null and p_data is not null then
     perform pgque._fail('PQ005', format('a message for queue %s has both text and bytes', coalesce(quote_ident(p_queue), 'null')),
-      'Text goes into payload, bytes into payload_bytes; the other one is null.');
+      'Pass text as payload or bytes as payload_bytes, and null for the other one.');
   end if;
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data,
     ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_bytes, ev_expires)
@@ -64,7 +64,7 @@ begin
     case when q.queue_message_ttl > '0' then pgque.clock() + q.queue_message_ttl end
   from pgque.queue q
   where q.queue_name = p_queue collate "default" and q.queue_open
-    -- In this order: a stranger is not to hear that it is full.
+    -- In this order: a role without a right must not learn that the queue is full.
     and case
       when caller = current_user collate "C" or pg_has_role(caller, 'pgque_writer', 'usage') or pgque._may(caller, 'produce', q.queue_id)
         then q.queue_max_depth = 0 or pgque._room(q, 1)
@@ -77,8 +77,8 @@ begin
 end
 $$;
 
--- The name of a queue that takes events.  Says why it takes none, or, when it
--- came out of a dump, makes it take them.
+-- Returns the name of a queue that takes events.  Raises an error if the queue does not
+-- exist or is paused.  A queue that came out of a dump is repaired first.
 create or replace function pgque._need_open(p_queue text, p_caller name default current_user) returns text
 language plpgsql as $$
 declare
@@ -86,21 +86,21 @@ declare
 begin
   if v_queue.queue_paused then
     perform pgque._fail('PQ013', pg_catalog.format('queue is paused: %I', v_queue.queue_name),
-      'An administrator opens it again with pgque.resume(name).');
+      'Resume it as an administrator: select pgque.resume(name);');
   end if;
   perform pgque._rebase(v_queue.queue_id);
   return v_queue.queue_name;
 end
 $$;
 
--- Whether a queue with max_depth has room for so many messages more; PQ003 if
+-- Returns whether a queue with max_depth has room for p_count more messages; PQ003 if
 -- not.
 create or replace function pgque._room(p_queue pgque.queue, p_count bigint) returns boolean
 language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 
--- How many messages more a queue with max_depth takes; PQ003 if fewer than
--- p_count.  The session remembers up to which id there is room: consumers only
--- move forward, and each message uses an id.  This does not hold
+-- Returns how many more messages a queue with max_depth takes; PQ003 if fewer than
+-- p_count.  The session remembers up to which id there is room: consumers only move
+-- forward, and each message uses an id.  The remembered value is not valid
 --   * after a change of the queue's row, such as another max_depth;
 --   * after _depth_grows(), or while a transaction that called it is open;
 --   * beyond a transaction with an old snapshot.
@@ -135,15 +135,16 @@ begin
 end
 $$;
 
--- The value that a session remembers, with a proof that pgque wrote it: writers cannot read queue_xid.
+-- Returns the value that a session remembers, with a proof that pgque wrote it: writers
+-- cannot read queue_xid.
 create or replace function pgque._sealed(p_upto text, p_xid xid8, p_grown bigint) returns text
 language sql immutable as $$
   select p_upto || ' ' || pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to(pg_catalog.concat_ws(' ', p_upto, p_xid, p_grown), 'UTF8')), 'hex')
 $$;
 
--- Call it before the depth of a queue grows without a send: before a consumer is
--- subscribed or moved back, and before a dead letter is requeued.  Senders then forget
--- what they remember, and remember nothing until this transaction ends.
+-- Call this before the depth of a queue grows without a send: before a consumer is
+-- subscribed or moved back, and before a dead letter is requeued.  Senders then drop
+-- the value that they remember, and remember none until this transaction ends.
 create sequence if not exists pgque.depth_growth;
 create or replace function pgque._depth_grows(p_queue_id int) returns void
 language plpgsql as $$
@@ -153,11 +154,11 @@ begin
 end
 $$;
 
--- How many messages more a queue takes after an id; PQ003 if fewer than p_count.  Null:
--- there is no consumer and no delayed message, so nothing counts.
--- Three answers, the cheapest first:
+-- Returns how many more messages a queue takes after an id; PQ003 if fewer than
+-- p_count.  Null: there is no consumer and no delayed message, so nothing counts.
+-- Three checks, the cheapest first:
 --   * No consumer stands before the oldest stored tick.
---   * The slowest consumer is looked up.  There may be ten thousand of them.
+--   * The slowest consumer is searched.  There may be ten thousand consumers.
 --   * Near the limit the messages are counted, because rolled-back sends use ids too.
 --     This is always so with an external ticker, whose event_seq may mean anything.
 create or replace function pgque._find_room(p_queue pgque.queue, p_count bigint, p_last bigint) returns bigint
@@ -186,15 +187,15 @@ begin
   end if;
   if v_left < p_count then
     perform pgque._fail('PQ003', pg_catalog.format('queue full: %I', p_queue.queue_name),
-      'Try again when consumers have caught up, or raise max_depth. Nothing was sent.',
+      'Try again when the consumers have caught up, or raise max_depth. Nothing was sent.',
       pg_catalog.format('max_depth is %s.', p_queue.queue_max_depth));
   end if;
   return v_left;
 end
 $$;
 
--- The event sequence of the oldest stored tick of a queue, read without keeping
--- the locks: they would postpone rotation until the sender's transaction ends.
+-- Returns the event sequence of the oldest stored tick of a queue, and releases the
+-- locks of the read: they would postpone rotation until the sender's transaction ends.
 create or replace function pgque._first_event_seq(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
@@ -226,13 +227,13 @@ begin
 end
 $$;
 
--- The elements of an array in one dimension, counted from 1.
+-- Returns the elements of an array in one dimension, counted from 1.
 create or replace function pgque._flat(p_array anyarray) returns anyarray
 language sql immutable as $$
   select case when pg_catalog.array_ndims($1) > 1 or pg_catalog.array_lower($1, 1) <> 1 then array(select e from pg_catalog.unnest($1) e) else $1 end
 $$;
 
--- Refuses options that do not fit the messages or make no sense: PQ005.
+-- Refuses options that do not fit the messages or are invalid: PQ005.
 create or replace function pgque._check_options(
   p_queue text, p_count int, p_headers jsonb[], p_keys text[],
   p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[]
@@ -267,7 +268,7 @@ begin
   limit 1;
   if v_wrong is not null then
     perform pgque._fail('PQ005', pg_catalog.format(v_wrong, p_queue),
-      'delay and ttl are intervals from now, deliver_at is a time; ttl 0 means that the message never expires.');
+      'Pass delay and ttl as intervals from now, deliver_at as a time. ttl 0 means that the message never expires.');
   end if;
   perform pgque._headers(p_queue, h) from pg_catalog.unnest(p_headers) h where h is not null;
 end
@@ -288,9 +289,9 @@ begin
 end
 $$;
 
--- The same with a type for each message; data and bytes may both be given, with
--- one of them null in each message.  Ids in input order; to take them first is
--- faster than to have them returned.  A delayed message is stored in the retry
+-- Sends many messages with a type for each.  Data and bytes may both be given, with one
+-- of them null in each message.  Returns ids in input order: taking the ids first is
+-- faster than returning them from the insert.  A delayed message is stored in the retry
 -- queue, for every consumer (owner 0).
 create or replace function pgque._send_rows(
   p_queue pgque.queue, p_types text[], p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
@@ -349,7 +350,7 @@ begin
   where q.queue_id = v_queue.queue_id and m.id is not null and m.due is not null;
   get diagnostics v_delayed = row_count;
   if v_stored + v_delayed < v_without then
-    perform pgque._no_queue(v_queue.queue_name);   -- it was dropped meanwhile
+    perform pgque._no_queue(v_queue.queue_name);   -- the queue was dropped meanwhile
   end if;
   if v_without < v_count then
     perform pgque._lock_keys(v_queue.queue_id, p_keys);
@@ -359,8 +360,8 @@ begin
       v_ids[v_n] := pgque._send_keyed(v_queue, p_types[v_n], p_data[v_n], p_bytes[v_n], p_headers[v_n], p_keys[v_n], v_due[v_n], v_ends[v_n], p_partition_keys[v_n]);
     end loop;
   end if;
-  -- Only now it is known which keys made a message; and what is delayed counts though
-  -- nobody has subscribed.
+  -- Only now it is known which keys made a new message.  A delayed message counts even
+  -- if no consumer has subscribed.
   if v_queue.queue_max_depth > 0 and (v_delayed > 0 or v_last < any (v_ids)) then
     perform pgque._room(v_queue, 0);
   end if;
@@ -383,9 +384,9 @@ language sql immutable as $$ select pg_catalog.hashtext(p_key) & 1023 $$;
 create or replace function pgque._many_keys(p_count bigint) returns boolean
 language sql immutable as $$ select p_count > 200 $$;
 
--- Locks keys of a queue until the transaction ends, as everything must that sends or
--- removes a message with a key.  Locks are taken in one order, so that two batches
--- cannot wait for each other.
+-- Locks keys of a queue until the transaction ends.  Everything that sends or removes a
+-- message with a key calls this.  Locks are taken in one order, so that two batches
+-- cannot deadlock.
 create or replace function pgque._lock_keys(p_queue_id int, p_keys text[]) returns void
 language plpgsql as $$
 declare
@@ -404,8 +405,9 @@ begin
 end
 $$;
 
--- Locks buckets.  While one of them is busy for longer than a moment, this waits for that
--- one only and releases the others, so that their keys can be sent and delivered.
+-- Locks buckets.  If one of them stays locked for longer than a moment, the function
+-- waits for this bucket only and releases the others, so that their keys can be sent
+-- and delivered.
 create or replace function pgque._lock_buckets(p_queue_id int, p_buckets int[]) returns void
 language plpgsql as $$
 declare
@@ -437,11 +439,12 @@ begin
 end
 $$;
 
--- Waits for all who have said something about a key and not committed: what they
--- replaced must not be passed by meanwhile, or nobody would get what they sent.
--- Who waits for a lock keeps others from it, so most of the time it only tries:
--- one sender that stays open is not to stop them all.  A sender with an older
--- snapshot, which does not show who passes what, is stopped by the queue's row.
+-- Waits for open transactions that sent a message with a key or removed one.  A
+-- consumer must not pass a message that such a transaction replaces: then the new body
+-- would be delivered to no consumer.
+-- A session that waits for a lock blocks later ones, so the function mostly tries: one
+-- sender that stays open must not stop all senders.  A sender with an older snapshot
+-- does not see which consumer passes a message; the update of the queue's row stops it.
 create or replace function pgque._let_keys_be_said(p_queue pgque.queue) returns void
 language plpgsql as $$
 declare
@@ -460,7 +463,8 @@ begin
       elsif not pg_catalog.pg_try_advisory_xact_lock(v_class, p_queue.queue_id) then
         perform pgque._let_go();
       end if;
-      -- A consumer with an older snapshot may keep the row: senders do not wait for it.
+      -- A consumer with an older snapshot may hold the row lock: senders do not wait
+      -- for it.
       update pgque.queue q set queue_xid = pgque._queue_xid(q) where q.queue_id = p_queue.queue_id;
       perform pg_catalog.set_config('lock_timeout', v_wait, true);
       exit;
@@ -469,24 +473,25 @@ begin
         null;
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('senders to queue %I that use keys have not committed: pid %s', p_queue.queue_name, (
+      perform pgque._fail('lock_not_available', pg_catalog.format('open transactions have sent messages with keys to queue %I: pid %s', p_queue.queue_name, (
           select pg_catalog.string_agg(distinct l.pid::text, ', ')
           from pg_catalog.pg_locks l
           where l.locktype = 'advisory' and l.granted and l.classid::bigint = v_class::bigint & 4294967295 and l.objid::bigint = p_queue.queue_id)),
-        'Try again when they have; set lock_timeout to wait longer.');
+        'Try again after they commit, or set a higher lock_timeout to wait longer.');
     end if;
     perform pg_catalog.pg_sleep(0.02);
   end loop;
 end
 $$;
 
--- Sends a message with a key.  While one with that key is pending, it takes the
--- place of its body: a row with the same id and the next number (ev_retry) is
--- appended, which only readers of keys see (owner 0).  Whoever hands the message
--- out appends a seal (owner -1), and a purge a row of owner -2; after either
--- the next send is a message of its own.  The unique index stops a transaction
--- whose snapshot does not show the last of these rows; such a transaction locks
--- the queue's row too, so that the table can not change either.
+-- Sends a message with a key.  If a message with this key is pending, its body is
+-- replaced: a row with the same id and the next number (ev_retry) is appended, which
+-- only readers of keys see (owner 0).
+-- A delivery of the message appends a seal (owner -1), and a purge a row of owner -2.
+-- After either, the next send is a new message.
+-- A transaction whose snapshot does not show the last of these rows violates the unique
+-- index.  Such a transaction also locks the queue's row, so that the current table
+-- cannot change.
 create or replace function pgque._send_keyed(
   p_queue pgque.queue, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
   p_due timestamptz, p_expires timestamptz, p_partition_key text
@@ -500,11 +505,12 @@ begin
   if pgque._old_snapshot() then
     perform from pgque.queue q where q.queue_id = p_queue.queue_id for share;
   end if;
-  -- One that is delayed has been handed out to nobody.
+  -- A delayed message was delivered to no consumer.
   update pgque.retry_queue r
   set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
   where r.ev_owner = 0 and r.ev_queue = p_queue.queue_id
-    -- One that had expired may be back: clocks are set back too.
+    -- Only one that has not expired.  An expired one may be valid again: clocks are set
+    -- back too.
     and r.ev_id = (
       select d.ev_id from pgque.retry_queue d
       where d.ev_queue = p_queue.queue_id and d.ev_key = p_key and d.ev_owner = 0 and (d.ev_expires > pgque.clock()) is not false
@@ -528,7 +534,7 @@ begin
     if not found then
       perform pgque._no_queue(p_queue.queue_name);
     end if;
-    -- Workers may have put it aside without handing it out.
+    -- Workers may have put the message into the retry queue without delivering it.
     update pgque.retry_queue r
     set ev_type = p_type, ev_data = p_data, ev_bytes = p_bytes, ev_headers = p_headers, ev_expires = p_expires, ev_extra1 = p_partition_key
     where r.ev_queue = p_queue.queue_id and r.ev_key = p_key and r.ev_id = v_last.ev_id;
@@ -548,7 +554,7 @@ begin
     where q.queue_id = p_queue.queue_id;
   end if;
   if not found then
-    perform pgque._no_queue(p_queue.queue_name);   -- it was dropped meanwhile
+    perform pgque._no_queue(p_queue.queue_name);   -- the queue was dropped meanwhile
   end if;
   return v_id;
 exception
@@ -558,7 +564,7 @@ exception
 end
 $$;
 
--- The newest row that says something about a key.
+-- Returns the newest row of a key.
 create or replace function pgque._last_of_key(p_queue_id int, p_key text) returns pgque.event
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -575,8 +581,8 @@ begin
 end
 $$;
 
--- Whether some consumer can not get a pending message any more, or reads it as
--- part of a whole window.
+-- Returns whether a consumer has passed a pending message, or reads it as part of a
+-- whole window.
 create or replace function pgque._passed(p_queue_id int, p_id bigint, p_key text) returns boolean
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -607,8 +613,8 @@ create or replace function pgque.insert_event(
 ) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, $4, $5, $6, $7, null, null) $$;
 comment on function pgque.insert_event(text, text, text, text, text, text, text) is
-  'Sends one message and returns its id: PgQ''s name for send(), with the four extra texts of an event. Errors: PQ001 no such queue; PQ013 the queue '
-  'is paused.';
+  'Sends one message with the four extra texts of an event, and returns its id. It is PgQ''s name for send(). Errors: PQ001 no such queue; PQ013 '
+  'the queue is paused.';
 
 create or replace function pgque.insert_event(queue_name text, ev_type text, ev_data text) returns bigint
 language sql as $$ select pgque._send($1, $2, $3, null, null, null, null, null, null) $$;
@@ -634,14 +640,14 @@ language sql as $$ select pgque._send($1, $2, $3::pg_catalog.text, pgque._no_hea
 comment on function pgque.send(text, text, jsonb, text) is
   'The same for JSON. Errors: also PQ005 if the key begins with { and may be meant as headers; name the argument headers or partition_key.';
 
--- A partition key that is no JSON object.  Up to 0.4.4 an untyped literal in its
--- place was taken for headers: those are not to become a partition key in silence.
+-- Returns a partition key that is no JSON object.  Up to 0.4.4 an untyped literal in
+-- its place was read as headers: these must not silently become a partition key.
 create or replace function pgque._no_headers(p_queue text, p_key text) returns text
 language plpgsql immutable as $$
 begin
   if pg_catalog.ltrim(p_key) like '{%' then
     perform pgque._fail('PQ005', pg_catalog.format('the fourth argument of send() to queue %I looks like headers', p_queue),
-      'Name it: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
+      'Name the argument: headers => ''{"trace": "4bf92f35"}'', or partition_key => ''{...}''.');
   end if;
   return p_key;
 end
@@ -658,11 +664,12 @@ language sql as $$
   end
 $$;
 comment on function pgque.send(text, text, text, jsonb, text, interval, timestamptz, interval, text) is
-  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: while a message with this key is '
-  'pending (delivered to no consumer yet), the new one replaces its body and headers, and its id is returned. delay (from now) or deliver_at: the '
-  'message is not delivered before. ttl: the message is not delivered after; 0 is never, NULL is the queue''s message_ttl. delay and ttl are at most '
-  '100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; PQ003 the queue is full; '
-  'PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a change to the key.';
+  'Sends one message with options and returns its id. headers: a JSON object that travels with the message. key: if a message with this key is '
+  'pending (delivered to no consumer yet), its body and headers are replaced, and its id is returned. delay (from now) or deliver_at: the message '
+  'is not delivered earlier. ttl: the message is not delivered later; 0 means that it never expires, NULL means the queue''s message_ttl. delay '
+  'and ttl are at most 100 years. partition_key: kept in extra1, and the order key for a consumer with keyed_order. Errors: PQ001 no such queue; '
+  'PQ003 the queue is full; PQ005 invalid option; PQ013 the queue is paused; 40001 if a transaction that is not READ COMMITTED does not see a '
+  'change to the key.';
 
 create or replace function pgque.send(
   queue_name text, type_name text, payload jsonb, headers jsonb default null, key text default null, delay interval default null,
@@ -685,8 +692,8 @@ language sql as $$ select pgque._send_as($1, $2, null, $3, $4, $5, $6, $7, $8, $
 comment on function pgque.send(text, text, bytea, jsonb, text, interval, timestamptz, interval, text) is
   'The same for bytes: consumers get them in payload_bytes, and payload is NULL.';
 
--- Appends one event per element with one statement; ids in input order.  To
--- take the ids first is faster than to have them returned.
+-- Appends one event for each element with one statement, and returns ids in input
+-- order.  Taking the ids first is faster than returning them from the insert.
 create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -724,7 +731,7 @@ begin
 end
 $$;
 
--- Whether there is nothing to send; PQ005 for a null array.
+-- Returns whether there is nothing to send; PQ005 for a null array.
 create or replace function pgque._no_payloads(p_queue text, p_count int) returns boolean
 language plpgsql as $$
 begin
@@ -782,8 +789,8 @@ language sql as $$
 $$;
 comment on function pgque.send_batch(text, text, bytea[], jsonb[], text[], interval[], timestamptz[], interval[], text[]) is 'The same for bytes.';
 
--- Of two senders of one key the second waits; one whose snapshot does not show
--- what the first did gets 40001.
+-- Of two senders with one key, the second waits.  If its snapshot does not show the
+-- message of the first, it gets 40001.
 create or replace function pgque.send_idem(
   queue text, type text, payload text, idem_key text,
   ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
@@ -797,7 +804,7 @@ declare
 begin
   if $4 is null or $4 = '' or octet_length($4) > 1000 or $5 is null or $5 <= '0' or $5 > '100 years' then
     perform pgque._fail('PQ005', format('send_idem to queue %I needs a key of 1 to 1000 bytes and a positive ttl of at most 100 years', v_queue.queue_name),
-      'Without a key use pgque.send().');
+      'Pass such a key and ttl. To send without a key, use pgque.send().');
   end if;
   perform pg_advisory_xact_lock(hashtext('pgque.idem ' || v_queue.queue_id), hashtext($4));
   v_leaf := pgque._idem_leaf();
@@ -827,7 +834,7 @@ comment on function pgque.send_idem(text, text, text, text, interval, text, pgqu
   'nothing was sent and event_id is the earlier message''s id. Two senders of one key wait for each other. partition_key is kept in extra1. Errors: '
   'PQ001 no such queue; PQ005 no key, or ttl is not positive or above 100 years; PQ013 the queue is paused.';
 
--- Which leaf of the idempotency keys is written; see _journal_leaf().
+-- Returns the leaf of the idempotency keys that is written; see _journal_leaf().
 create or replace function pgque._idem_leaf() returns int
 language plpgsql as $$
 declare
@@ -852,6 +859,6 @@ language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is
-  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. Its column defaults make a row of ev_type and '
-  'ev_data a complete event. Call it again in each transaction: rotation changes the table. An ev_id taken in an earlier transaction may be covered '
-  'by a tick only a minute later. Errors: PQ001 no such queue.';
+  'Returns the table that the queue''s messages go to now, schema-qualified, for COPY by the owner. With its column defaults, a row of ev_type and '
+  'ev_data is a complete event. Call it again in each transaction: rotation changes the table. If an ev_id was taken in an earlier transaction, a '
+  'tick may cover its row up to a minute later. Errors: PQ001 no such queue.';

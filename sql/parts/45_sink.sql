@@ -2,13 +2,13 @@
 -- sink: INSERT, COPY and Spark send
 -- ---------------------------------------------------------------------------
 
--- Two views that turn rows into messages.  Views, because a table in their
--- place is dropped and made anew by a writer that overwrites.  Their columns
--- are text where a driver has strings.  sink knows all that send() knows, by a
--- trigger; sink_bulk takes plain messages, by a rule, which is faster.
--- Their column queue is of a domain: under session_replication_role = replica
--- neither rules nor triggers of a view do anything, and no view can have them do it
--- always, so a row would be lost silently.  The check of the domain refuses it.
+-- Two views that turn rows into messages.  They are views because a writer that
+-- overwrites would drop a table and create it again.  Their columns are text where a
+-- driver has strings.  sink has the options of send() by a trigger; sink_bulk takes
+-- plain messages by a rule, which is faster.
+-- Their column queue has a domain type.  Under session_replication_role = replica,
+-- neither rules nor triggers of a view fire, and a view cannot have triggers that
+-- always fire.  So a row would be lost silently: the check of the domain refuses it.
 do $$
 declare
   v_grants  text[];
@@ -18,7 +18,8 @@ begin
     create domain pgque.sink_queue as text
       constraint session_replication_role_is_not_replica check (pg_catalog.current_setting('session_replication_role') <> 'replica');
     revoke usage on type pgque.sink_queue from public;
-    -- Views of an earlier version are made anew, with what was granted on them.
+    -- Views of an earlier version are created again, with the rights that were granted
+    -- on them.
     v_grants := array(
       select format('grant %s%s on %s to %s%s', a.privilege_type, p.columns, c.oid::regclass,
         case a.grantee when 0 then 'public' else a.grantee::regrole::text end, case when a.is_grantable then ' with grant option' end)
@@ -36,7 +37,7 @@ begin
         get stacked diagnostics v_grant = pg_exception_detail;
         raise exception using
           errcode = 'dependent_objects_still_exist',
-          message = 'the views pgque.sink and pgque.sink_bulk cannot be made anew while other objects depend on them',
+          message = 'the views pgque.sink and pgque.sink_bulk cannot be replaced while other objects depend on them',
           detail = v_grant,
           hint = 'Drop these objects, upgrade, and create them again.';
     end;
@@ -55,19 +56,18 @@ begin
 end
 $$;
 comment on view pgque.sink is
-  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text of '
-  'a JSON object), partition_key; key, delay, deliver_at, ttl as in send(): delay and ttl are texts of intervals, a number is seconds. With sink_id, '
-  'epoch and part: rows of a part that another transaction has already written for this epoch are left out. parts, if given, must be the same each '
-  'time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under session_replication_role = replica, '
-  'where the view cannot send.';
+  'Sends one message for each row that INSERT or COPY puts into it. Columns: queue, type (NULL: default), payload or payload_bytes, headers (text '
+  'of a JSON object), partition_key; key, delay, deliver_at, ttl as in send(). delay and ttl are texts of intervals; a number is seconds. With '
+  'sink_id, epoch and part, rows of a part are left out if another transaction has already written that part of the epoch. parts, if given, must '
+  'be the same each time. Errors: as of send(); PQ005 epoch, part or parts without sink_id; PQ016 see sink_commit(); 23514 under '
+  'session_replication_role = replica, where the view cannot send.';
 comment on view pgque.sink_bulk is
   'Sends one message for each row as pgque.sink does, for plain messages: by a rewrite rule, and so about twice as fast. Columns: queue, type, '
   'payload, headers.';
 
--- The table that a message of this queue goes to, for a statement whose own
--- look at the queue found it closed or not at all: says why (PQ001, PQ013), or
--- opens a queue that came out of a dump.  For such a statement a queue that was
--- made since is not there yet.
+-- Returns the table for a message of this queue, for a statement that found the queue
+-- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
+-- dump.  A queue that was created after the statement began does not exist for it yet.
 create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -79,9 +79,9 @@ begin
 end
 $$;
 
--- Whether a queue with max_depth has room for one more row of a statement, which a
--- number that nobody can guess stands for; PQ003 if not.  Up to which id there is
--- room is asked once, and again when others have used those ids up.
+-- Returns whether a queue with max_depth has room for one more row of a statement;
+-- PQ003 if not.  A random number stands for the statement.  The id up to which there is
+-- room is computed once, and again when other sessions have used these ids.
 create or replace function pgque._sink_room(p_queue_id int, p_statement uuid) returns boolean
 language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -102,13 +102,13 @@ begin
 end
 $$;
 
--- The rule has no condition: with one, the server would run the source of the
--- rows twice.  Each of a row's columns is named once, since an expression in
--- VALUES takes its place and would be run as often as it is named.  The look-up
--- is lateral, so that rows keep their order, and is remembered for the rows of one
--- queue, so the limit is asked outside; what it does not find open is left
--- to _open_slot(), since the row would be lost silently otherwise.  The
--- functions run with the rights of whoever inserts.
+-- The rule has no condition: with one, the server would run the source of the rows
+-- twice.  Each column of a row is named once, since an expression in VALUES replaces
+-- its name, and would run as often as it is named.
+-- The lookup is lateral, so that rows keep their order.  It is cached for the rows of
+-- one queue, so the limit is checked outside of it.  A row without an open queue is
+-- left to _open_slot(), or it would be lost silently.  The functions run with the
+-- rights of the inserting role.
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
@@ -124,7 +124,7 @@ create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
     offset 0
   ) q on true;
 
--- COPY takes no rules, only triggers.
+-- COPY ignores rules and fires triggers.
 create or replace function pgque._sink_bulk_row() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -133,7 +133,7 @@ begin
 end
 $$;
 
--- A text of a sink as an interval, or PQ005.
+-- Returns a text of a sink as an interval, or raises PQ005.
 create or replace function pgque._sink_interval(p_queue text, p_column text, p_text text) returns interval
 language plpgsql strict stable set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -141,13 +141,13 @@ begin
 exception
   when data_exception then
     perform pgque._fail('PQ005', format('the %s of a message for queue %I is not an interval', p_column, p_queue),
-      'For example 30 (seconds) or ''1 hour 30 minutes''.', left(p_text, 200));
+      'Pass an interval such as 30 (seconds) or ''1 hour 30 minutes''.', left(p_text, 200));
 end
 $$;
 
--- One row of sink: a message, unless it belongs to a part of an epoch that
--- another transaction wrote.  Rows of the first test are rare.  Others are stored
--- here, which is faster; what finds no open queue with room is left to _send().
+-- Sends one row of sink, unless it belongs to a part of an epoch that another
+-- transaction wrote.  Rows with options are rare.  Others are stored here, which is
+-- faster.  A row without an open queue with room is left to _send().
 create or replace function pgque._sink_row() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -162,7 +162,7 @@ begin
       -- Without the name of its sink a replay would be sent twice.
       perform pgque._fail('PQ005', format('epoch %s, part %s for queue %s has no sink_id', coalesce(new.epoch::text, 'null'),
           coalesce(new.part::text, 'null'), coalesce(quote_ident(new.queue), 'null')),
-        'Set sink_id too; leave out sink_id, epoch, part and parts for messages that are not replayed.');
+        'Set sink_id too. For messages that are not replayed, leave out sink_id, epoch, part and parts.');
     end if;
     if new.payload is not null and new.payload_bytes is not null then
       perform pgque._send(new.queue, new.type, new.payload, null, null, null, null, null, new.payload_bytes);
@@ -202,8 +202,8 @@ begin
 end
 $$;
 
--- Checks the name of an epoch and refuses one that is older than the sink's
--- newest: it is no replay, whose rows may be left out.
+-- Checks the name of an epoch and refuses one that is older than the sink's newest: it
+-- is no replay, whose rows may be left out.
 create or replace function pgque._check_epoch(p_sink text, p_epoch bigint) returns void
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -211,12 +211,12 @@ declare
 begin
   if coalesce(p_sink, '') = '' or pg_catalog.octet_length(p_sink) > 200 or p_sink ~ '[[:cntrl:]]' or p_epoch < 0 then
     perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s do not name an epoch', pg_catalog.left(p_sink, 200), coalesce(p_epoch::text, 'null')),
-      'A sink_id has 1 to 200 printable characters; epochs count from 0.');
+      'Pass a sink_id of 1 to 200 printable characters, and an epoch from 0.');
   end if;
   v_newest := (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = p_sink);
   if v_newest > p_epoch then
     perform pgque._refuse_epoch(p_sink, p_epoch, pg_catalog.format('it is older than the newest epoch %s', v_newest),
-      'Epochs start over when a checkpoint is deleted: give the new query another sink_id.');
+      'Give the new query another sink_id. Epochs start from 0 again when a checkpoint is deleted.');
   end if;
 end
 $$;
@@ -247,8 +247,8 @@ begin
   if not p_once then
     perform pgque._lock_epoch(p_sink, p_epoch, p_part);
   end if;
-  -- Takes the share lock of an old snapshot: 40001 if the leaves turned since, and
-  -- older epochs may have been forgotten.
+  -- Takes the share lock of an old snapshot: 40001 if the leaves rotated since, and
+  -- older epochs may have been deleted.
   perform pgque._journal_leaf();
   perform pgque._check_epoch(p_sink, p_epoch);
   select case when e.part = -1 or p_part = -1 then 'in another way' else pg_catalog.format('with %s parts and comes with %s',
@@ -259,7 +259,7 @@ begin
   limit 1;
   if found then
     perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
-      'A replay must have the partitions of the first run: repartition() before the write, or use format("pgque"), which does not care.');
+      'Call repartition() before the write, since a replay must have the partitions of the first run. Or use format("pgque"), which works with any partitions.');
   end if;
   select e.* into claim
   from pgque.sink_epoch e
@@ -279,12 +279,12 @@ begin
 end
 $$;
 
--- Whether this transaction writes this part of an epoch: the first that claims
--- it does, all of it, and the others leave all of it out.  The parts that a
--- session touched are kept in a setting, one line each and the newest first:
--- the part, the transaction's id, whether it writes.  A session that comes to a
--- part again in another transaction commits after every statement; the part
--- could be torn then, so it is refused.
+-- Returns whether this transaction writes this part of an epoch.  The first transaction
+-- that claims a part writes all of it, and the others leave out all of it.  The parts
+-- that a session wrote or left out are kept in a setting, one line each and the newest
+-- first: the part, the transaction's id, whether it writes.  If a session has rows of
+-- one part in two transactions, it commits after every statement, and the part could be
+-- incomplete: so it is refused.
 create or replace function pgque._claim_part(p_sink text, p_epoch bigint, p_part int, p_parts int) returns boolean
 language plpgsql as $$
 declare
@@ -301,10 +301,10 @@ begin
   elsif (p_epoch >= 0 and p_part >= 0 and (p_parts is null or p_part < p_parts)) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('sink_id %L, epoch %s, part %s of %s do not name a part of an epoch', pg_catalog.left(p_sink, 200),
         coalesce(p_epoch::text, 'null'), coalesce(p_part::text, 'null'), coalesce(p_parts::text, 'any number')),
-      'Epochs and parts count from 0; parts, if given, is how many there are.');
+      'Pass epoch and part from 0. parts, if given, is the number of parts.');
   end if;
   v_claim := (pgque._claim_epoch(p_sink, p_epoch, p_part, p_parts, false)).claim;
-  -- One that came out of a dump may name the same transaction, but another session.
+  -- A row that came out of a dump may name the same transaction, but another session.
   v_writes := (v_claim.txid = pg_catalog.pg_current_xact_id() and v_claim.session = pgque._session()) is true;
   if not v_writes and v_claim.session = pgque._session()
     or pg_catalog.strpos(v_touched, v_part) > 0 and pg_catalog.strpos(v_touched, v_line) = 0
@@ -318,7 +318,7 @@ begin
 end
 $$;
 
--- Which leaf takes what is staged.
+-- Returns the leaf that takes staged rows.
 create or replace function pgque._sink_leaf() returns int
 language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
 
@@ -335,19 +335,19 @@ end
 $$;
 comment on function pgque.sink_begin(text, bigint) is
   'Begins an attempt to write a share of an epoch, and returns attempt and stage. COPY the messages into the table that stage names, with this '
-  'attempt and n = 0, 1, 2, ... in the order to be sent. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count from '
-  'sink_commit(). Nothing is sent before it. epoch NULL: a write that is never repeated. Errors: '
-  'PQ005 invalid sink_id or epoch; PQ016 the epoch is older than the sink''s newest.';
+  'attempt and n = 0, 1, 2, ... in the order of sending. Columns: those of pgque.sink without sink_id, epoch, part and parts. delay and ttl count '
+  'from sink_commit(). Nothing is sent before that call. epoch NULL: a write that is never repeated. Errors: PQ005 invalid sink_id or epoch; PQ016 '
+  'the epoch is older than the sink''s newest.';
 
--- The attempts of both leaves.
+-- Returns the attempts of both leaves.
 create or replace function pgque._attempts() returns setof pgque.sink_attempt
 language sql stable as $$
   select distinct on (a.attempt) a.* from pgque.sink_attempt a
 $$;
 
--- The rows that attempts staged, their order in the epoch, and pieces of it that
--- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  What was staged for
--- another epoch is left out.
+-- Returns the rows that attempts staged, with their order in the epoch, in pieces that
+-- arrays can hold: of 1,000 rows, and of 16 MB or one row more.  Rows that were staged
+-- for another epoch are left out.
 create or replace function pgque._staged(p_sink text, p_epoch bigint, p_attempts uuid[])
 returns table (at bigint, piece bigint[], queue text, type text, payload text, headers jsonb, payload_bytes bytea, partition_key text, key text, delay text,
   deliver_at timestamptz, ttl text)
@@ -472,7 +472,7 @@ begin
   end if;
   -- Compaction moves rows from leaf to leaf.
   lock table pgque.sink_attempt, pgque.sink_stage in access share mode;
-  -- Before anything is stored: a full queue costs little, however often this is tried.
+  -- Before anything is stored: so repeated calls for a full queue cost little.
   perform pgque._room(q, s.count)
   from (
     select s.queue, count(*)
@@ -499,7 +499,7 @@ begin
   cross join lateral (
     select * from pgque.sink_stage s where s.attempt = a.attempt order by n
   ) s
-  -- By this detour the planner remembers the look-up for the rows of one queue.
+  -- With this detour the planner caches the lookup for the rows of one queue.
   cross join lateral (select s.queue offset 0) n
   left join lateral (
     select case when q.queue_open then q.queue_id * 3 + q.queue_cur_table end as slot, q.queue_event_seq as event_seq,
@@ -515,7 +515,7 @@ begin
   end if;
   if v_count is distinct from $4 then
     perform pgque._refuse_epoch($1, $2, format('%s rows are staged, not %s', v_count, coalesce($4::text, 'null')),
-      'What is staged is kept for a day. Write the epoch again; nothing was sent.');
+      'Write the epoch again. Nothing was sent. Staged rows are kept for a day.');
   end if;
   return 'applied';
 end
@@ -526,7 +526,7 @@ comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
   'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
   'is paused; PQ005 invalid option; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
 
--- The attempts that may still be committed.
+-- Returns the attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
 language sql stable as $$
   select a.*
@@ -539,10 +539,9 @@ language sql stable as $$
         and e.sink_id = case when a.epoch is null then a.attempt::text else a.sink_id end)
 $$;
 
--- Reclaims what was staged.  The leaf that is not written is emptied under its
--- lock, if that is free, after what may still be committed was copied to the
--- other one.  The leaves change when this one is large, or a minute old with
--- nothing that counts.
+-- Deletes staged rows.  The other leaf is emptied under its lock, if that is free,
+-- after the rows that may still be committed were copied to the current one.  The
+-- leaves rotate when the current one is large, or has had nothing to keep for a minute.
 create or replace function pgque._compact_stage() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -580,11 +579,11 @@ exception
 end
 $$;
 
--- How long a committed epoch is remembered.
+-- Returns how long a committed epoch is kept.
 create or replace function pgque._epoch_life(p_once boolean) returns interval
 language sql immutable as $$ select case when p_once then interval '2 days' else interval '1 year' end $$;
 
--- The same for committed epochs, of which each sink's newest is kept.
+-- Does the same for committed epochs.  The newest of each sink is kept.
 create or replace function pgque._compact_epochs() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -592,7 +591,7 @@ declare
   v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
 begin
   if not v_due and pg_relation_size('pgque.sink_epoch_' || v_cur) > 4194304 then
-    -- Worth it if half can go.
+    -- Worth it if half of the rows can be deleted.
     execute format(
       'select count(*) filter (where e.epoch < e.newest or e.committed_at <= pgque.clock() - pgque._epoch_life(e.once)) * 2 >= count(*)'
       ' from (select e.*, max(e.epoch) over (partition by e.sink_id) as newest from pgque.sink_epoch_%s e) e', v_cur)
@@ -616,7 +615,8 @@ begin
     on conflict do nothing;
     execute format('truncate pgque.sink_epoch_%s', 1 - v_cur);
   end if;
-  -- After either step an old snapshot could miss an epoch: it meets this row.
+  -- After either step a transaction with an old snapshot could miss an epoch: the
+  -- update of this row stops it.
   update pgque.journal j set journal_epoch_cur = v_cur;
   return 1;
 exception

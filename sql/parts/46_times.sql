@@ -33,8 +33,9 @@ begin
 end
 $$;
 
--- Whether the field of days, or that of weekdays, restricts nothing, so that the other
--- one alone decides.  (A day matches if either does, once both restrict.)
+-- Returns whether the field of days, or that of weekdays, restricts nothing, so that
+-- the other one alone decides.  (A day matches if either field matches, once both
+-- restrict.)
 create or replace function pgque._is_star(p_field text, p_all boolean, p_other text) returns boolean
 language sql immutable as $$ select '*' = any (pg_catalog.string_to_array(p_field, ',')) or p_all and p_other like '%*%' $$;
 
@@ -63,13 +64,13 @@ begin
   v_rec.rec_starts_at := p_starts_at;
   v_rec.rec_ends_at := p_ends_at;
   if p_timezone = 'UTC' then
-    v_rec.rec_timezone := p_timezone;   -- to list all takes a tenth of a second
+    v_rec.rec_timezone := p_timezone;   -- listing all names takes a tenth of a second
   else
     select z.name into v_rec.rec_timezone from pg_catalog.pg_timezone_names z where pg_catalog.lower(z.name) = pg_catalog.lower(p_timezone) limit 1;
   end if;
   if v_rec.rec_timezone is null then
     perform pgque._fail('PQ005', pg_catalog.format('unknown time zone: %s', pg_catalog.quote_nullable(p_timezone)),
-      'Use a name such as Europe/Berlin: select name from pg_timezone_names.');
+      'Use a name such as Europe/Berlin. List the names: select name from pg_timezone_names;');
   elsif not coalesce(pg_catalog.isfinite(p_starts_at), true) or not coalesce(pg_catalog.isfinite(p_ends_at), true) then
     perform pgque._no_schedule(p_cron, 'starts_at and ends_at must be finite');
   end if;
@@ -123,9 +124,9 @@ $$;
 create or replace function pgque._at_least(p_values int[], p_least int) returns int
 language sql immutable as $$ select min(v.n) from pg_catalog.unnest(p_values) v (n) where v.n >= p_least $$;
 
--- The first time after another that a cron expression names, on a clock that is never
--- changed.  Null if there is none within nine years (29 February is every eighth year
--- at least).
+-- Returns the first time after another that matches a cron expression, on a clock that
+-- is never changed.  Null if there is none within nine years (29 February is every
+-- eighth year at least).
 create or replace function pgque._next_local(p_rec pgque.recurring, p_after timestamp) returns timestamp
 language plpgsql immutable as $$
 declare
@@ -137,7 +138,8 @@ declare
   v_at      int[];
   v_match   boolean[];
 begin
-  -- Hour, minute and second, each the first one if a greater unit moves on.
+  -- Hour, minute and second: each restarts at its first value if a greater unit
+  -- advances.
   v_at[3] := pgque._at_least(p_rec.rec_seconds, extract(second from v_first)::int);
   v_minute := v_minute + (v_at[3] is null)::int;
   v_at[2] := pgque._at_least(p_rec.rec_minutes, v_minute);
@@ -171,9 +173,9 @@ $$;
 create or replace function pgque._offset(p_at timestamptz, p_zone text) returns interval
 language sql stable as $$ select (p_at at time zone p_zone) - (p_at at time zone 'UTC') $$;
 
--- The first instant after p_after at which a clock of the time zone shows a time of the
--- cron expression after p_local.  PostgreSQL reads a time that exists twice as the later
--- one, and a time that does not exist by the clock before the change.
+-- Returns the first instant after p_after at which a clock of the time zone shows a
+-- time of the cron expression after p_local.  PostgreSQL reads a time that exists twice
+-- as the later one, and a time that does not exist by the clock before the change.
 create or replace function pgque._next_instant(p_rec pgque.recurring, p_after timestamptz, p_local timestamp) returns timestamptz
 language plpgsql stable as $$
 declare
@@ -191,7 +193,7 @@ begin
     end if;
     v_at := v_local at time zone v_zone;
     if v_at at time zone v_zone <> v_local then
-      -- It does not exist: find the change of the clock.
+      -- The time does not exist: find the change of the clock.
       v_low := v_at - ((v_at at time zone v_zone) - v_local);
       while v_at - v_low > interval '1 second' loop
         v_mid := pg_catalog.date_trunc('second', v_low + (v_at - v_low) / 2);
@@ -208,7 +210,7 @@ begin
     else
       v_back := pgque._offset(v_at - interval '24 hours', v_zone) - pgque._offset(v_at, v_zone);
       if v_back > interval '0' and (v_at - v_back) at time zone v_zone = v_local and (p_rec.rec_fixed or v_at - v_back > p_after) then
-        v_at := v_at - v_back;   -- it exists twice
+        v_at := v_at - v_back;   -- the time exists twice
       end if;
     end if;
     if v_at > p_after then
@@ -218,7 +220,7 @@ begin
 end
 $$;
 
--- The first run of a definition after a time; null if there is none.
+-- Returns the first run of a definition after a time; null if there is none.
 create or replace function pgque._next_run(p_rec pgque.recurring, p_after timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare
@@ -245,7 +247,7 @@ begin
 end
 $$;
 
--- The last run up to p_now, if p_run is one before it.
+-- Returns the last run up to p_now; p_run is a run before it.
 create or replace function pgque._latest_run(p_rec pgque.recurring, p_run timestamptz, p_now timestamptz) returns timestamptz
 language plpgsql stable as $$
 declare

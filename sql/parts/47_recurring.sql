@@ -2,15 +2,14 @@
 -- recurring: messages that the ticker sends at their times
 -- ---------------------------------------------------------------------------
 
--- A definition (pgque.recurring) changes when somebody changes it.  Each run appends a
--- row to a journal (pgque.recurring_run), in the transaction that sends the message.
--- The newest of these rows says when the next run is due.  A sequence says when the
--- first of all is due, so that the loop reads no table until then.
+-- A definition (pgque.recurring) changes only when a role changes it.  Each run appends
+-- a row to a journal (pgque.recurring_run), in the transaction that sends the message.
+-- The newest of these rows names the next run.  A sequence holds the time of the
+-- earliest run, so that the loop reads no table before that time.  If a definition is
+-- committed after the loop read the sequence, the next maintenance finds it, within five
+-- seconds.
 
--- A definition that is committed after the loop read the sequence is found by the next
--- maintenance, within five seconds.
-
--- When the first run is due; null if there is none.
+-- Returns when the first run is due; null if there is none.
 create or replace function pgque._recurring_at() returns timestamptz
 language sql volatile as $$ select pg_catalog.to_timestamp(nullif(pg_catalog.pg_sequence_last_value('pgque.recurring_at'), 0) / 1000000.0) $$;
 
@@ -23,7 +22,7 @@ begin
 end
 $$;
 
--- The row of the journal that says when a definition is due.
+-- Returns the row of the journal that names the next run of a definition.
 create or replace function pgque._last_run(p_id int, p_since bigint) returns pgque.recurring_run
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -38,13 +37,13 @@ begin
 end
 $$;
 
--- Every definition that is not paused, and when its next run, or the next attempt at
--- one, is due; -infinity if its schedule has to begin anew: after a restore, or because
--- the clock was set back by more than an hour.
+-- Returns every definition that is not paused, and when its next run, or the next
+-- attempt of a failed run, is due.  -infinity means that its schedule has to begin
+-- again: after a restore, or because the clock was set back by more than an hour.
 create or replace function pgque._recurring_due(p_now timestamptz, out id int, out due timestamptz) returns setof record
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
-  -- As _last_run(), which would be called for each of a crowd.
+  -- The same as _last_run(), in one query for many definitions.
   return query
     select r.rec_id, case when not r.rec_restored and u.run_at <= p_now + interval '1 hour' then u.run_due else '-infinity' end
     from pgque.recurring r
@@ -69,8 +68,8 @@ begin
 end
 $$;
 
--- Lets the schedule of a definition begin now: what was missed is not caught up.  The
--- caller has its row locked.
+-- Begins the schedule of a definition now: missed runs are not caught up.  The caller
+-- has its row locked.
 create or replace function pgque._begin_schedule(p_id int) returns void
 language plpgsql as $$
 declare
@@ -87,8 +86,8 @@ begin
 end
 $$;
 
--- The queue that a definition sends to.  Raises an error if there is none, or if the
--- role that created the definition may not send to it.
+-- Returns the queue that a definition sends to.  Raises an error if there is none, or
+-- if the role that created the definition may not send to it.
 create or replace function pgque._recurring_queue(p_rec pgque.recurring) returns pgque.queue
 language plpgsql as $$
 declare
@@ -118,9 +117,9 @@ begin
 end
 $$;
 
--- Sends what is due of one definition, and returns the number of messages.  The lock of
--- the definition comes before its journal is read, so no run is sent twice.  A failure is
--- noted, and tried again after 2, 4, ... 64 seconds.
+-- Sends the runs of one definition that are due, and returns the number of messages.
+-- The definition is locked before its journal is read, so no run is sent twice.  A
+-- failure is recorded, and tried again after 2, 4, ... 64 seconds.
 create or replace function pgque._run_recurring(p_id int, p_now timestamptz) returns int
 language plpgsql as $$
 declare
@@ -156,7 +155,7 @@ begin
           if v_count = 0 then
             raise;
           end if;
-          v_left := v_next;   -- a queue may never have room for all: what it took stays sent
+          v_left := v_next;   -- a queue may never have room for all runs: messages that it took stay sent
           exit;
       end;
       v_run.run_for := v_next;
@@ -204,17 +203,18 @@ begin
     exit when clock_timestamp() > v_end;
   end loop;
   select min(d.due) into v_next from pgque._recurring_due(v_now) d;
-  -- A recurring message that a session has locked, or whose schedule cannot begin, is
+  -- If a session has locked a recurring message, or its schedule cannot begin, it is
   -- tried again after a second.
   perform pgque._set_recurring_at(case when v_next <= v_now and (v_count = 0 or v_next = '-infinity') then v_now + interval '1 second' else nullif(v_next, 'infinity') end);
   return v_count;
 end
 $$;
 comment on function pgque.maint_recurring() is
-  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when the first is due, and '
-  'maint() calls it. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Sends the recurring messages that are due, for about a fifth of a second, and returns their number. The loop calls it when a message is due. '
+  'maint() calls it too. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Rows of definitions that are gone, and all but the newest of each, are not carried over.
+-- Rows of dropped definitions, and all but the newest row of each definition, are not
+-- copied.
 create or replace function pgque._compact_recurring() returns int
 language plpgsql as $$
 declare
@@ -243,13 +243,14 @@ exception
 end
 $$;
 
--- Whether a role created a definition, or is a member of the role that did.
+-- Returns whether a role created a definition, or is a member of the role that did.
 create or replace function pgque._is_creator(p_caller name, p_role name) returns boolean
 language sql stable as $$
   select exists (select from pg_catalog.pg_roles r where r.rolname = p_role and (r.rolname = p_caller or pg_catalog.pg_has_role(p_caller, r.oid, 'usage')))
 $$;
 
--- The definition of a name, for the role that created it or an administrator of its queue.
+-- Returns the definition of a name, for the role that created it or an administrator of
+-- its queue.
 create or replace function pgque._recurring(p_name text, p_caller name) returns pgque.recurring
 language plpgsql as $$
 declare
@@ -258,19 +259,19 @@ begin
   select r.* into v_rec from pgque.recurring r where r.rec_name = p_name collate pg_catalog."default";
   if not found then
     perform pgque._fail('PQ010', pg_catalog.format('recurring message not found: %s', coalesce(pg_catalog.quote_ident(p_name), 'null')),
-      'select name from pgque.list_recurring() lists them.');
+      'List the names: select name from pgque.list_recurring();');
   elsif not pgque._is_creator(p_caller, v_rec.rec_role)
     and not pgque._may(p_caller, 'admin', (select q.queue_id from pgque.queue q where q.queue_name = v_rec.rec_queue))
   then
     perform pgque._fail('insufficient_privilege', pg_catalog.format('permission denied for recurring message %I', p_name),
-      'The role that created it, or an administrator of its queue, may call this. Names are those of the whole database.');
+      'Call it as the role that created it, or as an administrator of its queue. Names are unique in the database: to create one, choose another name.');
   end if;
   return v_rec;
 end
 $$;
 
 -- A queue has at most a hundred recurring messages of roles with a right to this queue
--- only: the ticker reads all of them.
+-- only, because the ticker reads all of them.
 create or replace function pgque._create_recurring(
   p_name text, p_queue text, p_cron text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text, p_delay interval, p_ttl interval,
   p_partition_key text, p_timezone text, p_catch_up text, p_starts_at timestamptz, p_ends_at timestamptz, caller pgque.caller default current_user
@@ -289,7 +290,7 @@ begin
     perform pgque._fail('PQ005', format('invalid catch_up of recurring message %I: %s', p_name, quote_nullable(p_catch_up)), 'Use none, one or all.');
   end if;
   perform pgque._check_options(v_queue.queue_name, 1, array[p_headers], array[p_key], array[p_delay], null, array[p_ttl], array[p_partition_key]);
-  -- It keeps its name until this commits.
+  -- The queue keeps its name until this transaction commits.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for key share;
   if not found then
     perform pgque._no_queue(p_queue);
@@ -297,7 +298,7 @@ begin
     perform pgque._need_read_committed('create_recurring() with a right to this queue only');
     perform pg_advisory_xact_lock(hashtext('pgque.count_recurring'), v_queue.queue_id);
   end if;
-  -- Of two sessions that create one name the second sees the first.
+  -- If two sessions create one name, the second sees the definition of the first.
   perform pg_advisory_xact_lock(hashtext('pgque.create_recurring'), hashtext(p_name));
   perform from pgque.recurring r where r.rec_name = p_name collate "default" for no key update;
   if found then
@@ -307,7 +308,7 @@ begin
     and (select count(*) from pgque.recurring r where r.rec_queue = v_queue.queue_name) >= 100
   then
     perform pgque._fail('PQ003', format('queue %I has 100 recurring messages', v_queue.queue_name),
-      'Drop one with drop_recurring(name), or let a member of pgque_writer create it.');
+      'Drop one with pgque.drop_recurring(name), or create it as a member of pgque_writer.');
   end if;
   v_rec := v_old;
   if v_old.rec_id is null or v_old.rec_restored or (v_old.rec_cron, lower(v_old.rec_timezone), v_old.rec_starts_at, v_old.rec_ends_at)
@@ -346,15 +347,17 @@ create or replace function pgque.create_recurring(
 ) returns int
 language sql as $$ select pgque._create_recurring($1, $2, $3, $4, $5, null, $6, $7, $8, $9, $10, $11, $12, $13, $14) $$;
 comment on function pgque.create_recurring(text, text, text, text, text, jsonb, text, interval, interval, text, text, text, timestamptz, timestamptz) is
-  'Creates a recurring message, which the ticker sends at its times, or changes the one of this name. Returns 1 if it is new, else 0. name: 1 to 200 '
-  'bytes, once in the database. cron: five fields (minute hour day month weekday) with *, lists, ranges, steps and names, where a day matches if day '
-  'or weekday matches, unless one of them is *; six fields with seconds first; or an interval of 1 second to 366 days, counted from starts_at or from '
-  'now. timezone: a name of pg_timezone_names. A fixed hour that the clock skips fires right after the change, one that it shows twice fires once; '
-  'hours with * or / follow real time. catch_up: what is sent of runs that were missed: none (of more than a minute), one (for the last run), all (at '
-  'most 1,000; what the queue has no room for follows). starts_at, ends_at: no run is before or after. headers, key, delay, ttl and partition_key are options of send(). Each message has the '
-  'header pgque-recurring with name and run_at. Each run needs the right of the calling role to send to the queue. A call that does not change cron, '
-  'timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue has 100 of them, '
-  'for roles with a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name belongs to another role.';
+  'Creates a recurring message, or changes the one of this name. The ticker sends it at its times. Returns 1 if it is new, else 0. name: 1 to 200 '
+  'bytes, unique in the database. cron: five fields (minute hour day month weekday), six fields with seconds first, or an interval of 1 second to '
+  '366 days, counted from starts_at or from now. The fields take *, lists, ranges, steps and names. A date matches if its day or its weekday '
+  'matches; if one of these fields is *, only the other one counts. timezone: a name of pg_timezone_names. A fixed hour that the clock skips runs '
+  'right after the change, and an hour that the clock repeats runs once; hours with * or / follow real time. catch_up: the missed runs that are '
+  'sent: none (of those missed by more than a minute), one (the last run) or all (at most 1,000; if the queue is full, the rest follows later). '
+  'starts_at, ends_at: no run is earlier or later. headers, key, delay, ttl and partition_key are options of send(). Each message has the header '
+  'pgque-recurring with name and run_at. At each run the role that made this call needs the right to send to the queue. A call that does not '
+  'change cron, timezone, starts_at and ends_at keeps the next run; a paused message stays paused. Errors: PQ001 no such queue; PQ003 the queue '
+  'has 100 recurring messages, and the role has a right to this queue only; PQ004 invalid name; PQ005 invalid schedule or option; 42501 the name '
+  'belongs to another role.';
 
 create or replace function pgque.create_recurring(
   name text, queue_name text, cron text, type_name text, payload jsonb, headers jsonb default null, key text default null,
@@ -385,8 +388,8 @@ begin
 end
 $$;
 comment on function pgque.drop_recurring(text, pgque.caller) is
-  'Drops a recurring message and returns 1. What was sent stays. For the role that created it and for administrators of its queue. Errors: PQ010 no '
-  'such recurring message.';
+  'Drops a recurring message and returns 1. Messages that were sent stay. For the role that created it and for administrators of its queue. '
+  'Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.pause_recurring(name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -469,10 +472,10 @@ $$;
 comment on function pgque.list_recurring(pgque.caller) is
   'Returns the recurring messages of the calling role, and those of the queues to which it has a right. status: active, paused, failing (the last '
   'attempt failed, see last_error; the ticker tries again) or ended (no run before ends_at). next_run: NULL while it is paused or ended. last_run, '
-  'last_msg_id: of the last message that was sent. registered_at: when create_recurring() was called last, as a Worker does when it starts. payload and '
-  'headers are NULL for a role that may neither read the queue nor created the message.';
+  'last_msg_id: of the last message that was sent. registered_at: time of the last create_recurring(), which a Worker calls when it starts. '
+  'payload and headers are NULL for a role that may not read the queue and did not create the message.';
 
--- What keeps recurring messages from being sent, or will.
+-- Returns what keeps recurring messages from being sent, now or at their next run.
 create or replace function pgque._recurring_health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql as $$
 declare
@@ -503,7 +506,7 @@ begin
     end;
     if v_error is null and not v_rec.rec_restored and v_run.run_due < pgque.clock() - interval '1 minute' then
       v_error := 'the ticker did not send it';
-      advice := 'See the check ticker. select pgque.maint_recurring() sends what is due.';
+      advice := 'See the check ticker. To send it now: select pgque.maint_recurring()';
     end if;
     if v_error is not null then
       status := case when v_run.run_failures > 0 then 'fail' else 'warn' end;

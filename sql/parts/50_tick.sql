@@ -2,10 +2,10 @@
 -- tick: record snapshots
 -- ---------------------------------------------------------------------------
 
--- The current snapshot, in which the calling transaction itself is never
--- visible.  A transaction that sends, ticks and sends again has one id; were
--- it visible in its own tick, a reader of that tick inside the transaction
--- would miss the second event.
+-- Returns the current snapshot, in which the calling transaction itself is never
+-- visible.  A transaction that sends, ticks and sends again has one id.  If it were
+-- visible in its own tick, a reader of that tick inside the transaction would miss the
+-- second event.
 create or replace function pgque._tick_snapshot() returns pg_snapshot
 language plpgsql as $$
 declare
@@ -27,9 +27,9 @@ begin
 end
 $$;
 
--- The newest tick of a queue.  Ticks go to the current table, so as soon as that holds
--- one, the newest is there.  (No sequential scans here and below: the planner expects
--- no rows in a table that was vacuumed while empty.)
+-- Returns the newest tick of a queue.  Ticks go to the current table: if that has rows,
+-- the newest is there.  (No sequential scans here and below: the planner expects no
+-- rows in a table that was vacuumed while empty.)
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -50,7 +50,7 @@ language sql stable as $$
     'select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2', p_queue_id)
 $$;
 
--- One tick by its id; all columns null when it is gone.
+-- Returns a tick by its id; all columns are null if it no longer exists.
 create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -61,9 +61,10 @@ begin
 end
 $$;
 
--- Why a queue gets a tick with this snapshot: 'events' (it shows some that no tick
--- covers), 'forced' or 'idle'.  Or why it gets none: 'nothing' (it shows none), or null
--- (too early to check).  The function only reads: no WAL, no transaction id.
+-- Returns why a queue gets a tick with this snapshot: 'events' (it shows events that no
+-- tick covers), 'forced' or 'idle'.  Or returns why it gets none: 'nothing' (it shows
+-- no such events), or null (too early to check).  The function only reads: no WAL, no
+-- transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -94,10 +95,10 @@ begin
 end
 $$;
 
--- Ticks one queue if there is a reason.  Returns the id of the new tick or null, the
--- time of the newest, and whether ticks now cover all that is visible.  The lock comes
--- before the snapshot, so the order of ticks is that of their snapshots.  It is held
--- to the end of the transaction, so a second ticker sees the tick of the first.
+-- Ticks one queue if a tick is due.  Returns the id of the new tick or null, the time
+-- of the newest tick, and whether ticks now cover everything that is visible.  The lock
+-- is taken before the snapshot, so the order of ticks is that of their snapshots.  It
+-- is held to the end of the transaction, so a second ticker sees the tick of the first.
 create or replace function pgque._tick_if_due(p_queue_id int, p_wait boolean, out new_id bigint, out last_time timestamptz, out covered boolean)
 language plpgsql as $$
 declare
@@ -124,7 +125,7 @@ begin
   v_last := pgque._last_tick(v_queue);
   v_snapshot := pgque._tick_snapshot();
   if pg_catalog.pg_snapshot_xmax(v_last.tick_snapshot) > pg_catalog.pg_snapshot_xmax(v_snapshot) then
-    -- A dump of an earlier version: the tick is from another cluster, although the
+    -- The dump is of an earlier version: the tick is from another cluster, although the
     -- queue's mark does not show it.
     update pgque.queue q set queue_xid = '1' where q.queue_id = p_queue_id;
     perform pgque._rebase(p_queue_id);
@@ -143,11 +144,11 @@ begin
 end
 $$;
 
--- The id of the next tick of a queue, or with p_anew the first of another era.  A
--- server that was promoted or brought back to an earlier time may have lost ticks
--- that readers with offsets of their own have seen: their ids must not come again.
--- So an era of 2^32 ids is of one timeline (its remainder by 256), and on another
--- the next era of that timeline begins.  An external ticker has its own ids.
+-- Returns the id of the next tick of a queue, or with p_anew the first of another era.
+-- A server that was promoted or restored to an earlier time may have lost ticks that
+-- readers with offsets of their own have seen: these ids must not be used again.  So an
+-- era of 2^32 ids belongs to one timeline (its remainder by 256).  Another timeline
+-- begins with its own next era.  An external ticker has its own ids.
 create or replace function pgque._next_tick_id(p_queue pgque.queue, p_last bigint, p_anew boolean default false) returns bigint
 language plpgsql as $$
 declare
@@ -165,7 +166,7 @@ begin
 end
 $$;
 
--- Wakes those that listen to a queue.
+-- Notifies sessions that listen to a queue.
 create or replace function pgque._notify(p_queue pgque.queue, p_tick_id bigint) returns void
 language plpgsql as $$
 begin
@@ -175,9 +176,10 @@ begin
 end
 $$;
 
--- Stores a tick and tells listeners.  It goes to the disk whatever the session says.
--- The row gets the id of a (sub)transaction that had none when the sequence was read, so
--- all who drew an id up to p_event_seq have a lower one, see _span().
+-- Stores a tick and notifies listeners.  The commit waits for the disk whatever the
+-- session's synchronous_commit is.  The row gets the id of a (sub)transaction that had
+-- none when the sequence was read.  So every transaction that drew an id up to
+-- p_event_seq has a lower id, see _span().
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
@@ -187,12 +189,13 @@ begin
   if pg_catalog.current_setting('synchronous_commit') = 'off' then
     perform pg_catalog.set_config('synchronous_commit', 'local', true);
   end if;
-  -- Before anybody can see the tick: by this, who has read it knows that there is no other.
+  -- Set before the tick is visible: a session that reads the sequence knows that there
+  -- is no newer tick.
   perform pg_catalog.setval(p_queue.queue_tick_seq, p_tick_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)
   values (p_queue.queue_id * 3 + p_queue.queue_cur_table, p_queue.queue_id, p_tick_id, p_time, p_snapshot, p_event_seq);
-  -- A listener in an open transaction lets the server's queue fill up, and then a
-  -- commit fails: rather no notification than no tick.
+  -- A listener in an open transaction lets the server's notification queue fill up, and
+  -- then a commit fails.  A tick without a notification is better than no tick.
   if p_notify then
     perform pgque._notify(p_queue, p_tick_id);
   end if;
@@ -210,11 +213,11 @@ begin
     return null;
   elsif v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has an external ticker', v_queue.queue_name),
-      'Call pgque.ticker(queue, tick_id, time, event_seq).');
+      'Pass the tick too: pgque.ticker(queue, tick_id, time, event_seq).');
   elsif v_queue.queue_ticker_paused then
     return null;
   end if;
-  -- A block that catches something is a subtransaction, as _store_tick() needs one.
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
   begin
     return (pgque._tick_if_due(v_queue.queue_id, true)).new_id;
   exception
@@ -224,11 +227,11 @@ begin
 end
 $$;
 comment on function pgque.ticker(text, pgque.caller) is
-  'Ticks one queue if there is a reason, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
-  'that was loaded from a dump is repaired first, also one that is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
+  'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
+  'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
   'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Each queue keeps two locks until the transaction ends, with a tick eight.  If the
+-- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
 -- server has no room for all queues, a call serves some, chosen at random.
 create or replace function pgque.ticker() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -250,23 +253,24 @@ begin
 end
 $$;
 comment on function pgque.ticker() is
-  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. A queue that is broken causes a warning and '
-  'does not stop the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Ticks every queue in which something committed since its last tick, and returns the number of ticks. If a queue is broken, the call raises a '
+  'warning and ticks the other queues. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- Which of these queues the loop has to check now, by what it knows of them, and which
--- are early: their last tick is too young, or they failed less than a second ago.
+-- Returns which of these queues the loop has to check now, by what it knows of them,
+-- and which are early: their last tick is too young, or they failed less than a second
+-- ago.
 --
--- A settled queue is left out: ticks cover all its rows, and none can appear while the
--- sequences of its events and of its forced ticks stand still.  A sender takes an id
--- before it stores a row and has the sequence locked until its transaction ends.  So no
--- row with an older id is outstanding once no other session has that lock.  (A row that
--- enters the log under an old id takes an unused one too.)
+-- A settled queue is left out: ticks cover all its rows, and no new row can appear
+-- while the sequences of its events and of its forced ticks stand still.  A sender
+-- takes an id before it stores a row and locks the sequence until its transaction ends.
+-- So no row with an older id is outstanding once no other session has that lock.  (A
+-- row that enters the log under an old id takes an unused one too.)
 --
 -- Returned values reflect the moment of the call, before _look_at() takes its snapshot.
 -- ticked means that the queue was settled before, so it gets an idle or forced tick at
--- most.  First come queues that may have messages, then forced ticks, then idle ones.
--- A queue that is being dropped (its sequences are locked) is left out.  If a sequence
--- is gone, every queue is checked.
+-- most.  Queues that may have messages are first, then forced ticks, then idle ones.  A
+-- queue that is being dropped (its sequences are locked) is left out.  If a sequence is
+-- missing, every queue is checked.
 --
 -- A tick wakes every consumer of the queue, so a queue with many consumers waits
 -- longer: four milliseconds for each, and at most the tick period.
@@ -292,7 +296,7 @@ begin
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
       offset 0) s (event_seq, tick_seq)
     left join unnest(p_known) k on k.queue_id = q.queue_id
-    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and nothing was sent since
+    cross join lateral (select (k.settled and k.event_seq = s.event_seq) is true) f (still)   -- settled, and no message was sent since
     left join lateral (
       select k.tick_time + case when k.settled is null then '1 second' else least(p_period, greatest(q.queue_tick_gap, 0.004 * interval '1 second' * (
         select count(*) from (select from pgque.subscriber c where c.sub_queue = q.queue_id and c.sub_main is null limit ceil(extract(epoch from p_period) / 0.004)) c))) end
@@ -332,10 +336,10 @@ exception
 end
 $$;
 
--- Ticks one queue for a ticker that serves all of them, and returns what it knows
--- then.  It does not wait for another ticker, and hardly for a locked table.  A broken
--- queue causes a warning, and its settled is null.  A check without a tick keeps no
--- locks but those of the two sequences.
+-- Ticks one queue for a ticker that serves all of them, and returns what it knows of
+-- the queue then.  It does not wait for another ticker, and only briefly for a locked
+-- table.  A broken queue causes a warning, and its settled is null.  A check without a
+-- tick keeps no locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
 declare
@@ -365,7 +369,7 @@ exception
   when others then
     if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
       raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
-    end if;   -- else it was dropped meanwhile
+    end if;   -- else the queue was dropped meanwhile
     p_look.settled := null;
     p_look.tick_time := pgque.clock();
     return p_look;
@@ -381,7 +385,7 @@ begin
   perform pgque._need_read_committed('a tick');
   if not v_queue.queue_external_ticker then
     perform pgque._fail('PQ005', format('queue %I has no external ticker', v_queue.queue_name),
-      format('select pgque.set_queue_config(%L, ''external_ticker'', ''true'') first.', v_queue.queue_name));
+      format('Switch it on first: select pgque.set_queue_config(%L, ''external_ticker'', ''true'');', v_queue.queue_name));
   end if;
   perform pgque._rebase(v_queue.queue_id);
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
@@ -389,21 +393,21 @@ begin
   v_last := pgque._last_tick(v_queue);
   if (ticker.tick_id > v_last.tick_id and ticker.event_seq >= v_last.tick_event_seq and ticker.tick_time >= v_last.tick_time) is not true then
     perform pgque._fail('PQ005', format('tick %s of queue %I is not after tick %s', coalesce(ticker.tick_id::text, 'null'), v_queue.queue_name, v_last.tick_id),
-      'Tick ids rise, event sequences and times do not fall.',
-      format('That one has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
+      'Pass a higher tick id, and an event sequence and a time that are not lower.',
+      format('The last tick has event sequence %s and time %s.', v_last.tick_event_seq, v_last.tick_time));
   elsif not isfinite(ticker.tick_time) or greatest(ticker.tick_id, ticker.event_seq) > 4611686018427387904 then
     perform pgque._fail('PQ005', format('tick %s of queue %I leaves no room for another', ticker.tick_id, v_queue.queue_name),
-      'Ids and event sequences go up to 2^62, and a time is finite.');
+      'Pass an id and an event sequence of at most 2^62, and a finite time.');
   end if;
   perform pgque._note_once(v_queue.queue_id, 'external');
   return pgque._store_tick(v_queue, ticker.tick_id, ticker.tick_time, pgque._tick_snapshot(), ticker.event_seq, true);
 end
 $$;
 comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller) is
-  'Stores a tick whose id, time and event sequence another system chose, for a queue with external_ticker, and returns its id. Errors: PQ001 no such '
-  'queue; PQ005 no external ticker, or a tick that does not follow the last; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Stores a tick with the id, time and event sequence of another system, for a queue with external_ticker, and returns its id. Errors: PQ001 no '
+  'such queue; PQ005 no external ticker, or a tick that does not follow the last one; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
 
--- The wish is kept in a sequence, so it leaves no row behind.
+-- The request is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -415,7 +419,7 @@ begin
 end
 $$;
 comment on function pgque.force_next_tick(text, pgque.caller) is
-  'Makes the next ticker() tick the queue, whether or not anything was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
+  'Makes the next ticker() tick the queue, even if nothing was sent. Returns the id of the queue''s newest tick. Errors: PQ001 no such queue.';
 
 create or replace function pgque.force_tick(queue_name text) returns bigint
 language sql as $$ select pgque.force_next_tick($1) $$;

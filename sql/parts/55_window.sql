@@ -2,17 +2,17 @@
 -- window: which rows lie between two snapshots
 -- ---------------------------------------------------------------------------
 
--- An SQL condition on e.ev_txid for "visible in p_to, not visible in p_from",
--- or null if that can be no transaction.
+-- Returns an SQL condition on e.ev_txid for "visible in p_to, not visible in p_from",
+-- or null if no transaction can satisfy it.
 --
--- The naive condition scans from the xmin of p_from; one transaction that
--- stays open for a day then makes every window scan a day of rows.  Instead:
--- every id from xmax(p_from) up to xmax(p_to) was not visible in p_from, so
--- that range is cut at the ids still running in p_to; and of the ids below it
--- only those that ran in p_from can be new, so they are named one by one.
--- Every part is a range of the index, and rows of transactions that are still
--- running are not even looked at.  With a great many parts one range for all
--- new ids, with a filter, serves better.
+-- The naive condition scans from the xmin of p_from: with one transaction that stays
+-- open for a day, every window scans a day of rows.  Instead:
+--   * Every id from xmax(p_from) up to xmax(p_to) was not visible in p_from.  So this
+--     range is divided at the ids that still run in p_to.
+--   * Of the ids below it, only those that ran in p_from can be new.  So they are named
+--     one by one.
+-- Every part is a range of the index, and rows of running transactions are not read.
+-- With more than 100 parts, one range for all new ids with a filter is faster.
 create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
 language plpgsql stable as $$
 declare
@@ -51,19 +51,19 @@ begin
 end
 $$;
 
--- The same set of transactions as a filter that no index serves: where row
--- addresses lead to the rows, the planner shall not be led astray.
+-- Returns the same set of transactions as a filter that no index serves.  It is for
+-- scans by row addresses, where the planner must not choose an index.
 create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
 language sql stable as $$
   select pg_catalog.format(
     '(pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L) and not pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_to, p_from)
 $$;
 
--- The rows of a queue that satisfy a condition on e, over all three tables: a
--- writer whose snapshot is older than a rotation stores into a table that is
--- no longer current, so none may be left out.  A table without a single page
--- can be: what a tick covers was stored before.  p_tids narrows each table to
--- a range of row addresses (three conditions, null for none).
+-- Returns a query for the rows of a queue that satisfy a condition on e, over all three
+-- tables.  A writer whose snapshot is older than a rotation stores into a table that is
+-- no longer current, so each table is read.  Only a table without a page is left out:
+-- rows that a tick covers were stored before.  p_tids narrows each table to a range of
+-- row addresses (three conditions, null for none).
 create or replace function pgque._rows_sql(p_queue_id int, p_condition text, p_tids text[] default null) returns text
 language plpgsql as $$
 declare
@@ -81,8 +81,8 @@ begin
 end
 $$;
 
--- The condition for the part of a window that belongs to one subscriber and
--- has its ids in (p_after, p_upto]; either bound may be null.
+-- Returns the condition for the part of a window that belongs to one subscriber and has
+-- its ids in (p_after, p_upto].  Either bound may be null.
 create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
 language sql stable as $$
   select p_xids
@@ -91,12 +91,11 @@ language sql stable as $$
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
 
--- Reads a window once, in the order of ids, and notes for every 25 events
--- (not counting retries, which belong to one subscriber each) between which ids
--- they are and, for each table, between which row addresses.
--- A slice is then a TID range scan.  A window's rows are fixed and do not
--- move; VACUUM FULL and the like give the table another file, which is noted
--- too.  The map is a cache: without it, reading is only slower.
+-- Reads a window once, in the order of ids, and notes for every 25 events (without
+-- retries, which belong to one subscriber each) their range of ids and, for each table,
+-- of row addresses.  A slice is then a TID range scan.  The rows of a window are fixed
+-- and do not move.  VACUUM FULL and the like give the table another file, which is
+-- noted too.  The map is a cache: without it, reading is only slower.
 create or replace function pgque._map_window(
   p_queue_id int, p_from bigint, p_to bigint, p_xids text
 ) returns void
@@ -135,12 +134,12 @@ begin
 end
 $$;
 
--- One condition on row addresses for each table, null where there is nothing to
--- read, by the map of a position's window; null if it has no usable map.  p_max
--- as in _slice_sql().
+-- Returns one condition on row addresses for each table by the map of a position's
+-- window, with null for a table without rows to read.  Returns null if the window has
+-- no usable map.  p_max as in _slice_sql().
 --
--- Every chunk but the last holds at least 25 events for everybody, so as many
--- chunks as p_max needs and one more hold the batch and what comes after it.
+-- Every chunk but the last holds at least 25 events for all subscribers.  So the chunks
+-- that p_max needs, and one more, hold the batch and the message after it.
 create or replace function pgque._map_conditions(p_queue_id int, p_pos pgque.position, p_max bigint) returns text[]
 language plpgsql as $$
 declare
@@ -150,8 +149,8 @@ declare
   v_hi         tid[];
   v_mapped     boolean;
 begin
-  -- One statement: a map that another consumer makes meanwhile is there for
-  -- both questions or for none.
+  -- One statement: if another consumer makes a map meanwhile, both subqueries see it or
+  -- neither does.
   select array[min(m.map_lo[1]), min(m.map_lo[2]), min(m.map_lo[3])], array[max(m.map_hi[1]), max(m.map_hi[2]), max(m.map_hi[3])],
     count(*) > 0 or exists (
       select from pgque.window_map m
@@ -181,15 +180,14 @@ begin
 end
 $$;
 
--- The query that reads the rows of a position's window that are above pos_done_id, up
--- to pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, of
--- the next batch of at most p_max messages.  p_and is one more condition on e; with
+-- Returns the query that reads the rows of a position's window above pos_done_id, up to
+-- pos_last_id, as columns of pgque.event: those of a batch, or, with p_max, those of
+-- the next batch of at most p_max messages.  p_and is one more condition on e.  With
 -- p_places, only rows there are read.
 --
--- A window that is far bigger than a batch is read by its map, which p_by_map asks for
--- in any case.  A consumer that was
--- moved back can meet an event and its own retry in one window: then the retry
--- stands for both.
+-- A window that is far bigger than a batch is read by its map.  p_by_map asks for the
+-- map in any case.  A consumer that was moved back can find an event and its own retry
+-- in one window: then the retry replaces the event.
 create or replace function pgque._slice_sql(
   p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
   p_places text[] default null
@@ -207,7 +205,7 @@ begin
     where m.map_queue = p_sub.sub_queue and m.map_from = p_pos.pos_tick and m.map_to = p_pos.pos_next_tick);
   v_tids := p_places;
   if v_tids is null and v_by_map then
-    -- From here on no table can be rewritten under its row addresses.
+    -- From here on no table can be rewritten while its row addresses are used.
     execute pg_catalog.format('lock table pgque.event_%1$s_0, pgque.event_%1$s_1, pgque.event_%1$s_2 in access share mode', p_sub.sub_queue);
     v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
   end if;
@@ -229,19 +227,20 @@ begin
 end
 $$;
 
--- Whether a window is so much bigger than a batch that it is worth a map.
+-- Returns whether a window is so much bigger than a batch that a map is worth its cost.
 create or replace function pgque._is_big(p_pos pgque.position, p_max bigint) returns boolean
 language sql immutable as $$
   select coalesce(p_pos.pos_next_event_seq - p_pos.pos_event_seq > greatest(10 * p_max, 500) and p_max is not null, false)
 $$;
 
--- A queue's reader: two functions whose text names its tables, so that a session
--- plans them once.  Where a queue has none of this version, after an upgrade, its
--- tables are read by dynamic SQL until maintenance has made them; not the upgrade,
--- since what an extension's script makes is in no dump.
+-- Creates a queue's reader: two functions whose text names the queue's tables, so that
+-- a session plans them once.  After an upgrade a queue has no reader of this version.
+-- Its tables are then read by dynamic SQL until maintenance has created the reader.
+-- The upgrade does not, since objects that an extension's script creates are in no
+-- dump.
 --
--- _ticks_N: the furthest of the next 100 ticks before which no more than p_max
--- events were numbered, at least the next one.
+-- _ticks_N: the furthest of the next 100 ticks before which no more than p_max events
+-- were numbered, at least the next one.
 --
 -- _events_N: the first messages of a small window, p_limit at most, as they are
 -- delivered.  As in _xid_condition(), late are the transactions that ran at the
@@ -259,7 +258,7 @@ begin
       v_first  pgque.tick;
       v_tick   pgque.tick;
     begin
-      -- Its callers have turned sequential scans off, for the plan that is kept.
+      -- The callers switch sequential scans off, for the plan that is kept.
       for v_tick in
         select t.*
         from (select * from pgque.tick_%1$s_0 union all select * from pgque.tick_%1$s_1 union all select * from pgque.tick_%1$s_2) t
@@ -305,14 +304,14 @@ begin
     pg_catalog.format(v_events, 'e.ev_txid >= v_lo and e.ev_txid < v_end and pg_catalog.pg_visible_in_snapshot(e.ev_txid, p_to)'),
     pg_catalog.format(v_events, 'e.ev_txid = any (v_late)'));
   execute pg_catalog.format('revoke all on function pgque._ticks_%s, pgque._events_%1$s from public', p_queue_id);
-  -- As _store_tick() does; up to 0.5 the sequence was set only to ask for a tick.
+  -- As _store_tick() does.  Up to 0.5 the sequence was set only to force a tick.
   perform pg_catalog.setval(q.queue_tick_seq, greatest(pg_catalog.pg_sequence_last_value(q.queue_tick_seq), (pgque._last_tick(q)).tick_id))
   from pgque.queue q
   where q.queue_id = p_queue_id and pg_catalog.pg_sequence_last_value(q.queue_tick_seq) < (pgque._last_tick(q)).tick_id is not false;
 end
 $function$;
 
--- Makes the readers that an upgrade left missing, some at a time.
+-- Creates the readers that are missing after an upgrade, some at each call.
 create or replace function pgque._make_readers() returns int
 language plpgsql as $$
 declare

@@ -2,8 +2,8 @@
 -- position: where consumers stand
 -- ---------------------------------------------------------------------------
 
--- The newest row of a subscriber in one leaf, which alone it locks.  No sequential
--- scans: a plan made while the journal was short is kept while it grows.
+-- Returns the newest row of a subscriber in one leaf.  Only this leaf is locked.  No
+-- sequential scans: a plan made while the journal was short is kept while it grows.
 create or replace function pgque._position_in(p_sub int, p_leaf int) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -18,18 +18,17 @@ begin
 end
 $$;
 
--- The newest row of a subscriber.  The leaf that is being written is asked
--- first and the other one only if it knows nothing, so that the other one can
--- be emptied while consumers work.  The caller holds the subscriber's row
--- lock if it means to append.
+-- Returns the newest row of a subscriber.  The current leaf is read first, and the
+-- other one only if the current one has no row.  So the other leaf can be emptied while
+-- consumers work.  A caller that will append holds the subscriber's row lock.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
 begin
-  -- Compaction may move the row from the second leaf to the first between the
-  -- two looks: then it is found by looking again.
+  -- Compaction may move the row from the second leaf to the first between the two
+  -- reads.  Another read then finds it.
   for v_try in 1..10 loop
     if v_leaf = 0 then
       select p.* into v_position from pgque.position_0 p where p.pos_sub = p_sub order by p.pos_seq desc limit 1;
@@ -44,13 +43,13 @@ begin
     end if;
     v_leaf := pgque._journal_leaf();
   end loop;
-  -- A snapshot that is older than a compaction sees neither leaf's row.
+  -- A snapshot that is older than a compaction sees the row in neither leaf.
   perform pgque._fail('serialization_failure', pg_catalog.format('the position of subscriber %s changed since this transaction began', p_sub),
     'Retry the transaction.');
 end
 $$;
 
--- Whether a leaf has a newer row than a position.
+-- Returns whether a leaf has a newer row than a position.
 create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -61,7 +60,7 @@ begin
 end
 $$;
 
--- A position as a row of a leaf.
+-- Returns a position as a row of a leaf.
 create or replace function pgque._in_leaf(p_position pgque.position, p_leaf int) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -70,9 +69,9 @@ begin
 end
 $$;
 
--- Which leaf of the journal is written.  A transaction with an old snapshot
--- locks the answer, which keeps the journal from turning and fails with 40001 if
--- it has turned; one that can not write needs no such care.
+-- Returns the leaf of the journal that is written.  A transaction with an old snapshot
+-- locks the journal's row.  This keeps the journal from rotating, and fails with 40001
+-- if it was rotated.  A read-only transaction needs no such lock.
 create or replace function pgque._journal_leaf() returns int
 language plpgsql as $$
 declare
@@ -87,10 +86,10 @@ begin
 end
 $$;
 
--- Appends a position; the sequence number and the time are set here.  The
--- primary key stops a transaction whose snapshot does not show the newest row:
--- it gets 40001, never a second truth.  Such a transaction appends to both leaves
--- (see _leaves_for).  p_leaf is the leaf that is written, if the caller knows it.
+-- Appends a position; the sequence number and the time are set here.  If the
+-- transaction's snapshot does not show the newest row, the primary key stops it with
+-- 40001.  So there is never a second newest row.  Such a transaction appends to both
+-- leaves (see _leaves_for).  p_leaf is the current leaf, if the caller knows it.
 create or replace function pgque._append_position(p_position pgque.position, p_leaf int default null) returns void
 language plpgsql as $$
 begin
@@ -109,9 +108,9 @@ begin
 end
 $$;
 
--- Brings a subscriber's newest row to a leaf, if it is not there.  The row is also the
--- record of its batch: so it goes with the lock of a pool's batch, which keeps an ack
--- that is not committed from being left behind.
+-- Copies a subscriber's newest row to a leaf, if it is not there.  The row is also the
+-- record of the subscriber's batch: the lock of a pool's batch is taken too, so that an
+-- ack that is not committed yet is not left behind.
 create or replace function pgque._carry_over(p_position pgque.position, p_leaf int) returns void
 language sql as $$
   insert into pgque.position
@@ -122,10 +121,10 @@ language sql as $$
   on conflict do nothing
 $$;
 
--- A batch id never issued before: the subscriber's low 20 bits under a number
--- that rises with the clock in quarters of a millisecond, and by at least one.
--- A counter alone would not do: a crash, a failover or a restore can take back
--- the newest values of a counter, and an old token would then fit a new batch.
+-- Returns a batch id that was never issued before: the subscriber's low 20 bits under a
+-- number that rises with the clock in quarters of a millisecond, and by at least one.
+-- A counter alone is not enough: a crash, a failover or a restore can take back the
+-- newest values of a counter, and an old batch id would then fit a new batch.
 create or replace function pgque._new_batch_id(p_position pgque.position) returns bigint
 language sql volatile as $$
   select (greatest(
@@ -134,7 +133,7 @@ language sql volatile as $$
     | (p_position.pos_sub & 1048575)
 $$;
 
--- Where a consumer goes on behind its newest delivery.
+-- Returns the position after a consumer's newest delivery.
 create or replace function pgque._next_from(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -153,7 +152,7 @@ begin
 end
 $$;
 
--- A position whose window ends at a tick.
+-- Returns a position whose window ends at a tick.
 create or replace function pgque._with_window(p_position pgque.position, p_tick pgque.tick) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -164,11 +163,11 @@ begin
 end
 $$;
 
--- A position at a tick, with no window and no batch of its own.
+-- Returns a position at a tick, without a window and a batch of its own.
 create or replace function pgque._at_tick(p_position pgque.position, p_tick pgque.tick) returns pgque.position
 language sql immutable as $$ select pgque._past_window(pgque._with_window(p_position, p_tick)) $$;
 
--- A position at the end of its window.
+-- Returns a position at the end of its window.
 create or replace function pgque._past_window(p_position pgque.position) returns pgque.position
 language plpgsql immutable as $$
 begin
@@ -189,11 +188,10 @@ begin
 end
 $$;
 
--- Opens the window that follows a position: up to the furthest of the next 100
--- ticks before which no more than p_max events were numbered, so that a
--- consumer which lags behind many small ticks gets full batches; at least one
--- tick.  No window if there is no further tick.  p_reader is the queue's queue_reader, if
--- that is known.
+-- Opens the window that follows a position, up to the furthest of the next 100 ticks
+-- before which no more than p_max events were numbered, and by at least one tick.  So a
+-- consumer that lags by many small ticks gets full batches.  There is no window if
+-- there is no further tick.  p_reader is the queue's queue_reader, if that is known.
 create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -224,7 +222,7 @@ begin
   return p_position;
 exception
   when undefined_table or undefined_function then
-    -- The queue was dropped meanwhile, or a table of it is gone.
+    -- The queue was dropped meanwhile, or one of its tables is missing.
     if pgque._old_snapshot() then
       perform pgque._fail('serialization_failure', 'the queue was dropped since this transaction began', 'Retry the transaction.');
     elsif not exists (select from pgque.queue q where q.queue_id = p_queue_id) then

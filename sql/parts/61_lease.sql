@@ -2,29 +2,31 @@
 -- lease: which batches are open, and which outcomes they have
 -- ---------------------------------------------------------------------------
 
--- A delivery is one row in the journal of positions: it says what was delivered, to
--- whom, until when, and by that where the next one begins.  That a batch is closed,
--- or a message of it has its outcome, is a row in the journal of settled messages.
--- So neither is updated, and a worker needs no row of its own: names may come and go.
+-- A delivery is one row in the journal of positions.  It records what was delivered, to
+-- which worker, until when, and so where the next delivery begins.  That a batch is
+-- closed, or that a message of it has its outcome, is a row in the journal of settled
+-- messages.  So neither is updated, and workers need no row of their own: their names
+-- may change at any time.
 --
 -- A consumer on its own is one worker without a name whose lease has no end.  A
 -- subconsumer is a worker whose lease has no end either.
 --
--- The log is for first deliveries.  A message that is redelivered (its lease expired, a
--- nack, a release) waits in the retry queue, and is leased from there: ev_retry_after
--- is when it may be delivered, ev_batch its last batch.  A delivery overwrites ev_batch,
--- and from then on the old batch id no longer fits.  The exception are consumers that
--- are read by offsets: see _pumped().
+-- The log is for first deliveries.  A message that is redelivered (after an expired
+-- lease, a nack or a release) is in the retry queue, and is leased from there.
+-- ev_retry_after is when it may be delivered, ev_batch its last batch.  A delivery
+-- overwrites ev_batch, and from then on the old batch id is no longer valid.  The
+-- exception are consumers that are read by offsets: see _pumped().
 --
 -- Locks:
---   * Deliveries of one consumer meet at the subscriber's row.
---   * Outcomes of a pool's batch meet at an advisory lock on its id.  The holder also has
---     a shared lock for the queue, whose exclusive form stands for all its batches.  Code
---     that holds the subscriber's row only tries these locks.
---   * All other batches have no lock of their own: the subscriber's row is it.
+--   * Deliveries of one consumer lock the subscriber's row.
+--   * Outcomes of a pool's batch lock the batch by an advisory lock on its id.  The
+--     holder also has a shared lock for the queue, whose exclusive form locks all
+--     batches of the queue.  Code that holds the subscriber's row only tries these
+--     locks.
+--   * All other batches have no lock of their own: the subscriber's row is locked.
 
--- The consumer whose bits a batch id carries, or null.  Batches of subconsumers had
--- bits of their own up to 0.5.
+-- Returns the consumer whose bits a batch id carries, or null.  Up to 0.5, batches of
+-- subconsumers had bits of their own.
 create or replace function pgque._batch_owner(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
@@ -42,13 +44,13 @@ create or replace function pgque._no_batch(p_batch bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ012', pg_catalog.format('batch not found: %s', coalesce(p_batch::text, 'null')),
-    'It was finished already, its worker lost it to another one, or it never was.');
+    'Receive again. The batch was finished already, another worker took it over, or it never existed.');
 end
 $$;
 
--- Locks a batch for a call that gives outcomes or changes its lease.  Calls that concern
--- all batches of the queue wait meanwhile.  A batch that is of no pool of workers is
--- locked with its consumer.  Returns false if the consumer is gone.
+-- Locks a batch for a call that gives outcomes or changes its lease.  Calls that lock
+-- all batches of the queue wait meanwhile.  A batch that belongs to no pool is locked
+-- with its consumer.  Returns false if the consumer no longer exists.
 create or replace function pgque._lock_batch(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql as $$
 begin
@@ -61,9 +63,9 @@ begin
 end
 $$;
 
--- Tries to keep others from many batches at once, and returns those that it got:
--- with one lock for all of them or, where somebody is busy with one, one by one,
--- p_most of them.  The caller holds the consumer's lock.
+-- Tries to lock many batches at once, and returns those that it locked: all of them
+-- with one lock, or, if another session works with one of them, at most p_most of them
+-- one by one.  The caller holds the consumer's lock.
 create or replace function pgque._hold_batches(p_sub pgque.subscriber, p_batches bigint[], p_most int default 200) returns bigint[]
 language plpgsql as $$
 begin
@@ -80,25 +82,25 @@ begin
 end
 $$;
 
--- The delivery of a batch, or null.
+-- Returns the delivery of a batch, or null.
 create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
 language plpgsql set enable_seqscan = off as $$
 declare
   v_position  pgque.position;
 begin
-  -- Both leaves in one statement: it may move from one to the other.
+  -- Both leaves in one statement: the row may move from one to the other.
   select p.* into v_position from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub limit 1;
   if not found and pgque._old_snapshot() then
-    -- It may see neither leaf's row: then this is 40001.
+    -- The snapshot may show the row in neither leaf: then this fails with 40001.
     perform pgque._journal_leaf();
   end if;
   return v_position;
 end
 $$;
 
--- The notes on the log part of a batch: whether it is closed or was moved, how many of
--- its messages have an outcome, how often the end of its lease was moved (negative), and
--- to when.
+-- Returns the notes on the log part of a batch: whether it is closed or was moved, how
+-- many of its messages have an outcome, how often the end of its lease was moved
+-- (negative), and the new end.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -109,9 +111,10 @@ begin
 end
 $$;
 
--- Notes messages of a batch as settled (ids above 0) or something about all of
--- it (see pgque.settled).  Returns the ids that were new.  An old snapshot
--- writes to both leaves, and gets 40001 if what it does not see is there.
+-- Notes messages of a batch as settled (ids above 0), or something about the whole
+-- batch (see pgque.settled).  Returns the ids that were new.  A transaction with an old
+-- snapshot writes to both leaves, and gets 40001 if a row that it does not see is
+-- there.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
 declare
@@ -136,8 +139,8 @@ begin
 end
 $$;
 
--- The batches of a consumer that are open: what was delivered from the log, how many
--- of its messages have an outcome, and until when it is leased.
+-- Returns the open batches of a consumer: the delivery from the log, how many of its
+-- messages have an outcome, and the end of its lease.
 create or replace function pgque._held(p_sub int, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language sql as $$
@@ -148,19 +151,19 @@ language sql as $$
   where not s.closed and l.pos_fresh > 0
 $$;
 
--- Of these, the batches whose lease expired and that nobody asked for since.
+-- Returns those of them whose lease expired and whose messages nobody received since.
 create or replace function pgque._lapsed(p_sub int, p_pos pgque.position, out token bigint, out lease pgque.position, out settled bigint, out until timestamptz)
 returns setof record
 language plpgsql as $$
 begin
-  -- None is read before the first lease may have expired.
+  -- No batch is read before the first lease may have expired.
   if p_pos.pos_lapse <= pgque.clock() then
     return query select h.* from pgque._held(p_sub) h where h.until <= pgque.clock();
   end if;
 end
 $$;
 
--- Of batches that may be open those that are not finished.
+-- Returns those batches that are not finished.
 create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -172,7 +175,8 @@ begin
 end
 $$;
 
--- Whether a batch is finished, or what it has from the log was moved to the retry queue.
+-- Returns whether a batch is finished, or its messages from the log were moved to the
+-- retry queue.
 create or replace function pgque._is_closed(p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -182,10 +186,10 @@ begin
 end
 $$;
 
--- The open batch that a consumer on its own has, or a subconsumer: it is redelivered.
--- p_leaf is the leaf that is written: where the delivery is there, so is what was said
--- about it, and the other leaf, which is to be emptied, is not asked.  It is open until it
--- is finished, even if each of its messages has its outcome.
+-- Returns the open batch of a consumer that reads on its own, or of a subconsumer: it
+-- is redelivered.  The batch is open until it is finished, even if each of its messages
+-- has its outcome.  p_leaf is the current leaf.  If it has the delivery, it has the
+-- outcomes too, and the other leaf, which may be about to be emptied, is not read.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -210,8 +214,8 @@ begin
 end
 $$;
 
--- Where a consumer stands: before what is delivered and open, if it is on its own,
--- else behind it.
+-- Returns where a consumer stands: before its open batch if it reads on its own, else
+-- after the newest delivery.
 create or replace function pgque._standing(p_sub pgque.subscriber, p_pos pgque.position) returns pgque.position
 language plpgsql as $$
 begin
@@ -222,9 +226,9 @@ begin
 end
 $$;
 
--- The position from which on a subscriber needs messages: its own, or that of the oldest
--- of its open batches.  A subscriber that received all of a window is behind it, even
--- before it asks again.
+-- Returns the position from which on a subscriber needs messages: its own, or that of
+-- the oldest of its open batches.  A subscriber that received all of a window has
+-- passed it, even before its next call.
 create or replace function pgque._oldest_need(p_sub int) returns pgque.position
 language plpgsql as $$
 declare
@@ -245,18 +249,18 @@ begin
 end
 $$;
 
--- The rows of a batch that came from the log and have no outcome.
+-- Returns a query for the rows of a batch that came from the log and have no outcome.
 create or replace function pgque._unsettled_sql(p_sub pgque.subscriber, p_lease pgque.position, p_and text default '', p_places text[] default null) returns text
 language sql as $$
   select pgque._slice_sql(p_sub, p_lease, p_and || pg_catalog.format(
     ' and not exists (select from pgque.settled s where s.set_batch = %s and s.set_ev_id = e.ev_id)', p_lease.pos_batch), p_places => p_places)
 $$;
 
--- Whether a batch still has all of its messages but those that were settled one
--- by one: whoever is given some of it, or has been, or has them taken out, makes
--- it less.  Locks those that wait in the retry queue.  The caller holds the
--- batch's lock.  Nothing is known of a batch that compaction forgot, as 0.4.1 did
--- with those that waited.
+-- Returns whether a batch still has all of its messages, apart from those that were
+-- settled one by one.  It has not if some of them were delivered to another worker or
+-- removed, or are just being taken.  Locks those messages that are in the retry queue.
+-- The caller holds the batch's lock.  A batch whose delivery was lost in a compaction
+-- counts as whole, as those of 0.4.1 may be.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -271,8 +275,8 @@ begin
   from (
     select from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch = p_batch order by r.ev_id for update skip locked
   ) r;
-  -- Those that were settled where they waited, how many were moved there, and
-  -- whether the answer to the holder was that one is lost.
+  -- The number of messages that were settled in the retry queue, the number that was
+  -- moved there, and whether the holder got the answer that one is lost.
   select count(*) filter (where s.set_ev_id < 6917529027641081856),
     max(s.set_ev_id - 6917529027641081856) filter (where s.set_ev_id between 6917529027641081856 and 9223372036854775806),
     coalesce(bool_or(s.set_ev_id = 9223372036854775807), false)
@@ -283,14 +287,15 @@ begin
   elsif v_lease.pos_sub is null then
     return true;
   end if;
-  -- Up to 0.5 it was not noted how many were moved, and a batch could have messages from both places.
+  -- Up to 0.5 the number of moved messages was not noted, and a batch could have
+  -- messages from both places.
   return v_waiting >= v_lease.pos_shelf - v_settled
     + case when v_lease.pos_fresh > 0 and v_state.closed then coalesce(v_moved, v_lease.pos_done_count - v_state.settled) else 0 end;
 end
 $$;
 
--- ack() of a whole batch.  The messages that wait in the retry queue under its
--- id are done as well: nobody has taken them.
+-- Acknowledges a whole batch.  Messages in the retry queue under its id are done as
+-- well: they were not delivered again.
 create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -301,7 +306,7 @@ begin
   if not pgque._lock_batch(p_sub, p_batch) then
     return 0;
   elsif p_sub.sub_role <> 'pool' then
-    -- Nobody can have a part of it.
+    -- No other worker can have a part of it.
     if pgque._note_finished(p_sub.sub_id, p_batch) then
       delete from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
       return 1;
@@ -333,9 +338,9 @@ begin
 end
 $$;
 
--- Notes that the batch of a consumer on its own, or of a subconsumer, is finished; false
--- if it was, or never was.  The usual case keeps away from the leaf that is to be emptied,
--- which an expression that names it would lock.
+-- Notes that the batch of a consumer on its own, or of a subconsumer, is finished.
+-- Returns false if it was finished before, or never existed.  In the usual case the
+-- leaf that is to be emptied is not used: an expression that names it would lock it.
 create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -357,9 +362,9 @@ begin
 end
 $$;
 
--- Moves what is left of a batch from the log to the retry queue, still under its
--- batch id, to be taken from p_due on; returns how many messages.  The caller holds
--- the batch's lock.
+-- Moves the messages of a batch that have no outcome from the log to the retry queue,
+-- under the same batch id.  They may be delivered from p_due on.  Returns how many
+-- there are.  The caller holds the batch's lock.
 create or replace function pgque._shelve(p_sub pgque.subscriber, p_lease pgque.position, p_due timestamptz) returns bigint
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -368,16 +373,16 @@ declare
 begin
   execute pg_catalog.format(
     'insert into pgque.retry_queue select (pgque._waiting(e, $1, coalesce(e.ev_retry, 0) + 1, $2, $3, $4)).* from (%s) e'
-    -- A consumer that was moved back may have the message waiting already: who holds
-    -- it there loses it, so that this one comes.
+    -- If the consumer was moved back, the message may already be in the retry queue.
+    -- Then this batch takes it over from the one that has it there.
     ' on conflict (ev_owner, ev_id, ev_queue) do update'
     ' set (ev_retry_after, ev_receives, ev_batch, ev_worker) = (excluded.ev_retry_after, excluded.ev_receives, excluded.ev_batch, excluded.ev_worker)',
     v_rows)
   using p_sub, p_due, p_lease.pos_batch, p_lease.pos_worker;
   get diagnostics v_count = row_count;
   if pgque._old_snapshot() then
-    -- The primary key finds outcomes that it does not see.  These messages have none, so
-    -- what was noted to find it out is taken back.
+    -- The primary key finds outcomes that this snapshot does not see.  These messages
+    -- have none, so the rows noted for this check are undone.
     begin
       perform pgque._note(p_lease.pos_batch, p_sub.sub_id, array(
         select r.ev_id from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_lease.pos_batch));
@@ -392,9 +397,10 @@ begin
 end
 $$;
 
--- Checks every batch of a consumer that may be open.  Messages without an outcome go to
--- the retry queue if the lease expired, and may be delivered at once; until one is, the
--- old batch id stays good.  A batch that its worker is just settling is alive.
+-- Checks every batch of a consumer that may be open.  If the lease expired, messages
+-- without an outcome go to the retry queue and may be delivered at once.  Until one is
+-- delivered, the old batch id stays valid.  A batch that its worker is just finishing
+-- counts as alive.
 create or replace function pgque._reap(p_sub pgque.subscriber, p_pos pgque.position, p_now timestamptz) returns pgque.position
 language plpgsql as $$
 declare
@@ -406,7 +412,7 @@ declare
 begin
   for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h loop
     if v_held.until <= p_now and v_tried < 200 then
-      -- The server has room for some thousand locks; the others come next time.
+      -- The server has room for some thousand locks.  The next call continues.
       v_tried := v_tried + 1;
       if pgque._hold_batches(p_sub, array[v_held.token]) <> '{}' then
         v_state := pgque._lease_state(v_held.token);
@@ -433,8 +439,8 @@ begin
 end
 $$;
 
--- Brings the open batches of a consumer to the leaf that is written.  The caller
--- holds the subscriber's lock, so there are no new ones.
+-- Copies the open batches of a consumer to the current leaf.  The caller holds the
+-- subscriber's lock, so there are no new ones.
 create or replace function pgque._carry_leases(p_sub pgque.subscriber, p_cur int) returns void
 language plpgsql as $$
 declare
@@ -455,7 +461,7 @@ begin
 end
 $$;
 
--- Whether a leaf knows all about a batch, or nothing needs to be known.
+-- Returns whether a leaf has all rows of a batch, or none is needed.
 create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -464,7 +470,7 @@ begin
   if (pgque._lease(p_sub, p_batch)).pos_sub is null then
     return true;
   elsif pgque._not_closed(array[p_batch]) = '{}' then
-    -- That it is closed must be known wherever the batch is.
+    -- The row that closes a batch must be in each leaf that has its delivery.
     return not v_there or exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = 0 and s.leaf = p_cur);
   end if;
   return v_there

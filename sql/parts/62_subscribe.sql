@@ -1,10 +1,10 @@
 -- ---------------------------------------------------------------------------
--- subscribe: who reads a queue
+-- subscribe: consumers of a queue
 -- ---------------------------------------------------------------------------
 
--- The subscriber for a queue and a consumer, without a lock, which leaf of the journal
--- is written, and whether acknowledged messages are archived; PQ001 or PQ011 if there
--- is none.
+-- Returns the subscriber for a queue and a consumer, without a lock, the current leaf
+-- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
+-- PQ011 if there is none.
 create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
 language plpgsql as $$
 declare
@@ -23,7 +23,7 @@ begin
       from pgque._find((pgque._queue(p_queue)).queue_name, p_consumer, current_user) f;
     else
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
-        'select pgque.subscribe(queue, consumer) makes it one.');
+        'Subscribe it first: select pgque.subscribe(queue, consumer);');
     end if;
   end if;
   sub := v_found.sub;
@@ -35,8 +35,8 @@ $$;
 create or replace function pgque._subscriber(p_queue text, p_consumer text, p_caller name default current_user) returns pgque.subscriber
 language sql as $$ select (pgque._find(p_queue, p_consumer, p_caller)).sub $$;
 
--- Locks a subscriber against its own other calls and returns its role; an old
--- snapshot that does not know of a change since fails with 40001.
+-- Locks a subscriber against its own other calls and returns its role.  A transaction
+-- with an old snapshot that does not show a change since fails with 40001.
 create or replace function pgque._lock_subscriber(p_sub int) returns text
 language plpgsql as $$
 declare
@@ -44,13 +44,13 @@ declare
 begin
   select s.sub_role into v_role from pgque.subscriber s where s.sub_id = p_sub for no key update;
   if not found then
-    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'It was unsubscribed while this call waited.');
+    perform pgque._fail('PQ011', 'not subscriber to queue any more', 'Subscribe the consumer again. It was unsubscribed while this call waited.');
   end if;
   return v_role;
 end
 $$;
 
--- The same, and returns its position.
+-- Does the same, and returns its position.
 create or replace function pgque._lock_position(p_sub int) returns pgque.position
 language plpgsql as $$
 begin
@@ -59,8 +59,8 @@ begin
 end
 $$;
 
--- The tick that start_at means: latest, earliest, a tick id, or a time (the
--- last tick before it).
+-- Returns the tick for start_at: latest, earliest, a tick id, or a time (the last tick
+-- before it).
 create or replace function pgque._find_tick(p_queue pgque.queue, p_start_at text) returns pgque.tick
 language plpgsql as $$
 declare
@@ -83,17 +83,17 @@ begin
     return v_tick;
   end if;
   perform pgque._fail('PQ005', pg_catalog.format('queue %I has no tick %s', p_queue.queue_name, coalesce(p_start_at, 'null')),
-    'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
+    'Start at latest, earliest, the id of a stored tick, or a timestamp.');
 exception
   when data_exception then
-    perform pgque._fail('PQ005', pg_catalog.format('can not start at %L on queue %I', p_start_at, p_queue.queue_name),
-      'Start at latest, earliest, the id of a tick that is still there, or a timestamp.');
+    perform pgque._fail('PQ005', pg_catalog.format('cannot start at %L on queue %I', p_start_at, p_queue.queue_name),
+      'Start at latest, earliest, the id of a stored tick, or a timestamp.');
 end
 $$;
 
--- Adds a subscriber row with its first position; the low 20 bits of its id are
--- taken once only.  After 2^31 numbers the sequence begins again: a number whose
--- earlier subscriber left positions or retries is passed over.
+-- Adds a subscriber row with its first position.  The low 20 bits of its id are unique.
+-- After 2^31 numbers the sequence begins again: a number whose earlier subscriber left
+-- positions or retries is skipped.
 create or replace function pgque._add_subscriber(
   p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
 ) returns int
@@ -122,7 +122,7 @@ begin
   end loop;
   if v_position.pos_sub is null then
     perform pgque._fail('program_limit_exceeded', 'all 1048576 numbers of subscribers are taken',
-      'Unsubscribe consumers and subconsumers that nobody uses: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
+      'Unsubscribe consumers and subconsumers that are not in use: select queue_name, consumer_name, last_seen from pgque.get_consumer_info() order by last_seen desc;');
   end if;
   v_position.pos_seq := 0;
   v_position.pos_last_batch := 0;
@@ -132,9 +132,9 @@ begin
 end
 $$;
 
--- Keeps a role that has a right to this queue only within the queue's
--- max_consumers; PQ003 if that many are there.  Such roles subscribe to a queue
--- one after the other, and in a transaction whose snapshot shows them all.
+-- Limits a role that has a right to this queue only to the queue's max_consumers: PQ003
+-- if there are that many.  Such roles subscribe to a queue one after the other, in a
+-- transaction whose snapshot shows all consumers.
 create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -153,8 +153,8 @@ begin
   select pg_catalog.count(*) into v_count
   from (select from pgque.subscriber s where s.sub_queue = p_queue_id limit v_queue.queue_max_consumers) s;
   if v_count >= v_queue.queue_max_consumers then
-    perform pgque._fail('PQ003', pg_catalog.format('queue %I has as many consumers as it may have', v_queue.queue_name),
-      pg_catalog.format('Unsubscribe consumers that nobody uses. Or let an administrator of all queues raise the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
+    perform pgque._fail('PQ003', pg_catalog.format('queue %I has max_consumers consumers', v_queue.queue_name),
+      pg_catalog.format('Unsubscribe consumers that are not in use. Or a member of pgque_admin raises the limit: select pgque.set_queue_config(%L, ''max_consumers'', ''%s'');',
         v_queue.queue_name, 2 * v_queue.queue_max_consumers::bigint),
       pg_catalog.format('max_consumers is %s; subconsumers count too.', v_queue.queue_max_consumers));
   end if;
@@ -181,10 +181,10 @@ begin
 end
 $$;
 comment on function pgque.subscribe(text, text, text, boolean, pgque.caller) is
-  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after the '
-  'newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
+  'Subscribes a consumer to a queue and returns 1. Returns 0 if it was subscribed already; its position stays. start_at: latest (messages after '
+  'the newest tick), earliest (all that are still stored), the id of a tick, or a timestamp. keyed_order: messages of one partition_key or key are '
   'delivered to workers one at a time, in order. Errors: PQ001 no such queue; PQ003 the role has a right to this queue only, and the queue has '
-  'max_consumers consumers; PQ004 a name that has not 1 to 1000 bytes; PQ005 no such start_at.';
+  'max_consumers consumers; PQ004 the name is empty or longer than 1000 bytes; PQ005 no such start_at.';
 
 create or replace function pgque._subscribe(p_queue text, p_consumer text, p_role text, p_start_at text, p_caller name) returns int
 language plpgsql as $$
@@ -198,7 +198,7 @@ begin
     return 0;
   end if;
   perform pgque._let_keys_be_said(v_queue);
-  -- The lock keeps rotation from emptying the tick that is about to be used.
+  -- The lock keeps rotation from emptying the table of this tick.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_queue.queue_id for share;
   if not found then
     perform pgque._no_queue(p_queue);
@@ -213,7 +213,7 @@ exception
 end
 $$;
 
--- The id of the name of a queue's consumer, made known if it is new.
+-- Returns the id of the name of a queue's consumer, and stores the name if it is new.
 create or replace function pgque._consumer(p_consumer text, p_queue_id int) returns int
 language plpgsql as $$
 declare
@@ -267,8 +267,8 @@ begin
 end
 $$;
 comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller) is
-  'Subscribes a consumer at a tick and returns 1. A consumer that is subscribed already is moved to that tick, its open batch is dropped, and 0 is '
-  'returned. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is gone.';
+  'Subscribes a consumer at a tick and returns 1. If it is subscribed already, it is moved to that tick, its open batch is dropped, and the call '
+  'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
 -- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
@@ -283,8 +283,8 @@ begin
 end
 $$;
 
--- Takes a batch from who has it: what it has from the log is passed, what it has from
--- the retry queue waits again.
+-- Takes a batch from its worker.  Its messages from the log are passed, and those from
+-- the retry queue are released.
 create or replace function pgque._drop_batch(p_sub pgque.subscriber, p_batch bigint) returns void
 language plpgsql as $$
 begin
@@ -311,7 +311,7 @@ begin
   end if;
   delete from pgque.subscriber s where s.sub_main = v_main;
   get diagnostics v_count = row_count;
-  -- What an old snapshot does not see maintenance finds.
+  -- Maintenance deletes rows that this snapshot does not show.
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;

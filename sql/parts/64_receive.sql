@@ -36,7 +36,7 @@ begin
     if found then
       return;
     end if;
-    -- Every message of it was settled: it is done.
+    -- Every message of the batch has its outcome: it is finished.
     v_pos := pgque._done_with(v_sub, v_pos, v_turn.open);
   end if;
 
@@ -44,7 +44,7 @@ begin
     v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
     if v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
-      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- it was opened in vain
+      v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
   end if;
 
@@ -66,12 +66,13 @@ begin
       end if;
     else
       if v_room <= 1000 and not pgque._is_big(v_pos, v_room) and (v_pos.pos_tick < v_pos.pos_high) is not true and v_queue.queue_reader = pgque.version() then
-        -- A small window is read straight, by functions whose plans the session keeps.
+        -- A small window is read directly, by functions whose plans the session keeps.
         v_rows := 'select * from pgque._events_' || v_queue.queue_id || '($3, $4, $5, $6, $7, $1, 1, $2)';
       else
         v_rows := pgque._delivery_sql(pgque._slice_sql(v_sub, v_pos, '', v_room)) || ' limit $7';
       end if;
-      -- A loop costs more per row, but knows whether there is one more than fit.
+      -- A loop costs more for each row, but it finds out whether there is one message
+      -- more than fits.
       v_limit := v_room + (v_room <= 1000 and v_pos.pos_next_event_seq - v_pos.pos_event_seq >= v_room)::int;
       if v_limit > v_room then
         for v_row in
@@ -94,7 +95,7 @@ begin
       end if;
       v_pos.pos_done_count := v_count;
     end if;
-    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): this slice is behind us
+    v_pos.pos_fresh := greatest(v_count, 1);   -- for _next_from(): the position has passed this slice
     if v_count = 0 then
       v_pos := pgque._next_from(v_pos);
     end if;
@@ -105,24 +106,28 @@ end
 $$;
 comment on function pgque.receive(text, text, int, text, interval, bigint, pgque.caller) is
   'Delivers the consumer''s next messages as one batch: at most max_return, in the order of their ids; no rows if there are none. A batch holds '
-  'redeliveries or new messages, and redeliveries go first. Without worker, the '
-  'same batch is redelivered under its id until ack(batch_id), without the messages that were nacked. With worker (any name), the messages are leased '
-  'to the worker for visibility_timeout (NULL: the queue''s setting, 30 seconds). Each call of each worker gets other messages. '
-  'When the lease expires, messages without an outcome are redelivered to the next worker that calls, with receive_count + 1; for them '
-  'the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that is acknowledged first, in the same transaction. A delivery '
-  'locks the consumer until the transaction ends: workers that receive, work and acknowledge in one transaction take turns, so receive in a '
-  'transaction of its own, and do the work and the ack in another. Errors: PQ001 no such queue; PQ004 invalid worker name; PQ005 '
-  'max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker is NULL; PQ006 the consumer '
-  'has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction that is not READ COMMITTED.';
+  'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
+  'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
+  'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
+  'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
+  'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
+  'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
+  'is NULL; PQ006 the consumer has received a batch without worker, and worker is set; PQ011 not subscribed; 25000 with worker in a transaction '
+  'that is not READ COMMITTED.';
 
--- Begins a delivery: closes the batch that is acknowledged, leaves if there is nothing
--- to do (sub is null then), locks the consumer.  pos is where it goes on, if it is known
--- with its next window; open an open batch, which is redelivered; due whether something may
--- wait; room how many messages it may get; span how many a window shall have; until
--- when its lease ends; changed whether pos must be stored in any case.
+-- Begins a delivery: closes the batch that is acknowledged, returns if there is nothing
+-- to do (sub is null then), and locks the consumer.
+--   * pos: where the delivery begins, with its next window if that is known
+--   * open: an open batch, which is redelivered
+--   * due: whether messages may be due in the retry queue
+--   * room: how many messages it may deliver
+--   * span: how many messages a window shall have
+--   * until: when the lease ends
+--   * changed: whether pos must be stored in any case
 --
--- Every expression and statement here is made ready anew in each transaction, so
--- what can be said in one is not said in two.
+-- Every expression and statement here is prepared again in each transaction.  So one
+-- statement does what two could do.
 create or replace function pgque._turn(
   p_queue text, p_consumer text, p_max bigint, p_worker text, p_timeout interval, p_ack bigint, p_caller name,
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
@@ -163,7 +168,8 @@ begin
     end if;
     span := case when sub.sub_role = 'pool' then greatest(p_max, 1000) else p_max end;
     if p_ack is null then
-      -- An idle poll takes no lock, writes nothing and needs no transaction id.
+      -- A poll that finds nothing takes no lock, writes nothing and needs no
+      -- transaction id.
       pos := pgque._position(sub.sub_id, leaf);
       open := pgque._open_batch_of(sub, pos, p_worker, leaf);
       if open is null then
@@ -180,11 +186,11 @@ begin
       end if;
     end if;
     exit when pgque._lock_subscriber(sub.sub_id) = sub.sub_role;
-    -- The consumer became a pool since this call began, or was one.
+    -- The consumer became a pool after this call began, or was one before.
     p_ack := null;
   end loop;
   v_now := pgque.clock();
-  -- Whether it has a key or a ttl is known of every message in the window that was opened.
+  -- For each message in the opened window, its key or ttl has been noted.
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
@@ -224,15 +230,15 @@ begin
 end
 $$;
 
--- Since when a throughput limit was not used: what was not used within the last second
--- is lost, and what was paid by a clock that has been set back.
+-- Returns since when a throughput limit was not used: at most for a second, and without
+-- a time in the future, which was recorded before the clock was set back.
 create or replace function pgque._paid_since(p_paid timestamptz, p_now timestamptz) returns timestamptz
 language sql immutable as $$
   select greatest(case when p_paid <= p_now + interval '1 second' then p_paid end, p_now - interval '1 second')
 $$;
 
--- A queue, once a window is open: only then it is known whether a message of the window
--- may have a key or a ttl.
+-- Returns a queue after a window was opened.  Only then it is known whether a message
+-- of the window may have a key or a ttl.
 create or replace function pgque._with_options(p_queue_id int) returns pgque.queue
 language plpgsql as $$
 declare
@@ -250,13 +256,13 @@ language plpgsql as $$
 begin
   if (p_max >= 1) is not true then
     perform pgque._fail('PQ005', pg_catalog.format('max_return must be at least 1, for queue %s', coalesce(pg_catalog.quote_ident(p_queue), 'null')),
-      'It is the greatest number of messages to hand out.');
+      'Pass the highest number of messages to return, such as 100.');
   end if;
 end
 $$;
 
--- Handles a call that does not fit the consumer's role or its arguments: it fails, or it
--- turns a consumer that was never used into a pool.
+-- Handles a call that does not fit the consumer's role or its arguments.  It raises an
+-- error, or turns a consumer that was never used into a pool.
 create or replace function pgque._refuse_or_share(
   p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_queue text, p_consumer text
 ) returns pgque.subscriber
@@ -274,13 +280,13 @@ begin
         'A worker name has 1 to 1000 bytes; any character is allowed.');
     elsif p_timeout <= '0' or p_timeout > '100 years' then
       perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout must be positive and at most 100 years, for queue %I', p_queue),
-        'It is how long the worker has before others get its messages.');
+        'Pass the time until others may get the messages of the worker, such as ''5 minutes''.');
     end if;
-    -- One that has received a batch on its own stays as it is: the process that reads
-    -- it could not go on.
+    -- A consumer that has received a batch on its own stays as it is: the process that
+    -- reads it could not continue.
     if pgque._lock_subscriber(p_sub.sub_id) = 'normal' and (pgque._position(p_sub.sub_id)).pos_last_batch > 0 then
       perform pgque._fail('PQ006', pg_catalog.format('consumer %s of queue %I reads on its own', pgque._subscriber_name(p_sub), p_queue),
-        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader, and let workers share it: select pgque.share_consumer(%L, %L);',
+        pg_catalog.format('Subscribe another consumer for the workers. Or stop its reader and turn it into a pool of workers: select pgque.share_consumer(%L, %L);',
           p_queue, pgque._subscriber_name(p_sub)));
     end if;
     update pgque.subscriber s set sub_role = 'pool' where s.sub_id = p_sub.sub_id and s.sub_role = 'normal';
@@ -288,14 +294,15 @@ begin
   end if;
   if p_timeout is not null then
     perform pgque._fail('PQ005', pg_catalog.format('visibility_timeout is for workers, not for consumer %I of queue %I', p_consumer, p_queue),
-      'Pass worker => name too. A consumer on its own keeps its batch until it finishes it.');
+      'Pass worker => name too. A consumer without workers keeps its batch until it finishes it.');
   end if;
   return p_sub;
 end
 $$;
 
--- An open batch once more, without what has an outcome.  It comes whole, whatever
--- max_return says now, since ack() finishes it whole.
+-- Delivers an open batch again, without the messages that have an outcome.  All other
+-- messages are delivered, whatever max_return is now, since ack() finishes the whole
+-- batch.
 create or replace function pgque._again(p_sub pgque.subscriber, p_queue pgque.queue, p_batch bigint) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -309,7 +316,7 @@ begin
 end
 $$;
 
--- A consumer that has a batch with no message left.
+-- Finishes a batch with no message left, and returns the position.
 create or replace function pgque._done_with(p_sub pgque.subscriber, p_pos pgque.position, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
@@ -320,8 +327,8 @@ begin
 end
 $$;
 
--- The query of an open batch, as columns of pgque.event: what came from the log and has no
--- outcome, or what waits in the retry queue under its id.
+-- Returns the query of an open batch, as columns of pgque.event: its messages from the
+-- log that have no outcome, or those in the retry queue under its id.
 create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -337,7 +344,8 @@ begin
 end
 $$;
 
--- Rows of pgque.event as they are delivered, in the batch $1 of the queue named $2.
+-- Returns a query for rows of pgque.event as they are delivered, in the batch $1 of the
+-- queue named $2.
 create or replace function pgque._delivery_sql(p_rows text, p_where text default '') returns text
 language sql immutable as $$
   select 'select e.ev_id, $1, e.ev_type, e.ev_data, coalesce(e.ev_retry, 0), e.ev_time,'
@@ -345,8 +353,8 @@ language sql immutable as $$
     ' coalesce(e.ev_retry, 0) + 1, e.ev_error, e.ev_expires, $2 from (' || p_rows || ') e' || p_where || ' order by e.ev_id'
 $$;
 
--- The id of the p_n-th row of a slice, if there are more than that.  To count first is
--- a third of the price of sorting in vain.
+-- Returns the id of the p_n-th row of a slice, if there are more than that.  Counting
+-- first costs a third of sorting for nothing.
 create or replace function pgque._last_of(p_rows text, p_n bigint) returns bigint
 language plpgsql as $$
 declare
@@ -361,8 +369,8 @@ begin
 end
 $$;
 
--- Stores what was delivered, p_count messages from the log, or how far there was nothing
--- to deliver.
+-- Stores a delivery of p_count messages from the log, or the position up to which there
+-- was nothing to deliver.
 create or replace function pgque._delivered(
   p_sub pgque.subscriber, p_queue pgque.queue, p_pos pgque.position, p_leaf int, p_count bigint, p_token bigint, p_worker text, p_until timestamptz, p_changed boolean
 ) returns void
@@ -413,7 +421,7 @@ begin
 end
 $$;
 
--- The messages of a batch that came from the retry queue.
+-- Returns the messages of a batch that are in the retry queue.
 create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
 language plpgsql set enable_seqscan = off as $$
 begin

@@ -1,12 +1,13 @@
 -- ---------------------------------------------------------------------------
--- choose: which messages of a slice, and of those that wait, are delivered
+-- choose: which messages of a slice, and of the retry queue, are delivered
 -- ---------------------------------------------------------------------------
 
 -- Chooses from the next messages of a window, at most p_max, for queues and consumers
--- with keys or expiry.  A message whose key or lane is busy goes to the retry queue;
--- what was purged or has expired is left out.  The slice ends where it stopped; ids are
--- those to be delivered, and rows is the query for them.  With p_whole the slice is
--- the whole window, for who reads the rest of it without this.
+-- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
+-- Purged and expired messages are left out.  The slice ends at the last message that
+-- was checked.  ids are the messages to deliver, and rows is the query for them.  With
+-- p_whole the slice is the whole window, for a caller that reads the rest of it without
+-- this function.
 create or replace function pgque._sift(
   p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
   out pos pgque.position, out ids bigint[], out rows text
@@ -14,7 +15,7 @@ create or replace function pgque._sift(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
-  -- Each key takes a lock; what is not delivered is looked through quickly.
+  -- Each key takes a lock.  Messages that are not delivered are checked quickly.
   v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
   v_rows   pgque.event[];
   v_more   boolean;
@@ -73,7 +74,7 @@ begin
     max(c.ev_id) as last, count(*) as looked
   into v_found
   from counted c
-  -- What follows the last one stays in the window.
+  -- Messages after the last one stay in the window.
   where c.n < p_max or c.n = p_max and c.what = 'good';
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
@@ -87,7 +88,7 @@ begin
   end if;
   perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
   if pgque._keyed(p_queue) then
-    -- Expired ones too: an older snapshot may not show that a body was replaced.
+    -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
       select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
   end if;
@@ -100,7 +101,7 @@ begin
 end
 $$;
 
--- A message that waits without what may be large.
+-- Returns a row of the retry queue without the columns that may be large.
 create or replace function pgque._slim_waiting(p_row pgque.retry_queue) returns pgque.retry_queue
 language sql immutable as $$
   select row(p_row.ev_retry_after, p_row.ev_queue, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_owner, p_row.ev_retry,
@@ -108,7 +109,7 @@ language sql immutable as $$
     p_row.ev_receives, p_row.ev_batch, p_row.ev_worker, p_row.ev_lane)::pgque.retry_queue
 $$;
 
--- An event as it waits for a subscriber in the retry queue.
+-- Returns an event as a row of the retry queue for a subscriber.
 create or replace function pgque._waiting(
   p_event pgque.event, p_sub pgque.subscriber, p_receives int, p_due timestamptz, p_batch bigint, p_worker text
 ) returns pgque.retry_queue
@@ -119,9 +120,10 @@ language sql volatile as $$
     p_receives, p_batch, p_worker, pgque._lane(p_sub, p_event.ev_key, p_event.ev_extra1))::pgque.retry_queue
 $$;
 
--- How many messages that lapsed go out together: fewer each time, and on the
--- last attempt each is alone: with 5 attempts and 100 messages 100, 22, 5, 1.  So a message
--- that kills its worker is alone at last.  One that was requeued while it was held counts from zero.
+-- Returns how many messages with an expired lease are delivered together: fewer each
+-- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
+-- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
+-- that was requeued while it was leased counts from zero.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
@@ -130,8 +132,9 @@ language sql immutable as $$
   end
 $$;
 
--- Locks messages that wait for a consumer and are due, but for p_but: any (p_receives
--- null), of those that lapsed the ones with so many receives, or of the others (-1).
+-- Locks messages of a consumer in the retry queue that are due, without those in p_but.
+-- p_receives null: any of them; -1: those without an expired lease; else those with an
+-- expired lease and p_receives deliveries.
 create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int)
 returns pgque.retry_queue[]
 language plpgsql set enable_seqscan = off as $$
@@ -154,9 +157,9 @@ begin
 end
 $$;
 
--- Leases messages that wait in the retry queue and are due, and returns their number.
--- Those whose attempts are used up, or that expired, are not delivered but done with.
--- What lapsed may be poison: nothing else goes with it.
+-- Leases messages in the retry queue that are due, and returns their number.  Messages
+-- that expired, or whose attempts are used up, are removed instead.  A message with an
+-- expired lease may be poison: other messages are not delivered with it.
 create or replace function pgque._take_waiting(
   p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
 ) returns int
@@ -174,14 +177,14 @@ declare
   v_look      bigint;
 begin
   for v_try in 0..99 loop
-    -- The first says how many go together; the others stay unlocked, since
-    -- their holder may be about to say something.
+    -- The first message decides how many are delivered together.  The others stay
+    -- unlocked, since their holder may be about to acknowledge them.
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
     v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
-    -- Those that are not to be delivered are weeded out many at a time.  After a
-    -- try in which all were being replaced, it looks at twice as many.
+    -- Messages that are not to be delivered are removed many at a time.  After a try in
+    -- which all messages were being replaced, twice as many are read.
     v_look := greatest(v_piece, least(1 << least(v_try, 10), 1000));
     if v_rows[1].ev_receives >= v_attempts or v_rows[1].ev_expires <= v_now then
       v_look := greatest(v_look, 1000);
@@ -191,16 +194,16 @@ begin
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
-    -- Of the others no more than go out, since with that their bodies are fixed.
+    -- No more of the others than are delivered, since a seal fixes their bodies.
     v_good := v_good || pgque._weed(p_queue, p_sub,
       array(select r from pg_catalog.unnest(v_rows) r where (r.ev_receives >= v_attempts or r.ev_expires <= v_now) is not true), v_now,
       v_piece - pg_catalog.cardinality(v_good));
-    -- Where none may go, all are gone, or wait for who is replacing them: of those it
-    -- looks at no more than some thousands.
+    -- If none can be delivered, all were removed, or are just being replaced: of those,
+    -- no more than some thousands are read.
     v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
     if pg_catalog.cardinality(v_ids) > 0 then
-      -- One look-up by index for each, whatever the planner takes their number for.
+      -- One index lookup for each message, whatever number of rows the planner expects.
       with found as materialized (
         select f.ctid
         from pg_catalog.unnest(v_ids) i (id)
@@ -210,7 +213,7 @@ begin
       set ev_batch = p_token, ev_worker = p_worker, ev_retry_after = p_until, ev_receives = r.ev_receives + 1
       from found f
       where r.ctid = f.ctid;
-      -- What waits for its first delivery was not delivered before.
+      -- A message that waited for its first delivery was not delivered before.
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
       from (select r.* from pg_catalog.unnest(v_good) r limit v_piece) r
       where r.ev_receives > 0 or r.ev_retry > 0;
@@ -222,9 +225,9 @@ begin
 end
 $$;
 
--- Of messages that wait and are due, those that may be delivered, p_enough of them.
--- The others on the way are taken out: expired, or their attempts are used up.
--- The limit of attempts applies here, at a nack and in maint(), never while a lease lives.
+-- Returns those of the given messages that may be delivered, at most p_enough.  Expired
+-- messages among them, and those whose attempts are used up, are removed.  The limit of
+-- attempts applies here, at a nack and in maint(), never while a lease lives.
 create or replace function pgque._weed(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )
@@ -256,7 +259,7 @@ begin
 end
 $$;
 
--- A waiting message as the event it was.
+-- Returns a row of the retry queue as the event it was.
 create or replace function pgque._event(p_row pgque.retry_queue) returns pgque.event
 language sql immutable as $$
   select row(null, null, p_row.ev_id, p_row.ev_time, p_row.ev_txid, p_row.ev_retry, p_row.ev_type, p_row.ev_data,
@@ -264,7 +267,7 @@ language sql immutable as $$
     p_row.ev_expires, p_row.ev_error)::pgque.event
 $$;
 
--- Counts what nobody will see again.
+-- Counts messages that are removed or redelivered.
 create or replace function pgque._tally(p_queue_id int, p_sub int, p_what text, p_count bigint) returns void
 language plpgsql as $$
 begin

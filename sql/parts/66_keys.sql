@@ -3,19 +3,22 @@
 -- ---------------------------------------------------------------------------
 
 -- Sending replaces the body of a pending message with the same key.  The log is append
--- only, so a new body is a row with the id of the message and owner 0.  That a
--- message was delivered is a row too, a seal (owner -1), which keeps senders from
--- replacing it; so is a purge (-2).  Of one message the rows have rising ev_retry
--- under a unique index.
+-- only, so a new body is a row with the id of the message and owner 0.  A delivery
+-- appends a row too, a seal (owner -1), after which senders no longer replace the
+-- message.  So does a purge (-2).  The rows of one message have rising ev_retry under a
+-- unique index.
 --
--- The rest of the engine meets keys in these places: _send_keyed() (40), where _sift()
--- chooses messages it calls _claim() and _seal(); where _weed() takes waiting ones,
--- _claim_waiting(); whoever reads bodies reads them through _renewed_sql(); the pump and
--- retention set aside what is being replaced, _claim_aside(); rotation calls
--- _refresh_waiting() before a body goes.
+-- The rest of the engine handles keys in these places:
+--   * _send_keyed() sends.
+--   * _sift(), which chooses messages of the log, calls _claim() and _seal().
+--   * _weed(), which chooses messages of the retry queue, calls _claim_waiting().
+--   * Everything that reads bodies reads them through _renewed_sql().
+--   * The pump and retention leave out messages that are being replaced:
+--     _claim_aside().
+--   * Rotation calls _refresh_waiting() before a table with bodies is emptied.
 
--- What was said about messages after they were sent, without bodies: that there are
--- such (owner 0), seals (-1), purges (-2).
+-- Returns the rows that were appended for messages after they were sent, without
+-- bodies: new bodies (owner 0), seals (-1), purges (-2).
 create or replace function pgque._said(p_queue_id int, p_rows pgque.event[]) returns pgque.event[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -35,16 +38,17 @@ begin
 end
 $$;
 
--- A row e of pgque.event without what may be large; p_lane stands in ev_extra1.  Where
--- many messages are looked at, nobody holds all of their payloads.
+-- Returns the columns of a row e of pgque.event without those that may be large; p_lane
+-- is in place of ev_extra1.  So a session that checks many messages does not hold all
+-- of their payloads.
 create or replace function pgque._slim(p_lane text) returns text
 language sql immutable as $$
   select 'row(e.slot, e.ev_owner, e.ev_id, e.ev_time, e.ev_txid, e.ev_retry, null, null, ' || p_lane
     || ', null, null, null, null, e.ev_key, null, e.ev_expires, case when e.ev_error is not null then '''' end)::pgque.event'
 $$;
 
--- Rows of pgque.event with the newest body that their key was given, less those that
--- were purged.
+-- Returns a query for rows of pgque.event with the newest body of their key, without
+-- those that were purged.
 create or replace function pgque._renewed_sql(p_queue_id int, p_rows text) returns text
 language sql volatile as $$
   select case when not pgque._keyed(q) then p_rows else (
@@ -68,9 +72,10 @@ language sql volatile as $$
   where q.queue_id = p_queue_id
 $$;
 
--- Before messages with keys are delivered for the first time, or passed: takes
--- their keys' locks, as _lock_keys() does but without waiting, and reads their bodies.
--- busy: a message that is being replaced, or shares a bucket with one; gone: it was purged.
+-- Locks the keys of messages before their first delivery, or before a consumer passes
+-- them, and reads their bodies.  Takes the locks of _lock_keys(), but does not wait.
+-- busy: messages that are being replaced, or share a bucket with one; gone: messages
+-- that were purged.
 create or replace function pgque._claim(p_queue pgque.queue, p_rows pgque.event[], out rows pgque.event[], out busy bigint[], out gone bigint[])
 language plpgsql as $$
 declare
@@ -93,7 +98,7 @@ begin
       else pg_catalog.pg_try_advisory_xact_lock_shared(v_buckets, pgque._bucket(r.key))
         and pg_catalog.pg_try_advisory_xact_lock(v_class, pg_catalog.hashtext(r.key))
     end);
-  -- Under the locks nothing more is said.
+  -- Under the locks no more rows are appended.
   v_said := pgque._said(p_queue.queue_id, p_rows);
   gone := array(select s.ev_id from pg_catalog.unnest(v_said) s where s.ev_owner = -2);
   rows := array(
@@ -107,10 +112,10 @@ begin
 end
 $$;
 
--- Notes that messages with keys were handed out: their bodies stay as they are.
--- An old snapshot may not show a body that was stored before a rotation and
--- committed since, so it notes that in all three tables: the unique index of each
--- knows its own rows only.
+-- Notes that messages with keys were delivered: their bodies are final.  An old
+-- snapshot may not show a body that was stored before a rotation and committed since.
+-- So it appends the seal to all three tables: the unique index of each knows only its
+-- own rows.
 create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
 language plpgsql as $$
 declare
@@ -121,7 +126,7 @@ begin
     return;
   end if;
   if v_old_snapshot then
-    -- So that the table is the one where senders write, or this one gets 40001.
+    -- The current table is then the one of the senders, or this call gets 40001.
     perform from pgque.queue q where q.queue_id = p_queue_id for share;
   end if;
   v_said := pgque._said(p_queue_id, p_rows);
@@ -140,8 +145,8 @@ exception
 end
 $$;
 
--- The same for one that went to the retry queue before anybody got it; null if
--- it can not be delivered now.
+-- Does the same for a message that went to the retry queue before its first delivery.
+-- Returns null if it cannot be delivered now.
 create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -160,9 +165,10 @@ begin
 end
 $$;
 
--- Gives messages with keys that wait and were delivered to nobody the body that
--- was sent last, and takes out what was purged: those whose newest row lies in one
--- table (p_leaf), before that goes, or those with p_ids.  Returns how many changed.
+-- Gives messages with keys that wait in the retry queue for their first delivery the
+-- newest body, and removes those that were purged.  p_leaf: messages whose newest row
+-- is in one table, before that is emptied; or p_ids: these messages.  Returns how many
+-- changed.
 create or replace function pgque._refresh_waiting(
   p_queue_id int, p_leaf int default null, p_ids bigint[] default null, p_locked text default 'skip locked'
 ) returns bigint
@@ -209,10 +215,10 @@ begin
 end
 $$;
 
--- Claims messages with keys that wait for their consumer's first delivery, in rows
--- that the caller has locked.  Gives back those that may leave: they have their
--- newest bodies, nobody is replacing them, and they are sealed, since a sender with an
--- older snapshot does not see that they wait no more.
+-- Claims messages with keys that wait for their consumer's first delivery, in rows that
+-- the caller has locked.  Returns those that may leave the retry queue: they have their
+-- newest bodies, no sender is replacing them, and they are sealed.  The seal is needed
+-- because a sender with an older snapshot does not see that they left.
 create or replace function pgque._claim_aside(p_queue_id int, p_rows pgque.retry_queue[], out owners int[], out ids bigint[])
 language plpgsql as $$
 declare
@@ -226,7 +232,7 @@ begin
   from pg_catalog.unnest(p_rows) r
   where r.ev_id not in (select b.id from pg_catalog.unnest(v_claim.busy) b (id));
   perform pgque._seal(p_queue_id, array(select r from pg_catalog.unnest(v_claim.rows) r where r.ev_id = any (ids)));
-  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null stands for all ids
+  perform pgque._refresh_waiting(p_queue_id, null, ids) where ids is not null;   -- null means all ids
 end
 $$;
 
@@ -240,12 +246,12 @@ begin
   perform pgque._need_read_committed('purge_key()');
   if $2 is null then
     perform pgque._fail('PQ005', format('purge_key of queue %I needs a key', v_queue.queue_name),
-      'To remove everything use pgque.purge(queue).');
+      'Pass a key. To delete all messages, use pgque.purge(queue).');
   end if;
   perform pgque._lock_keys(v_queue.queue_id, array[$2]);
   delete from pgque.retry_queue r where r.ev_queue = v_queue.queue_id and r.ev_key = $2 and r.ev_owner = 0;
   get diagnostics v_count = row_count;
-  -- Only now: the pump, which that waits for, may have moved it into the log.
+  -- Only under the lock: the pump may have moved the message into the log before.
   v_last := pgque._last_of_key(v_queue.queue_id, $2);
   if v_last.ev_id is not null and coalesce(v_last.ev_owner, 0) = 0 and not pgque._passed(v_queue.queue_id, v_last.ev_id, $2) then
     insert into pgque.event (slot, ev_owner, ev_id, ev_time, ev_txid, ev_retry, ev_key)
@@ -254,7 +260,7 @@ begin
     where q.queue_id = v_queue.queue_id;
     v_count := v_count + 1;
   end if;
-  -- Without the key: it may be what is to be erased.
+  -- Without the key: the key may be the data that is to be erased.
   perform pgque._did('purge_key', v_queue.queue_name, jsonb_build_object('messages', v_count)) where v_count > 0;
   return v_count;
 end

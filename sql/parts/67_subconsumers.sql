@@ -2,16 +2,16 @@
 -- subconsumers: PgQ's cooperative consumers
 -- ---------------------------------------------------------------------------
 
--- PgQ's way to share one position, kept for its clients: workers are registered
--- by name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
--- its open batch is redelivered to it.  A call with dead_interval gives the batch of one
--- that was silent for longer to another, by way of the retry queue.
+-- PgQ's way to share one position, kept for its clients: workers are registered by
+-- name, and each holds one batch.  A subconsumer is a worker whose lease has no end:
+-- its open batch is redelivered to it.  If a worker was silent for longer than
+-- dead_interval, a call moves its batch to another worker, through the retry queue.
 --
--- A subconsumer's newest row in the journal says when it was heard of last.  The rest
--- of the engine meets subconsumers where _turn() asks _worker() whether one is
--- registered and calls _touch().
+-- A subconsumer's newest row in the journal records when it last called.  The rest of
+-- the engine handles subconsumers where _turn() calls _worker(), to find out whether
+-- one is registered, and _touch().
 
--- Refuses a call of a consumer on its own for one that has workers.
+-- Refuses a call for a consumer on its own if the consumer has workers.
 create or replace function pgque._need_alone(p_sub pgque.subscriber, p_queue text, p_consumer text) returns void
 language plpgsql as $$
 begin
@@ -19,13 +19,13 @@ begin
     perform pgque._fail('PQ005', pg_catalog.format('consumer %I of queue %I has workers', p_consumer, p_queue),
       case p_sub.sub_role
         when 'pool' then 'Share its messages as a worker: pgque.receive(queue, consumer, max_return, worker => name), in Python Worker. '
-        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). pgque.register_consumer_at(queue, consumer, tick_id) moves this one.'
+        'To get every message, subscribe another consumer: pgque.subscribe(queue, name). To move this one, use pgque.register_consumer_at(queue, consumer, tick_id).'
         else 'Use pgque.receive_coop(queue, consumer, subconsumer) or pgque.next_batch(queue, consumer, subconsumer).' end);
   end if;
 end
 $$;
 
--- The subscriber row of a worker, or null.
+-- Returns the subscriber row of a worker, or null.
 create or replace function pgque._find_worker(p_main int, p_worker text) returns int
 language plpgsql as $$
 begin
@@ -40,7 +40,7 @@ declare
 begin
   if v_sub is null then
     perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: worker %s of %s', coalesce(pg_catalog.quote_ident(p_worker), 'null'), pgque._subscriber_name(p_main)),
-      'select pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
+      'Register it with pgque.register_subconsumer(queue, consumer, subconsumer), or use pgque.receive_coop().');
   end if;
   return v_sub;
 end
@@ -53,7 +53,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp a
 declare
   v_main      pgque.subscriber;
   v_position  pgque.position;
-  v_batch     bigint;   -- what its own reader had
+  v_batch     bigint;   -- the open batch of the consumer's own reader
 begin
   if coalesce($3, '') = '' or octet_length($3) > 1000 then
     perform pgque._fail('PQ004', format('invalid worker name for consumer %s of queue %s', coalesce(quote_ident($2), 'null'), coalesce(quote_ident($1), 'null')),
@@ -72,7 +72,7 @@ begin
   elsif v_main.sub_role = 'normal' then
     if $4 is not true then
       perform pgque._fail('PQ006', format('consumer %I of queue %I reads on its own', $2, $1),
-        'select pgque.register_subconsumer(queue, consumer, subconsumer, true) gives it subconsumers.');
+        'Give it subconsumers: select pgque.register_subconsumer(queue, consumer, subconsumer, true);');
     end if;
     v_batch := pgque._open_batch_of(v_main, v_position, null);
     update pgque.subscriber s set sub_role = 'coop_main' where s.sub_id = v_main.sub_id;
@@ -89,9 +89,9 @@ end
 $$;
 comment on function pgque.register_subconsumer(text, text, text, boolean, pgque.caller) is
   'Registers a worker (subconsumer) of a consumer, and subscribes the consumer if it is new. Returns 1, or 0 if the worker was registered already. '
-  'convert_normal: turns a consumer that reads on its own into one with workers; the worker gets its open batch under a new id, without the messages '
-  'that have an outcome. Errors: PQ001 no such queue; PQ004 a name that has not 1 to 1000 bytes; PQ006 the consumer reads on its own and '
-  'convert_normal is not true.';
+  'convert_normal: turns a consumer that reads on its own into one with workers. The worker then gets the consumer''s open batch under a new id, '
+  'without the messages that have an outcome. Errors: PQ001 no such queue; PQ004 a name is empty or longer than 1000 bytes; PQ006 the consumer '
+  'reads on its own and convert_normal is not true.';
 
 create or replace function pgque.subscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false
@@ -118,7 +118,7 @@ begin
   if v_batch is not null then
     if $4 is distinct from 1 then
       perform pgque._fail('PQ006', format('worker %I of consumer %I of queue %I holds a batch', $3, $2, $1),
-        'Finish it, or pass batch_handling => 1 to send its messages through retry and dead letters.');
+        'Finish the batch, or pass batch_handling => 1 to reject its messages.');
     end if;
     perform pgque._settle(v_batch, null, 'nack', '0', 'worker unregistered', false);
     perform pgque._note(v_batch, v_main.sub_id, array[0]);
@@ -128,8 +128,9 @@ begin
 end
 $$;
 comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker (subconsumer) and returns 1; 0 if there is none. batch_handling, if the worker has an open batch: 0 is an error, 1 sends its '
-  'messages through retry and dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; PQ011 not subscribed.';
+  'Removes a worker (subconsumer) and returns 1, or 0 if there is none. batch_handling: for a worker with an open batch, 0 raises PQ006, and 1 '
+  'rejects the messages of the batch, which are retried or become dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; '
+  'PQ011 not subscribed.';
 
 create or replace function pgque.unsubscribe_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0
@@ -151,7 +152,7 @@ comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
   'Marks a worker (subconsumer) as alive: dead_interval counts from now. Returns 1. Errors: PQ001 no such queue; PQ011 no such worker.';
 
 -- Gives the oldest batch whose worker was silent for longer than p_dead_interval to
--- another worker.  A worker that has a batch takes nothing over, and one that holds its
+-- another worker.  A worker that has a batch takes none over.  A worker that holds its
 -- own lock is alive.
 create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
 language plpgsql set enable_seqscan = off as $$
@@ -180,8 +181,9 @@ begin
 end
 $$;
 
--- Gives an open batch to a worker, under a new batch id, without what has an outcome; to
--- count as so many deliveries more.  The caller holds the consumer's lock.
+-- Gives an open batch to a worker, under a new batch id, without messages that have an
+-- outcome.  p_deliveries is added to their count.  The caller holds the consumer's
+-- lock.
 create or replace function pgque._give_batch(p_main pgque.subscriber, p_batch bigint, p_worker text, p_deliveries int) returns void
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -202,7 +204,7 @@ begin
 end
 $$;
 
--- Notes that a worker was heard of.
+-- Notes that a worker is alive.
 create or replace function pgque._touch(p_member int) returns void
 language plpgsql as $$
 begin
@@ -230,7 +232,7 @@ begin
   end if;
   if $4 < '0' then
     perform pgque._fail('PQ005', format('dead_interval must not be negative, for consumer %I of queue %I', $2, $1),
-      'It is how long a worker may be silent before another one gets its batch, such as ''5 minutes''.');
+      'Pass the time that a worker may be silent before another one gets its batch, such as ''5 minutes''.');
   elsif $4 is not null then
     perform pgque._take_over(pgque._subscriber($1, $2, caller), $3, $4);
   end if;
@@ -247,11 +249,12 @@ begin
 end
 $$;
 comment on function pgque.receive_coop(text, text, text, int, interval, pgque.caller) is
-  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each gets other messages. Registers the '
-  'worker on first use. dead_interval: the batch of a worker that was silent for longer is taken over first, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Delivers messages as receive() does, for one of several workers (subconsumers) that share a consumer; each worker gets other messages. '
+  'Registers the worker on first use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. '
+  'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
+  'own.';
 
--- next_batch_custom() for one of several workers, in the same way.
+-- Does what next_batch_custom() does, for one of several workers.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
   dead_interval interval default null, caller pgque.caller default current_user
@@ -270,6 +273,6 @@ create or replace function pgque.next_batch(
 ) returns bigint
 language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
 comment on function pgque.next_batch(text, text, text, interval) is
-  'Opens a batch for one of several workers (subconsumers) that share a consumer; each gets other windows. Registers the worker on first use. '
-  'dead_interval: the batch of a worker that was silent for longer is taken over before a new one is opened, under a new batch id. Errors: PQ001 no '
-  'such queue; PQ004 invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';
+  'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
+  'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '
+  'invalid name; PQ005 dead_interval is negative; PQ006 the consumer reads on its own.';

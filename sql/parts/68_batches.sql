@@ -2,12 +2,12 @@
 -- batches: PgQ's way to receive
 -- ---------------------------------------------------------------------------
 
--- Opens a batch, PgQ's way: what waits in the retry queue and is due, else the next whole
--- window, from one tick to the next, or what receive() left of one.  An open batch is
--- returned again.  Null if nothing is due and there is no further tick.  What receive()
--- would not deliver is no part of the batch, and bodies stay as they are from here on:
--- nobody may read the batch before finish_batch().  With a worker, a subconsumer, the
--- batch is that worker's.
+-- Opens a batch, PgQ's way: messages in the retry queue that are due, else the next
+-- whole window, from one tick to the next, or the rest of one that receive() has begun.
+-- The id of an open batch is returned again.  Null if nothing is due and there is no
+-- further tick.  Messages that receive() would not deliver are left out, and bodies are
+-- final from here on, since a client may read the batch only when it finishes it.  With
+-- a worker, a subconsumer, the batch belongs to that worker.
 create or replace function pgque._next_batch(
   queue_name text, consumer_name text, worker text, min_lag interval, min_count int, min_interval interval, caller pgque.caller default current_user,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -52,7 +52,7 @@ begin
         v_pos := pgque._with_window(v_pos, v_cur);
       end if;
       v_pos.pos_last_id := null;
-      -- How many there are is not known yet.
+      -- The number of messages is not known yet.
       v_pos.pos_done_count := greatest(v_pos.pos_next_event_seq - v_pos.pos_event_seq, 1);
       v_count := v_pos.pos_done_count;
       v_queue := pgque._with_options(v_queue.queue_id);
@@ -73,12 +73,13 @@ begin
 end
 $$;
 
--- The tick that ends a batch.  One from the retry queue ends where it began.
+-- Returns the tick that ends a batch.  A batch from the retry queue ends at the tick
+-- where it began.
 create or replace function pgque._end_of(p_lease pgque.position) returns bigint
 language sql immutable as $$ select case when p_lease.pos_fresh > 0 or p_lease.pos_shelf = 0 then p_lease.pos_next_tick else p_lease.pos_tick end $$;
 
--- No argument caller: with it a call with a subconsumer and six nulls could be
--- this one as well.
+-- There is no argument caller: with it, a call with a subconsumer and six nulls would
+-- be ambiguous.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, min_lag interval, min_count int, min_interval interval,
   out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
@@ -103,12 +104,12 @@ comment on function pgque.next_batch_info(text, text) is
 create or replace function pgque.next_batch(queue_name text, consumer_name text) returns bigint
 language sql as $$ select b.batch_id from pgque._next_batch($1, $2, null, null, null, null) b $$;
 comment on function pgque.next_batch(text, text) is
-  'Opens the next window between two ticks as a batch, and returns its id; NULL if there is no further tick and no retry is due. Retries that are due '
-  'come first, at most 10,000 in a batch of their own, whose two ticks are the same. An open batch is returned again. Read it with '
-  'get_batch_events(), close it with finish_batch(). It may be empty. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not '
-  'subscribed.';
+  'Opens the next window between two ticks as a batch, and returns its id, or NULL if there is no further tick and no retry is due. Retries that '
+  'are due come first, at most 10,000 in a batch of their own, whose two ticks are the same. While a batch is open, its id is returned again. A '
+  'batch may be empty. Read it with get_batch_events() and close it with finish_batch(). Errors: PQ001 no such queue; PQ005 the consumer has '
+  'workers; PQ011 not subscribed.';
 
--- The delivery of a batch that is open, without a lock; PQ012 when it is not.
+-- Returns the delivery of an open batch, without a lock; PQ012 if it is not open.
 create or replace function pgque._open_lease(p_sub pgque.subscriber, p_batch bigint) returns pgque.position
 language plpgsql as $$
 begin
@@ -119,7 +120,7 @@ begin
 end
 $$;
 
--- Whether a batch is open in any way.
+-- Returns whether a batch is open in any way.
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
 language plpgsql set enable_seqscan = off as $$
 begin
@@ -131,8 +132,8 @@ begin
 end
 $$;
 
--- The query of an open batch: all of it, but where messages may be left out as it is
--- opened, those that have no outcome.
+-- Returns the query of an open batch: all of it, or, if messages may be left out when
+-- it is opened, those without an outcome.
 create or replace function pgque._open_sql(p_batch bigint) returns text
 language plpgsql as $$
 declare
@@ -169,7 +170,7 @@ language sql stable as $$
     ' e.ev_headers, e.ev_key, e.ev_bytes, e.ev_expires, e.ev_error'::text
 $$;
 
--- The query of an open batch, for those who may read the leaves themselves.
+-- Returns the query of an open batch for roles that may read the leaves themselves.
 create or replace function pgque._cursor_sql(p_batch bigint) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -237,7 +238,7 @@ comment on function pgque.get_batch_info(bigint, pgque.caller) is
   'Returns what an open batch spans: queue, consumer, times and ids of its two ticks, their event sequences, and lag, the age of its end. Errors: '
   'PQ012 the batch is not open.';
 
--- A consumer's name; for a worker consumer.worker.
+-- Returns a consumer's name; for a worker consumer.worker.
 create or replace function pgque._subscriber_name(p_sub pgque.subscriber) returns text
 language plpgsql stable as $$
 begin

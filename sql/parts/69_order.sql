@@ -3,11 +3,11 @@
 -- ---------------------------------------------------------------------------
 
 -- A lane is the messages of a consumer that share a key or a partition key.  _sift()
--- asks _lanes_out() and sets aside what follows in a lane that is busy; _due() asks
--- _heads_of_lanes() what of it may go next.
+-- calls _lanes_out() and moves messages of a busy lane to the retry queue.  _due()
+-- calls _heads_of_lanes() to choose those of them that are next.
 
--- The key whose order a pool keeps.  An index takes no long ones; two that share
--- a lane keep an order too many.
+-- Returns the key whose order a pool keeps.  An index cannot hold long keys, so these are
+-- hashed.  Two keys with one hash share a lane: they are ordered more than they need.
 create or replace function pgque._lane(p_sub pgque.subscriber, p_key text, p_extra1 text) returns text
 language sql immutable as $$
   select case
@@ -17,7 +17,7 @@ language sql immutable as $$
   end
 $$;
 
--- The lanes of a consumer's messages that came from the log and are out.
+-- Returns the lanes of a consumer's messages that came from the log and are leased.
 create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -37,9 +37,10 @@ begin
 end
 $$;
 
--- With keyed order: of keys that wait and are not out the first message, if it is
--- due.  It looks at what is due; only if that is much, and mostly not first of
--- its key, at each key and at what has none.
+-- With keyed order: returns the first message of each lane in the retry queue that has
+-- none leased, if it is due.  It reads the messages that are due.  If these are many,
+-- and most are not the first of their lane, it reads each lane, and the messages
+-- without one.
 create or replace function pgque._heads_of_lanes(
   p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[]
 )
@@ -79,7 +80,7 @@ begin
         and (r.ev_id in (select pg_catalog.unnest((select p_but)))) is not true
         and (r.ev_lane is null
           or (r.ev_lane in (select pg_catalog.unnest((select v_out)))) is not true
-            -- A message of the key that is out may be one that was sent later.
+            -- The leased message of the key may have been sent later.
             and not exists (
               select from pgque.retry_queue o
               where o.ev_owner = p_sub.sub_id and o.ev_lane = r.ev_lane

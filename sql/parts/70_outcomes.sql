@@ -2,8 +2,7 @@
 -- outcomes: what becomes of the messages of a batch
 -- ---------------------------------------------------------------------------
 
--- Finishes a batch: exactly its messages, no others.  1, or 0 when the batch
--- is not open.
+-- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -36,21 +35,23 @@ $$;
 create or replace function pgque.ack(batch_id bigint) returns int
 language sql as $$ select pgque._ack($1) $$;
 comment on function pgque.ack(bigint) is
-  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1. Returns 0 if the batch was acknowledged before, '
-  'or, for a worker''s batch, once one of its messages went to another worker or was removed; ack(batch_id, msg_ids) then acknowledges the others.';
+  'Acknowledges a batch: exactly the messages that were delivered with it, all or none. Returns 1, or 0 if the batch was acknowledged before. For '
+  'a worker''s batch it also returns 0 after one of its messages was delivered to another worker or removed; acknowledge the others with '
+  'ack(batch_id, msg_ids).';
 
 create or replace function pgque.finish_batch(batch_id bigint) returns int
 language sql as $$ select pgque.ack($1) $$;
 comment on function pgque.finish_batch(bigint) is 'PgQ''s name for ack(batch_id).';
 
--- Gives messages of an open batch their outcome; p_ids null means all that have
--- none yet.  p_what: ack, archive, nack (again after p_after, or exhausted),
--- retry (again in any case), dead, release (again at once).  The rows
--- are read again from where they are stored, so nothing a client says but the
--- ids is believed, and each message gets one outcome.  Raises nothing for a
--- batch that is lost: the answer says so message by message.  A message that
--- somebody else has locked, and may be taking over, is lost; with p_wait it is
--- waited for, since a caller that raises an error has to be sure.
+-- Gives messages of an open batch their outcome.  p_ids null: all that have none yet.
+-- p_what: ack, archive, nack (again after p_after, or given up), retry (again in any
+-- case), dead, release (again at once).
+-- The rows are read again from the tables: of a client's message only the id is used.
+-- Each message gets one outcome.
+-- For a lost batch this raises no error: the returned rows have the reason for each
+-- message.  A message that another session has locked, and may be taking over, is lost.
+-- With p_wait the call waits for it, since a caller that raises an error has to be
+-- sure.
 create or replace function pgque._settle(p_batch bigint, p_ids bigint[], p_what text, p_after interval, p_reason text, p_wait boolean)
 returns setof pgque.outcome
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -59,29 +60,30 @@ declare
   v_lease  pgque.position;
   v_state  record;
   v_rows   text;
-  v_log    bigint[];   -- which of them are in the log
-  v_new    bigint[];   -- which get their outcome now
-  v_gone   bigint[];   -- the same of those that waited in the retry queue
+  v_log    bigint[];   -- those of them that are in the log
+  v_new    bigint[];   -- those that get their outcome now
+  v_gone   bigint[];   -- the same of those that were in the retry queue
 begin
   p_ids := pgque._flat(p_ids);
   if v_sub.sub_id is null then
     return query select i.id, false, 'batch not open' from pg_catalog.unnest(p_ids) i (id);
     return;
   end if;
-  -- Nobody unsubscribes it until this is committed; other workers go on meanwhile.
+  -- The consumer cannot be unsubscribed before this commits.  Other workers do not
+  -- wait.
   perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for key share;
   perform pgque._lock_batch(v_sub, p_batch);
   v_lease := pgque._lease(v_sub.sub_id, p_batch);
   v_state := pgque._lease_state(p_batch);
   if v_lease.pos_fresh > 0 and not v_state.closed and pgque._old_snapshot() then
-    -- Where rows are locked, an old snapshot is found out.
+    -- A row lock finds out whether the snapshot is too old.
     perform pgque._shelve(v_sub, v_lease, coalesce(v_state.until, v_lease.pos_until));
     v_state.closed := true;
   end if;
   if v_lease.pos_fresh > 0 and not v_state.closed then
     v_rows := pgque._chosen_sql(v_sub, v_lease, p_ids);
     execute pg_catalog.format('select array_agg(e.ev_id) from (%s) e', v_rows) into v_log;
-    -- One may be settled in the leaf that is not written any more.
+    -- A message may be settled in the leaf that is no longer written.
     v_new := pgque._note(p_batch, v_sub.sub_id, array(
       select l.id from pg_catalog.unnest(v_log) l (id) where not exists (select from pgque.settled s where s.set_batch = p_batch and s.set_ev_id = l.id)));
     if v_sub.sub_role = 'pool' and (p_ids is null or (pgque._lease_state(p_batch)).settled >= v_lease.pos_done_count) then
@@ -94,7 +96,7 @@ begin
   v_gone := pgque._apply(v_sub, v_lease, p_batch, p_ids, v_rows, v_new, p_what, p_after, p_reason);
   v_new := v_new || v_gone;
   if v_gone is not null and (p_ids is not null or v_sub.sub_role <> 'pool') then
-    -- So that the batch is known to be whole but for them; see _still_whole().
+    -- So the batch is known to be whole apart from them; see _still_whole().
     perform pgque._note(p_batch, v_sub.sub_id, array(select g.id + 4611686018427387904 from pg_catalog.unnest(v_gone) g (id)));
   end if;
   if p_ids is null or pg_catalog.cardinality(p_ids) = pg_catalog.cardinality(v_new) then
@@ -105,8 +107,8 @@ begin
     select from pgque.retry_queue r
     where r.ev_owner = v_sub.sub_id and r.ev_batch = p_batch and (r.ev_id in (select pg_catalog.unnest((select p_ids)))) is true)
   then
-    -- Who has one of them locked may let go of it again; but the caller is told
-    -- that it is lost, so an ack of all that is left must not finish it.
+    -- The session that has one of them locked may roll back.  But the caller gets the
+    -- answer that it is lost, so an ack of the rest must not finish it.
     perform pgque._note(p_batch, v_sub.sub_id, array[9223372036854775807]);
   end if;
   return query
@@ -129,7 +131,8 @@ begin
 end
 $$;
 
--- The query of those messages of a batch from the log that p_ids names; null: all.
+-- Returns the query of those messages of a batch from the log that p_ids names; null:
+-- all.
 create or replace function pgque._chosen_sql(p_sub pgque.subscriber, p_lease pgque.position, p_ids bigint[]) returns text
 language plpgsql as $$
 begin
@@ -139,16 +142,16 @@ begin
   p_lease.pos_done_id := greatest(p_lease.pos_done_id, (select min(i.id) - 1 from pg_catalog.unnest(p_ids) i (id) where i.id > 0));
   p_lease.pos_last_id := least(p_lease.pos_last_id, (select max(i.id) from pg_catalog.unnest(p_ids) i (id)));
   return pgque._slice_sql(p_sub, p_lease,
-    -- The index finds one message of many; many are looked up in a hash table.
+    -- For one message of many an index is best.  Many messages are found with a hash
+    -- table.
     pg_catalog.format(case when pg_catalog.cardinality(p_ids) = 1 then ' and e.ev_id = any (%L::bigint[])'
       else ' and (e.ev_id in (select i.id from pg_catalog.unnest(%L::bigint[]) i (id))) is true' end, pg_catalog.array_remove(p_ids, null)),
     null, pgque._is_big(p_lease, 500));
 end
 $$;
 
--- Does with the messages of a batch what is to become of them: with those of the log that
--- p_new names, and with those that wait in the retry queue.  Returns the ids of the
--- latter.
+-- Applies the outcome to the messages of a batch: to those of the log that p_new names,
+-- and to those in the retry queue.  Returns the ids of the latter.
 create or replace function pgque._apply(
   p_sub pgque.subscriber, p_lease pgque.position, p_batch bigint, p_ids bigint[], p_rows text, p_new bigint[],
   p_what text, p_after interval, p_reason text
@@ -162,7 +165,7 @@ declare
   v_ids    bigint[];
 begin
   if exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch) then
-    -- Whatever somebody else has locked is being taken over.
+    -- Rows that another session has locked are being taken over.
     v_with := 'with found as materialized (select e.ctid from pgque.retry_queue e'
       ' where e.ev_owner = $1.sub_id and e.ev_batch = $3'
       ' and e.ev_id >= coalesce((select min(i.id) from pg_catalog.unnest($4) i (id)), 0)'
@@ -198,7 +201,7 @@ begin
 end
 $$;
 
--- One message that was taken from its batch.
+-- Redelivers or gives up one message that was taken from its batch.
 create or replace function pgque._again_or_dead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_what text, p_after interval, p_reason text
 ) returns void
@@ -232,7 +235,7 @@ begin
 end
 $$;
 
--- How long to wait before a message is tried for the n-th time again.
+-- Returns how long to wait before the n-th retry of a message.
 create or replace function pgque._backoff(p_backoff jsonb, p_n int) returns interval
 language sql volatile as $$
   select case
@@ -244,23 +247,24 @@ language sql volatile as $$
   end
 $$;
 
--- A span of time from now that must neither be negative nor end when no client
--- can read the time any more.
+-- Returns an interval from now, if it is neither negative nor so long that clients
+-- cannot read its end.
 create or replace function pgque._not_negative(p_span interval, p_name text, p_batch bigint) returns interval
 language plpgsql immutable as $$
 begin
   if p_span < '0' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be negative, for batch %s', p_name, p_batch),
-      'It is a time from now on, such as ''30 seconds''.');
+      'Pass an interval from now, such as ''30 seconds''.');
   elsif p_span > '100 years' then
     perform pgque._fail('PQ005', pg_catalog.format('%s must not be longer than 100 years, for batch %s', p_name, p_batch),
-      'Not every client can read the time when that ends.');
+      'Pass a shorter interval. Some clients cannot read times that far in the future.');
   end if;
   return p_span;
 end
 $$;
 
--- The answer about one message of a batch, or an error if it is not there.
+-- Returns the outcome of one message of a batch, or raises an error if the message is
+-- not there.
 create or replace function pgque._answer(p_outcome pgque.outcome, p_batch bigint) returns pgque.outcome
 language plpgsql as $$
 begin
@@ -321,11 +325,12 @@ begin
 end
 $$;
 comment on function pgque.ack(bigint, bigint[], pgque.caller) is
-  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this batch, '
-  'settled already, lost to another worker, batch not open). Once it returned "lost to another worker", an ack of the whole batch returns 0: it could '
-  'acknowledge that message too, if the transaction of the other worker is rolled back. With archive_on_ack the messages are kept in the archive.';
+  'Acknowledges some messages of a batch; the others stay in it. Returns one row a message: msg_id, ok, and the reason if not ok (not in this '
+  'batch, settled already, lost to another worker, batch not open). After the reason "lost to another worker", an ack of the whole batch returns '
+  '0: if the transaction of the other worker is rolled back, that ack would include the message. With archive_on_ack the messages are kept in the '
+  'archive.';
 
--- Gives messages up at once, as if their attempts were used up.
+-- Gives up messages at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -357,7 +362,7 @@ begin
   return (
     select (pgque._answer(f, $1)).ok::int
     from pgque._settle(pgque._batch_for(caller, $1), array[$2], 'retry',
-      -- An infinite one has no distance from now.
+      -- An infinite time has no distance from now.
       pgque._not_negative(case when $3 is not null then least(greatest($3, v_now), v_now + interval '101 years') - v_now end, 'the time until then', $1),
       null, true) f);
 end
@@ -380,5 +385,5 @@ begin
 end
 $$;
 comment on function pgque.batch_retry(bigint, int, pgque.caller) is
-  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered in retry_seconds from now '
+  'Rejects every event of an open batch that was not rejected already, and returns their number. They are redelivered retry_seconds from now '
   '(NULL: as nack() does). Finish the batch afterwards. Errors: PQ005 the number is negative; PQ012 the batch is not open.';

@@ -2,7 +2,8 @@
 -- leases: release, extend and reclaim batches, share a consumer
 -- ---------------------------------------------------------------------------
 
--- The consumer of a pool's batch; PQ005 for any other, whose lease has no end.
+-- Returns the consumer of a pool's batch; PQ005 for any other batch, whose lease has no
+-- end.
 create or replace function pgque._pool_of(p_batch bigint) returns pgque.subscriber
 language plpgsql as $$
 declare
@@ -10,7 +11,7 @@ declare
 begin
   if v_sub.sub_role <> 'pool' then
     perform pgque._fail('PQ005', pg_catalog.format('batch %s is not leased', p_batch),
-      'Only receive() with a worker leases messages; a consumer on its own keeps its batch until it finishes it.');
+      'Receive with a worker to get a lease. A consumer without workers keeps its batch until it finishes it.');
   end if;
   return v_sub;
 end
@@ -83,10 +84,11 @@ begin
       v_held := v_held + v_lease.pos_done_count - v_state.settled;
     end if;
     if not p_extend then
-      -- A lease that may end earlier is looked at in the retry queue.
+      -- A lease that may end earlier is checked in the retry queue.
       v_held := v_held + pgque._shelve(v_sub, v_lease, v_until);
     elsif pgque._old_snapshot() then
-      -- It does not see that the batch was closed: where rows are locked it is found out.
+      -- This snapshot does not show whether the batch was closed: a row lock finds it
+      -- out.
       perform pgque._shelve(v_sub, v_lease, v_until);
     end if;
   end if;
@@ -94,7 +96,7 @@ begin
 end
 $$;
 
--- Hands back what a batch has: nobody has it any more, and it may be taken at once.  The
+-- Releases the messages of a batch, so that any worker may receive them at once.  The
 -- caller holds the batch's lock.
 create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
 language plpgsql set enable_seqscan = off as $$
@@ -105,7 +107,7 @@ begin
   if v_lease.pos_fresh > 0 and not (pgque._lease_state(p_batch)).closed then
     perform pgque._shelve(p_sub, v_lease, pgque.clock());
   end if;
-  -- Maintenance that has one of them locked may let go of it again: this waits for it.
+  -- A maintenance session that has one of them locked may roll back: this waits for it.
   update pgque.retry_queue r set ev_batch = null, ev_worker = null, ev_retry_after = pgque.clock()
   where r.ev_owner = p_sub.sub_id and r.ev_batch = p_batch;
   get diagnostics v_count = row_count;
@@ -113,7 +115,7 @@ begin
 end
 $$;
 
--- The batches of a consumer that somebody has, those that lapsed too.
+-- Returns the batches of a consumer that workers hold, also those whose lease expired.
 create or replace function pgque._batches_of(p_sub int) returns setof bigint
 language sql set enable_seqscan = off as $$
   select h.token from pgque._held(p_sub) h
@@ -131,10 +133,10 @@ declare
 begin
   if $3 is null then
     perform pgque._fail('PQ005', format('older_than must not be null, for consumer %I of queue %I', $2, $1),
-      'Pass the age of the batches to hand back, such as ''10 minutes''; ''0'' hands back all.');
+      'Pass the age of the batches to release, such as ''10 minutes''. ''0'' releases all of them.');
   end if;
   perform pgque._lock_subscriber(v_sub.sub_id);
-  -- A worker that is just settling its batch is left alone.
+  -- A worker that is just finishing its batch keeps it.
   foreach v_token in array pgque._hold_batches(v_sub, array(
     select b.id
     from pgque._batches_of(v_sub.sub_id) b (id)
@@ -149,21 +151,21 @@ end
 $$;
 comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'Releases the batches of a consumer''s workers that were received longer ago than older_than, whether or not their leases expired. Returns the '
-  'number of batches. While workers settle batches it releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
+  'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
 comment on function pgque.share_consumer(text, text, pgque.caller) is
-  'Lets workers share a consumer that has read on its own: from now on it is received with worker => name. Its position and pending retries stay; an '
-  'open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if workers share it already. Errors: PQ001 no such queue; PQ006 it has '
-  'subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
+  'Turns a consumer that reads on its own into a pool of workers: from now on, receive with worker => name. Its position and pending retries stay. '
+  'An open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if it is a pool already. Errors: PQ001 no such queue; PQ006 it '
+  'has subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
 
 create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
 comment on function pgque.unshare_consumer(text, text, pgque.caller) is
-  'Lets a consumer that workers share be read on its own: from now on it is received without worker. Its position and pending retries stay; what '
-  'workers hold is redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no such queue; PQ006 it '
-  'has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is settling a batch.';
+  'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
+  'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
+  'such queue; PQ006 it has subconsumers, or keyed_order; PQ011 not subscribed; 25000 not READ COMMITTED; 55P03 a worker is finishing a batch.';
 
 create or replace function pgque._change_role(p_queue text, p_consumer text, p_from text, p_to text, p_caller name) returns int
 language plpgsql as $$
@@ -183,7 +185,7 @@ begin
   end if;
   v_open := array(select pgque._batches_of(v_sub.sub_id));
   if pg_catalog.cardinality(pgque._hold_batches(v_sub, v_open)) < pg_catalog.cardinality(v_open) then
-    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being settled', p_consumer, p_queue), 'Try again.');
+    perform pgque._fail('lock_not_available', pg_catalog.format('a batch of consumer %I of queue %I is being finished', p_consumer, p_queue), 'Try again.');
   end if;
   perform pgque._hand_back(v_sub, o.token), pgque._note(o.token, v_sub.sub_id, array[0]) from pg_catalog.unnest(v_open) o (token);
   perform pgque._end_batches(v_sub);
@@ -193,7 +195,7 @@ begin
 end
 $$;
 
--- A consumer of whose batches none is open any more.
+-- Stores the position of a consumer without open batches.
 create or replace function pgque._end_batches(p_sub pgque.subscriber) returns void
 language plpgsql as $$
 declare

@@ -1,14 +1,14 @@
 -- ---------------------------------------------------------------------------
--- archive: messages that are done with and kept
+-- archive: messages that are done and kept
 -- ---------------------------------------------------------------------------
 
--- The archive's bucket for a queue and a time.
+-- Returns the archive's bucket for a queue and a time.
 create or replace function pgque._bucket(p_queue_id int, p_time timestamptz) returns bigint
 language sql stable as $$
   select p_queue_id * 100000::bigint + ((least(greatest(p_time, '2000-01-01Z'), '2270-01-01Z') at time zone 'UTC')::date - date '2000-01-01')
 $$;
 
--- Makes the leaf of a bucket if it is not there.  Two sessions meet at the lock.
+-- Creates the leaf of a bucket if it does not exist.  A lock serialises this.
 create or replace function pgque._archive_leaf(p_bucket bigint) returns void
 language plpgsql as $$
 declare
@@ -29,9 +29,9 @@ begin
 end
 $$;
 
--- The statement that keeps messages, rows of pgque.retry_queue, in the archive, and
--- returns their ids.  p_with is what precedes them; its parameters are those of
--- _apply(): $1 the subscriber, $2 the worker, $6 the outcome.
+-- Returns the statement that stores messages, rows of pgque.retry_queue, in the archive
+-- and returns their ids.  p_with precedes them.  The parameters are those of _apply():
+-- $1 the subscriber, $2 the worker, $6 the outcome.
 create or replace function pgque._archive_sql(p_with text, p_items text, p_queue_id int) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
@@ -79,9 +79,10 @@ begin
 end
 $f$;
 comment on function pgque.archive_list(text, int, timestamptz, timestamptz, text, text, text, text, bigint, pgque.caller) is
-  'Returns the newest messages of a queue''s archive, at most limit_count (NULL: all). since, until: archived at since or later, and before until. only_type, only_key, only_consumer: of that '
-  'type, with that key, of that consumer. matching: this text is in the payload (its first 100,000 characters), the headers or the key, in upper or lower case (of the letters that the database''s locale knows). before_id: archived before the one '
-  'with this archive_id, to read page by page. Errors: PQ001 no such queue.';
+  'Returns the newest messages of a queue''s archive, at most limit_count (NULL: all). since, until: only those archived at since or later, and '
+  'before until. only_type, only_key, only_consumer: only those of this type, key or consumer. matching: only those with this text in the payload '
+  '(its first 100,000 characters), the headers or the key, in upper or lower case (of the letters that the database''s locale knows). before_id: '
+  'only those archived before the one with this archive_id, to read page by page. Errors: PQ001 no such queue.';
 
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -103,7 +104,7 @@ begin
   end loop;
   if v_row.archive_id is null or pgque._may(caller, 'admin', v_row.arc_queue) is not true then
     perform pgque._fail('PQ010', format('not in the archive: %s', coalesce($1::text, 'null')),
-      'select * from pgque.archive_list(queue) lists what is there.');
+      'List the archived messages: select * from pgque.archive_list(queue);');
   end if;
   v_queue := (select q.queue_name from pgque.queue q where q.queue_id = v_row.arc_queue);
   perform pgque._did('archive_replay', v_queue, jsonb_build_object('archive_id', $1, 'msg_id', v_row.ev_id));
@@ -112,8 +113,8 @@ begin
 end
 $$;
 comment on function pgque.archive_replay(bigint, pgque.caller) is
-  'Sends an archived message again, as a new one for every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in '
-  'the archive.';
+  'Sends an archived message as a new one to every consumer, and returns the new id. The archived message stays. Errors: PQ010 it is not in the '
+  'archive.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -122,7 +123,7 @@ declare
 begin
   if $2 is null then
     perform pgque._fail('PQ005', format('archive_purge of queue %I needs a time', v_queue.queue_name),
-      'select pgque.archive_purge(queue, now() - interval ''30 days'');');
+      'Pass a time: select pgque.archive_purge(queue, now() - interval ''30 days'');');
   end if;
   perform pgque._did('archive_purge', v_queue.queue_name, jsonb_build_object('before', $2));
   return pgque._drop_archive(v_queue.queue_id, $2);
@@ -131,11 +132,11 @@ $$;
 comment on function pgque.archive_purge(text, timestamptz, pgque.caller) is
   'Drops the days (UTC) of a queue''s archive that ended before a time, and returns the number of days.';
 
--- The leaves of the archive, each with its queue and its day as in _bucket().
+-- Returns the leaves of the archive, each with its queue and its day as in _bucket().
 create or replace function pgque._archive_leaves() returns table (leaf text, queue_id bigint, day bigint, is_empty boolean)
 language sql volatile as $$
   select 'pgque.' || pg_catalog.quote_ident(c.relname), b.bucket / 100000, b.bucket % 100000,
-    -- Most that are not have been looked at by autovacuum.
+    -- A leaf with rows usually has statistics by autovacuum.
     case when c.relpages > 0 then false else pg_catalog.pg_relation_size(c.oid) = 0 end
   from pg_catalog.pg_inherits i
   join pg_catalog.pg_class c on c.oid = i.inhrelid
@@ -144,7 +145,7 @@ language sql volatile as $$
 $$;
 
 -- Empties the leaves of a queue's archive, all or those that end before a time.
--- To drop one takes a lock that every ack wants which archives; maint() does it.
+-- Dropping a leaf takes a lock that blocks every ack which archives: maint() does it.
 create or replace function pgque._drop_archive(p_queue_id int, p_before timestamptz) returns int
 language plpgsql as $$
 declare
@@ -164,9 +165,8 @@ begin
 end
 $$;
 
--- Drops leaves of the archive that are empty, of days that are over or of dropped
--- queues, if the lock on the parent can be had at once, and for about a tenth of
--- a second, as _drop_leaves() does.
+-- Drops empty leaves of the archive, of past days or of dropped queues, if the parent
+-- can be locked at once, and for about a tenth of a second, as _drop_leaves() does.
 create or replace function pgque._drop_archive_leaves() returns int
 language plpgsql set lock_timeout = '50ms' as $$
 declare

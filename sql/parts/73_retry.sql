@@ -1,10 +1,11 @@
 -- ---------------------------------------------------------------------------
--- retry: what is due, and who is notified
+-- retry: messages that are due, and notifications
 -- ---------------------------------------------------------------------------
 
--- Whose messages the pump moves from the retry queue into the log: 0, since delayed
--- messages are for every consumer, and consumers that are read by offsets, since their
--- readers read the log only.  All others get theirs straight from the retry queue.
+-- Returns the owners whose messages the pump moves from the retry queue into the log:
+-- 0, since delayed messages are for every consumer, and consumers that are read by
+-- offsets, since their readers read only the log.  All other consumers receive from the
+-- retry queue.
 create or replace function pgque._pumped() returns setof int
 language sql as $$
   select 0
@@ -12,21 +13,21 @@ language sql as $$
   select s.sub_id
   from pgque.subscriber s
   where s.sub_role = 'normal' and (s.sub_offsets
-    -- One that was never given a batch may be.
+    -- A consumer that never received a batch may be read by offsets too.
     or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id) and (pgque._position(s.sub_id)).pos_last_batch = 0)
 $$;
 
 create or replace function pgque.maint_retry_events() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set enable_seqscan = off set jit = off as $$
 declare
-  v_now       timestamptz := pgque.clock();   -- a volatile function is in no index condition
+  v_now       timestamptz := pgque.clock();   -- a volatile function cannot be used in an index condition
   v_queue_id  int;
   v_count     int := 0;
 begin
   for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored and exists (select from pgque.retry_queue r where r.ev_queue = q.queue_id) loop
     begin
       perform pgque._rebase(v_queue_id);
-      v_now := pgque.clock();   -- what was put there just now is due
+      v_now := pgque.clock();   -- messages that were put there just now are due
     exception
       when others then
         raise warning 'pgque: no retries for queue %: % (%)', v_queue_id, sqlerrm, sqlstate;
@@ -50,12 +51,13 @@ begin
 end
 $$;
 comment on function pgque.maint_retry_events() is
-  'Moves delayed messages that are due into their queues, at most 10,000 of each, so that the next tick delivers them; and so the retries of consumers '
-  'that are read by offsets. All other consumers receive a retry as soon as it is due; those that listen are woken. Returns how many messages became due.';
+  'Moves delayed messages that are due into their queues, at most 10,000 of each queue; the next tick delivers them. Retries of consumers that are '
+  'read by offsets are moved in the same way. All other consumers receive a retry as soon as it is due, and sessions that listen are notified. '
+  'Returns the number of messages that became due.';
 
--- Notifies the consumers for whom a message became due since this was done last, and
--- returns the number of messages.  Every five seconds it notifies of whatever is due:
--- what became due may have been committed later.
+-- Notifies the consumers for whom a message became due since the last call, and returns
+-- the number of messages.  Every five seconds it notifies for all messages that are
+-- due, because the rows may have been committed later.
 create or replace function pgque._wake(p_now timestamptz) returns int
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -97,7 +99,7 @@ language sql immutable as $$ select pg_catalog.to_timestamp(5 * (pg_catalog.floo
 create or replace function pgque._woken() returns timestamptz
 language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequence_last_value('pgque.woken'), 0) / 1000000.0) $$;
 
--- When there is something to do for maint_retry_events(); null: nothing waits.
+-- Returns when maint_retry_events() has work; null if the retry queue is empty.
 create or replace function pgque._next_retry() returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -136,7 +138,7 @@ declare
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
-  v_now := pgque.clock();   -- what was put there just now is due
+  v_now := pgque.clock();   -- messages that were put there just now are due
   v_aside := pgque._claim_aside(p_queue_id, array(
     select pgque._slim_waiting(e.item)
     from pgque.subscriber s
@@ -179,7 +181,8 @@ begin
   from due d
   join pgque.queue q on q.queue_id = d.ev_queue;
   get diagnostics v_count = row_count;
-  -- An id that nobody gets: by it the loop sees that there is something to tick.
+  -- This id is used for no message.  The loop sees by it that there is something to
+  -- tick.
   perform pg_catalog.nextval(q.queue_event_seq), pgque._note_once(q.queue_id, 'moved') from pgque.queue q where q.queue_id = p_queue_id and v_count > 0;
   return v_count;
 end
@@ -200,5 +203,5 @@ begin
 end
 $$;
 comment on function pgque.retry_now(text, text, pgque.caller) is
-  'Makes every message of a consumer that waits for another attempt due now, for example after a repair, or after a clock that was ahead. Returns '
-  'their number. Errors: PQ001 no such queue; PQ011 not subscribed.';
+  'Makes all pending retries of a consumer due now, for example after a repair, or after a clock that was ahead. Returns their number. Errors: '
+  'PQ001 no such queue; PQ011 not subscribed.';

@@ -2,7 +2,7 @@
 -- dead: dead letters
 -- ---------------------------------------------------------------------------
 
--- A message nobody will be given again goes where its queue says.
+-- Gives a message up: the queue's drop_policy decides what becomes of it.
 create or replace function pgque._bury(p_queue pgque.queue, p_sub pgque.subscriber, p_item pgque.retry_queue, p_reason text) returns void
 language plpgsql as $$
 begin
@@ -23,7 +23,8 @@ begin
       return;
     exception
       when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
-        -- It takes nothing now, or is just gone; the message is not to be lost.
+        -- The queue does not take it now, or no longer exists; the message must not be
+        -- lost.
         null;
     end;
   end if;
@@ -31,11 +32,12 @@ begin
 end
 $$;
 
--- Puts a message among the dead letters of a consumer; false if it is there.
+-- Stores a message as a dead letter of a consumer; false if it is one already.
 create or replace function pgque._add_dead_letter(p_item pgque.retry_queue, p_consumer int, p_reason text, p_held boolean) returns boolean
 language plpgsql as $$
 begin
-  -- A reader of offsets gets each body of a key that it has not read yet, under one id: the newest is kept.
+  -- A reader of offsets gets each body of a key that it has not read yet, under one id:
+  -- the newest is kept.
   if p_item.ev_key is not null then
     delete from pgque.dead_letter d
     where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
@@ -51,7 +53,8 @@ begin
 end
 $$;
 
--- A condition that looks for a text in columns, in upper or lower case; null without one.
+-- Returns a condition that finds a text in columns, in upper or lower case; null if
+-- there is no text.
 create or replace function pgque._matching_sql(p_text text, p_columns text) returns text
 language sql stable as $$
   select 'pg_catalog.strpos(pg_catalog.lower(pg_catalog.concat_ws('' '', ' || p_columns || ')), pg_catalog.lower(' || pg_catalog.quote_literal(p_text) || ')) > 0'
@@ -89,18 +92,20 @@ begin
 end
 $f$;
 comment on function pgque.dlq_inspect(text, int, text, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: with that reason, as it is here or as dlq_reasons() returns it. only_type, '
-  'only_key, only_consumer: of that type, with that key, of that consumer. since, until: given up at since or later, and before until. matching: this text is in the payload (its first 100,000 '
-  'characters), the headers or the reason, in upper or lower case (of the letters that the database''s locale knows). before_id: older ones than this dl_id, to read page by page. payload_size: bytes. dl_held: dead with drop_policy hold. '
-  'Errors: PQ001 no such queue.';
+  'Returns the newest dead letters of a queue, at most limit_count (NULL: all), with consumer and reason. reason: only those with this reason, as '
+  'returned here or by dlq_reasons(). only_type, only_key, only_consumer: only those of this type, key or consumer. since, until: only those given '
+  'up at since or later, and before until. matching: only those with this text in the payload (its first 100,000 characters), the headers or the '
+  'reason, in upper or lower case (of the letters that the database''s locale knows). before_id: only those older than this dl_id, to read page by '
+  'page. payload_size: bytes. dl_held: dead with drop_policy hold. Errors: PQ001 no such queue.';
 
--- What reasons have in common that differ by numbers only.
+-- Returns the common form of reasons that differ only by numbers.
 create or replace function pgque._reason_kind(p_reason text) returns text
 language sql immutable as $$
   select coalesce(pg_catalog.left(pg_catalog.regexp_replace(p_reason, '\d+', 'N', 'g'), 200), '')
 $$;
 
--- Whether a reason is this one, as it is or as _reason_kind() returns it; a null stands for any.
+-- Returns whether a reason is p_wanted, as it is or as _reason_kind() returns it; null
+-- stands for any.
 create or replace function pgque._has_reason(p_reason text, p_wanted text) returns boolean
 language sql immutable as $$
   select p_wanted is null or coalesce(p_reason = p_wanted, false) or pgque._reason_kind(p_reason) = p_wanted
@@ -134,12 +139,13 @@ begin
 end
 $$;
 comment on function pgque.dlq_reasons(text, pgque.caller) is
-  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first: how many there are, how many of them are '
-  'held, the times of the oldest and newest, and the dl_id of the newest. Numbers in a reason are shown as N, it is cut at 200 characters, and empty if none was given. It counts the newest '
-  '200,000 dead letters. Errors: PQ001 no such queue.';
+  'Returns why the dead letters of a queue were given up, one row for each consumer and reason, the most frequent first. The columns are the '
+  'number of dead letters, the number of held ones, the times of the oldest and the newest, and the dl_id of the newest. A reason is cut at 200 '
+  'characters, shows numbers as N, and is empty if none was given. The newest 200,000 dead letters count. Errors: PQ001 no such queue.';
 
--- Takes a dead letter out of the table, or PQ008.  Two sessions can not take
--- the same one.  p_call: the function by which somebody does it by hand to this one.
+-- Deletes a dead letter and returns it, or raises PQ008.  Two sessions cannot take the
+-- same one.  p_call: the function to record in list_actions(), if a role calls it by
+-- hand for this dead letter.
 create or replace function pgque._exhume(p_dl_id bigint, p_caller name, p_call text default null) returns pgque.dead_letter
 language plpgsql as $$
 declare
@@ -150,7 +156,7 @@ begin
   returning d.* into v_dead;
   if not found then
     perform pgque._fail('PQ008', pg_catalog.format('not a dead letter: %s', coalesce(p_dl_id::text, 'null')),
-      'It was replayed, requeued or purged already; select * from pgque.dlq_inspect(queue) lists what is there.');
+      'List the dead letters: select * from pgque.dlq_inspect(queue); This one was replayed, requeued or purged already.');
   end if;
   perform pgque._did(p_call, q.queue_name, pg_catalog.jsonb_build_object('dl_id', p_dl_id, 'msg_id', v_dead.ev_id))
   from pgque.queue q
@@ -213,8 +219,9 @@ begin
 end
 $$;
 comment on function pgque.dlq_replay_all(text, int, text, pgque.caller) is
-  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it. Returns replayed (how many were '
-  'sent), failed (how many could not be sent, and stay) and first_error. Errors: PQ001 no such queue.';
+  'Replays the oldest dead letters of a queue, at most limit_count (NULL: all). reason: only those with this reason, as stored or as dlq_reasons() '
+  'returns it. Returns replayed (the number that was sent), failed (the number that could not be sent, and stays) and first_error. Errors: PQ001 '
+  'no such queue.';
 
 create or replace function pgque._requeue(p_dead pgque.dead_letter) returns bigint
 language plpgsql as $$
@@ -227,7 +234,7 @@ begin
   for key share;
   if not found then
     perform pgque._fail('PQ011', format('not subscriber to queue: the consumer of dead letter %s was unsubscribed', p_dead.dl_id),
-      'Subscribe it again, or send the message to every consumer with pgque.dlq_replay(dl_id).');
+      'Subscribe the consumer again, or send the message to all consumers with pgque.dlq_replay(dl_id).');
   end if;
   perform pgque._depth_grows(p_dead.dl_queue_id);
   insert into pgque.retry_queue as r (ev_retry_after, ev_queue, ev_owner, ev_error,
@@ -235,12 +242,13 @@ begin
   select pgque.clock(), p_dead.dl_queue_id, s.sub_id, p_dead.ev_error,
     p_dead.ev_id, p_dead.ev_time, p_dead.ev_txid, p_dead.ev_type, p_dead.ev_data, p_dead.ev_extra1, p_dead.ev_extra2,
     p_dead.ev_extra3, p_dead.ev_extra4, p_dead.ev_headers, p_dead.ev_key, p_dead.ev_bytes,
-    -- One that had expired is given another life.
+    -- An expired message loses its expiry.
     case when p_dead.ev_expires > pgque.clock() then p_dead.ev_expires end,
     pgque._lane(s, p_dead.ev_key, p_dead.ev_extra1)
   from pgque.subscriber s
   where s.sub_id = v_sub
-  -- It may wait there already: its consumer was moved back and failed it again.
+  -- The message may be there already, if its consumer was moved back and failed it
+  -- again.
   on conflict on constraint retry_queue_pkey do update
   set ev_retry_after = case when r.ev_batch is not null and r.ev_retry_after > excluded.ev_retry_after then r.ev_retry_after else excluded.ev_retry_after end,
     ev_batch = case when r.ev_retry_after > excluded.ev_retry_after then r.ev_batch end, ev_retry = null,
@@ -288,10 +296,10 @@ begin
 end
 $$;
 comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
-  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), or those with a reason, as it is or as dlq_reasons() returns it, and returns their number. '
-  'Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
+  'Requeues the oldest dead letters of a queue, at most limit_count (NULL: all), and returns their number. reason: only those with this reason, as '
+  'stored or as dlq_reasons() returns it. Dead letters of unsubscribed consumers stay. Errors: PQ001 no such queue.';
 
--- A null would delete none without a word.
+-- NULL would silently delete none.
 create or replace function pgque.dlq_purge(
   queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
 ) returns bigint
@@ -303,7 +311,7 @@ declare
 begin
   if $2 is null then
     perform pgque._fail('PQ005', format('dlq_purge of queue %I needs an age', v_queue.queue_name),
-      'Leave older_than out for 30 days; ''0'' deletes all of them.');
+      'Leave out older_than for 30 days, or pass ''0'' to delete all of them.');
   end if;
   delete from pgque.dead_letter d
   where d.dl_queue_id = v_queue.queue_id and d.dl_time < v_until and not d.dl_held
@@ -314,8 +322,8 @@ begin
 end
 $$;
 comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
-  'Deletes the dead letters of a queue that are older than older_than, counted from when they were given up, or of these the ones with a reason, as it is or as dlq_reasons() '
-  'returns it, and returns their number. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
+  'Deletes the dead letters of a queue that were given up more than older_than ago, and returns their number. reason: only those with this reason, '
+  'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$

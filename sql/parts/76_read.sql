@@ -2,7 +2,7 @@
 -- read: windows without side effects, for Spark and others that keep offsets
 -- ---------------------------------------------------------------------------
 
--- A tick that is still there, or PQ015.
+-- Returns a stored tick, or raises PQ015.
 create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigint) returns pgque.tick
 language plpgsql as $$
 declare
@@ -11,7 +11,7 @@ begin
   if v_tick.tick_id is null then
     perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
         (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
-      'Ticks go with the events behind the slowest consumer. Subscribe one to keep what you mean to read.');
+      'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
   end if;
   return v_tick;
 end
@@ -29,8 +29,8 @@ begin
 end
 $$;
 comment on function pgque.tick_for(text, text, pgque.caller) is
-  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). Errors: PQ001 no such queue; PQ005 no such '
-  'start_at; PQ015 the tick is gone.';
+  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). Errors: PQ001 no such queue; PQ005 no '
+  'such start_at; PQ015 the tick is no longer stored.';
 
 create or replace function pgque.next_tick(
   queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
@@ -45,7 +45,7 @@ declare
 begin
   if least($3, $4) < 1 then
     perform pgque._fail('PQ005', format('max_events and max_ticks must be at least 1, for queue %I', v_queue.queue_name),
-      'Leave them out, or null, for no limit.');
+      'Leave them out, or pass null, for no limit.');
   end if;
   v_after := pgque._need_tick(v_queue, $2);
   v_last := (pgque._last_tick(v_queue)).tick_id;
@@ -65,11 +65,11 @@ begin
 end
 $$;
 comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
-  'Returns the tick that ends the next piece of work after after_tick; NULL if there is no further tick. The piece is whole ticks: at least one, at '
-  'most max_ticks, none beyond upto, and as many as hold max_events events. One tick can hold more than max_events. Errors: PQ001 no such queue; '
-  'PQ005 a limit is below 1; PQ015 the tick is gone.';
+  'Returns the tick that ends the next piece of work after after_tick, or NULL if there is no further tick. The piece is whole ticks: at least '
+  'one, at most max_ticks, none after upto, and as many as hold max_events events. One tick can hold more than max_events. Errors: PQ001 no such '
+  'queue; PQ005 a limit is below 1; PQ015 the tick is no longer stored.';
 
--- The same window is cut the same way as long as its ticks are there.
+-- The same window is split in the same way as long as its ticks are stored.
 create or replace function pgque.split_window(
   queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
 ) returns setof record
@@ -85,8 +85,8 @@ begin
   end if;
   v_from := pgque._need_tick(v_queue, $2);
   v_to := pgque._need_tick(v_queue, $3);
-  -- The share of one piece.  A run is the ticks that begin within one share, and
-  -- makes as many pieces as shares pass until the next run.
+  -- The share of events of one piece.  A run is the ticks that begin within one share.
+  -- It makes as many pieces as shares pass until the next run.
   v_share := greatest((v_to.tick_event_seq - v_from.tick_event_seq + $4 - 1) / $4, 1);
   return query execute format(
     $q$
@@ -95,7 +95,7 @@ begin
       select min(t.prev) as from_tick, max(t.tick_id) as to_tick, t.share,
         coalesce(lead(t.share) over (order by t.share), ($4 + $5 - 1) / $5) - t.share as shares
       from (
-        -- What begins at the very end belongs to the last share.
+        -- A tick that begins at the end belongs to the last share.
         select t.tick_id, lag(t.tick_id, 1, $1) over w as prev, least(lag(t.tick_event_seq, 1, $3) over w - $3, greatest($4 - 1, 0)) / $5 as share
         from (%s) t
         where t.tick_id > $1 and t.tick_id <= $2
@@ -119,15 +119,15 @@ comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) 
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
 language plpgsql as $$
 begin
-  perform pgque._fail('PQ005', pg_catalog.format('no window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
-    'from_tick is not after to_tick; parts is at least 1, and part is from 0 to parts - 1.');
+  perform pgque._fail('PQ005', pg_catalog.format('invalid window of queue %I: ticks %s to %s', p_queue, coalesce(p_from::text, 'null'), coalesce(p_to::text, 'null')),
+    'Pass a from_tick up to to_tick, at least 1 for parts, and a part from 0 to parts - 1.');
 end
 $$;
 
--- The query for what became visible between two ticks: what everybody gets
--- and, with a consumer, its retries.  It says the same whenever it is run, so a
--- message's lifetime is held against the window's end, not the clock, and each
--- body that was sent for a key is a row (owner 0), with the id of the first.
+-- Returns the query for the rows that became visible between two ticks: those for every
+-- consumer and, with a consumer, its retries.  It returns the same rows whenever it
+-- runs.  So a message's ttl is compared with the window's end and not with the clock,
+-- and each body of a key is a row (owner 0), with the id of the first.
 create or replace function pgque._window_sql(
   p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_caller name
 ) returns text
@@ -190,8 +190,8 @@ $$;
 comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
--- Senders that replace a body are waited for as in subscribe(): what they commit
--- later would be passed unread.
+-- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
+-- would pass the body that they commit later.
 create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -204,7 +204,7 @@ begin
   perform pgque._let_keys_be_said(q)
   from pgque.queue q
   where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
-  -- The lock keeps rotation from emptying the tick that is about to be used.
+  -- The lock keeps rotation from emptying the table of this tick.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
   perform pgque._depth_grows(v_queue.queue_id) where $4;
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
@@ -214,7 +214,7 @@ begin
   if $3 is null or ($4 is not true and $3 > v_tick) or ($4 and $3 <> v_tick) then
     perform pgque._promote_dead(v_sub, v_queue, v_tick, $3);
     perform pgque._move_to(v_sub, v_position, pgque._need_tick(v_queue, $3));
-    -- A stream that goes on is no change by hand.
+    -- The move of a running stream is no change by hand.
     perform pgque._did('seek', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'from_tick', v_tick, 'tick_id', $3))
     where pgque._stream_pid(v_sub) is distinct from pg_backend_pid();
     return $3;
@@ -224,12 +224,13 @@ end
 $$;
 comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
-  'nothing. An open batch is dropped. What stage_dead() noted up to the tick becomes dead letters. Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is gone.';
+  'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. Errors: PQ001 no such queue; PQ005 the '
+  'consumer has workers; PQ011 not subscribed; PQ015 the tick is no longer stored.';
 
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
 
--- The session that has a consumer's stream open; null if none has.
+-- Returns the session that has a consumer's stream open, or null.
 create or replace function pgque._stream_pid(p_sub pgque.subscriber) returns int
 language sql volatile as $$
   select l.pid
@@ -251,17 +252,17 @@ begin
   if not pg_try_advisory_lock(hashtext('pgque.stream'), pgque._stream_key(v_sub)) then
     select a.pid, a.application_name into v_holder from pg_stat_activity a where a.pid = pgque._stream_pid(v_sub);
     perform pgque._fail('PQ006', format('consumer %I of queue %I is read by another stream: pid %s, application %L', $2, $1, v_holder.pid, v_holder.application_name),
-      'Each stream needs a consumer of its own. End the other one, or subscribe another consumer.');
+      'End the other stream, or use another consumer: each stream needs one of its own.');
   end if;
-  -- From now on what comes again must be in the log.
+  -- From now on redeliveries must be in the log.
   update pgque.subscriber s set sub_offsets = true where s.sub_id = v_sub.sub_id and not s.sub_offsets;
   return (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
 end
 $$;
 comment on function pgque.open_stream(text, text, text, pgque.caller) is
-  'Opens a stream for a reader that keeps its own offsets, and returns the tick where the consumer stands. Subscribes the consumer at start_at if it '
-  'is new, and reserves it for this session until the session ends. Errors: PQ001 no such queue; PQ005 no such start_at, or the consumer has workers; '
-  'PQ006 another session has it.';
+  'Opens a stream for a reader that keeps its own offsets, and returns the tick where the consumer stands. Subscribes the consumer at start_at if '
+  'it is new, and reserves it for this session until the session ends. Errors: PQ001 no such queue; PQ005 no such start_at, or the consumer has '
+  'workers; PQ006 another session has reserved it.';
 
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -270,15 +271,16 @@ declare
 begin
   perform pgque._need_alone(v_sub, $1, $2);
   if cardinality($3) is distinct from cardinality($4) or $3 is null then
-    perform pgque._fail('PQ005', format('msg_ids and reasons must have as many elements, for consumer %I of queue %I', $2, $1),
+    perform pgque._fail('PQ005', format('msg_ids and reasons must have the same number of elements, for consumer %I of queue %I', $2, $1),
       'Pass two arrays: the ids, and a reason for each.');
   end if;
   return query select * from pgque._dead_upto(v_sub, (pgque._last_tick(pgque._queue($1, caller, 'consume'))).tick_snapshot, $3, $4);
 end
 $$;
 
--- Of a key's bodies (owner 0) the newest up to the snapshot.  Arrays may be long, and the planner knows
--- nothing of a young table: without the settings it compares each id with each.
+-- Uses the newest body of a key (owner 0) up to the snapshot.  Arrays may be long, and
+-- the planner has no statistics of a young table: without the settings it would compare
+-- each id with each.
 create or replace function pgque._dead_upto(p_sub pgque.subscriber, p_upto pg_snapshot, p_ids bigint[], p_reasons text[]) returns setof pgque.outcome
 language plpgsql set enable_nestloop = off set jit = off as $$
 begin

@@ -29,14 +29,14 @@ begin
 end
 $$;
 comment on function pgque.stream_lag(text, text, bigint, pgque.caller) is
-  'Returns what a consumer that keeps its own offsets has not read when it has read up to a tick: the newest tick of the queue; how many ticks '
-  '(ticks_behind) and events (events_behind, at most) come after the tick; the age of the oldest pending event (oldest_pending; 0 if none is pending, NULL if '
-  'another session has a table of the queue locked). '
-  'Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is gone.';
+  'Returns the lag of a consumer that keeps its own offsets and has read up to a tick: the newest tick of the queue, the number of ticks '
+  '(ticks_behind) and events (events_behind, at most) after the tick, and the age of the oldest pending event (oldest_pending; 0 if none is '
+  'pending, NULL if another session has a table of the queue locked). Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is no '
+  'longer stored.';
 
--- Rows live from the task that found them until the commit of its micro-batch, or
--- until the micro-batch is read again.  No foreign key: adding one by an upgrade
--- would wait for everybody who writes to subscriber.
+-- Rows live from the task that found them until the commit of its micro-batch, or until
+-- the micro-batch is read again.  There is no foreign key: if an upgrade added one, it
+-- would wait for all writers of subscriber.
 create table if not exists pgque.bad_record (
   bad_sub     int not null,
   bad_tick    bigint not null,
@@ -70,9 +70,9 @@ begin
 end
 $$;
 comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque.caller) is
-  'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were read '
-  'from. seek() makes dead letters of them when it moves the consumer to that tick or beyond; unstage_dead() forgets them. Errors: PQ001 no such queue; PQ005 '
-  'no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
+  'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were '
+  'read from. seek() makes them dead letters when it moves the consumer to that tick or beyond; unstage_dead() deletes the notes. Errors: PQ001 no '
+  'such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -88,12 +88,13 @@ begin
 end
 $$;
 comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
-  'Forgets the messages that stage_dead() noted for windows that end after after_tick, because they are read again, and returns their number. '
-  'Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
+  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. Errors: PQ001 '
+  'no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
 
--- The staged messages of windows up to a tick become dead letters.  The caller has not
--- moved the consumer yet: behind its position the messages may be gone.  Notes up to the
--- position are older than a restored dump or a seek back, and the messages are read again.
+-- Makes dead letters of the staged messages of windows up to a tick.  The caller has
+-- not moved the consumer yet: messages that its position has passed may be deleted.
+-- Notes up to the position are from before a restored dump or a seek back, and their
+-- messages are read again.
 create or replace function pgque._promote_dead(p_sub pgque.subscriber, p_queue pgque.queue, p_stands bigint, p_tick bigint) returns void
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare

@@ -2,8 +2,8 @@
 -- maintain: rotation, compaction, retention, restore
 -- ---------------------------------------------------------------------------
 
--- The tick up to which every subscriber of a queue is done; the newest tick if
--- nobody subscribed.
+-- Returns the tick up to which every subscriber of a queue is done; the newest tick if
+-- there is no subscriber.
 create or replace function pgque._slowest_tick(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
@@ -17,14 +17,14 @@ begin
 end
 $$;
 
--- The oldest table is emptied and becomes the current one, unless there is nothing
--- to reclaim, and never while it holds one row or one tick that is ahead of a
--- position.  The rows are judged under the table's own lock: a writer that
--- still takes this table for the current one either waits for the lock and stores a
--- row that is read later, or has committed, and its row is seen now.  Rotation does
--- not wait for the lock: pg_dump or an open writer postpones it.  But a rotation that
--- is a whole period late waits now and then for a tenth of a second, since consumers
--- whose transactions overlap would postpone it for ever.
+-- Empties the oldest table and makes it the current one, unless there is nothing to
+-- reclaim.  A table with a row or a tick that is ahead of a position is never emptied.
+-- The rows are checked under the table's own lock.  A writer that still uses this table
+-- as the current one either waits for the lock, and stores a row that is read later, or
+-- has committed, and its row is seen now.
+-- Rotation does not wait for the lock: pg_dump or an open writer postpones it.  But a
+-- rotation that is late by a whole period sometimes waits for a tenth of a second.
+-- Otherwise consumers with overlapping transactions could postpone it without end.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
@@ -44,8 +44,8 @@ begin
     return 0;
   end if;
   v_next := (v_queue.queue_cur_table + 1) % 3;
-  -- What waits and has its body in this table only: most of that work is done, and
-  -- stays done, before the table is locked.
+  -- Copies newer bodies of messages in the retry queue that are in this table only.
+  -- Most of this work is done, and committed, before the table is locked.
   if pgque._keyed(v_queue) then
     begin
       if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) or pgque._refresh_waiting(v_id, v_next) = 0 then
@@ -57,7 +57,7 @@ begin
     end;
   end if;
   begin
-    -- Even to ask for a table's size waits for its lock, so one at a time.
+    -- Even reading a table's size waits for its lock, so one session at a time.
     if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), v_id) then
       return 0;
     end if;
@@ -71,7 +71,7 @@ begin
     then
       perform pgque._let_go();
     end if;
-    -- All that was asked without a lock, so that asking in vain writes nothing.
+    -- All checks so far took no lock, so that a call without a result writes nothing.
     perform from pgque.queue q
     where q.queue_id = v_id and q.queue_cur_table = v_queue.queue_cur_table and q.queue_switch_time = v_queue.queue_switch_time
     for no key update skip locked;
@@ -79,8 +79,8 @@ begin
       perform pgque._let_go();
     end if;
     if pg_relation_size(v_event) > 0 or pg_relation_size(v_tick) > 0 then
-      -- Before the tables are locked, since there may be thousands of consumers.  None
-      -- moves back meanwhile: for that it needs the queue's row.
+      -- Before the tables are locked, since there may be thousands of consumers.  No
+      -- consumer is moved back meanwhile, because that needs the queue's row.
       v_slowest := pgque._tick(v_id, pgque._slowest_tick(v_id));
       if random() < 0.1 and pgque._is_due(v_queue.queue_switch_time, 2 * v_queue.queue_rotation_period) then
         perform set_config('lock_timeout', '100ms', true);
@@ -97,7 +97,8 @@ begin
       if v_needed is distinct from false then
         perform pgque._let_go();
       end if;
-      -- Who has such a row locked may wait for the table: then this gives up.
+      -- A session that has such a row locked may wait for the table: then this call
+      -- fails.
       perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
@@ -106,7 +107,7 @@ begin
     where q.queue_id = v_id;
     return 1;
   exception
-    -- What can not be emptied yet is not to stay locked.
+    -- A table that cannot be emptied yet must not stay locked.
     when lock_not_available or sqlstate 'PQ099' then
       return 0;
   end;
@@ -121,19 +122,19 @@ create or replace function pgque.maint_rotate_tables_step2() returns int
 language sql as $$ select 0 $$;
 comment on function pgque.maint_rotate_tables_step2() is 'Does nothing and returns 0: PgQ''s second half of a rotation.';
 
--- The bytes of one leaf of the journal, and of what turns with it.
+-- Returns the bytes of one leaf of the journal, and of the tables that rotate with it.
 create or replace function pgque._journal_size(p_leaf int) returns bigint
 language sql volatile as $$
   select sum(pg_catalog.pg_relation_size(('pgque.' || t.kind || '_' || p_leaf)::regclass))
   from (values ('position'), ('settled'), ('tally')) t (kind)
 $$;
 
--- Compacts the journal of positions once the leaf that is written has grown
--- past 4 MB, at most once a minute.  One call turns writers to the other leaf;
--- after that commit a later call brings over, under each subscriber's lock,
--- what nobody brought over by working, and empties the old leaf.  Whatever is
--- locked is left for the next call; a large leaf is waited for now and then, as
--- in a rotation.  Returns 1 if something was done.
+-- Compacts the journal of positions once the current leaf has more than 4 MB, at most
+-- once a minute.  One call makes the other leaf the current one.  After its commit, a
+-- later call copies, under each subscriber's lock, the rows of subscribers that did not
+-- write since, and empties the old leaf.  Locked subscribers are left for the next
+-- call.  As in a rotation, a call sometimes waits for the lock of a large leaf.
+-- Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' as $$
 declare
@@ -155,7 +156,7 @@ begin
       return 0;
     end if;
     perform from pgque.journal j where j.journal_id = 1 and j.journal_cur = v_cur for no key update skip locked;
-    -- An old snapshot may have written to it meanwhile.
+    -- A transaction with an old snapshot may have written to the leaf meanwhile.
     if not found or pgque._journal_size(1 - v_cur) > 0 then
       return 0;
     end if;
@@ -166,7 +167,7 @@ begin
     perform pgque._carry_over(pgque._position(v_sub.sub_id), v_cur);
     perform pgque._carry_leases(v_sub, v_cur);
   end loop;
-  -- Whoever reads with an old snapshot gets 40001 where this row changed.
+  -- A reader with an old snapshot gets 40001 if this row changed.
   if v_waits then
     perform from pgque.journal j where j.journal_id = 1 for no key update;
   else
@@ -179,13 +180,14 @@ begin
   if exists (select from pgque.subscriber s where not pgque._is_carried(s.sub_id, v_cur)) then
     return 0;
   end if;
-  -- What was counted goes on counting.
+  -- Counters continue.
   insert into pgque.tally (tal_queue, tal_sub, tal_what, tal_count, leaf)
   select t.tal_queue, t.tal_sub, t.tal_what, sum(t.tal_count), v_cur
   from pgque.tally t
   where t.leaf = 1 - v_cur and exists (select from pgque.queue q where q.queue_id = t.tal_queue)
   group by 1, 2, 3;
-  -- Of a batch with messages in the retry queue its worker may still ask, and what was said of it counts.
+  -- If a batch has messages in the retry queue, its worker may still use the batch id,
+  -- and its outcomes count.
   insert into pgque.position
   select (pgque._in_leaf(p, v_cur)).*
   from (select distinct r.ev_owner, r.ev_batch from pgque.retry_queue r where r.ev_batch is not null) h
@@ -205,7 +207,7 @@ exception
 end
 $$;
 
--- Whether a leaf knows where a subscriber stands, and all about its open batches.
+-- Returns whether a leaf has a subscriber's position, and all rows of its open batches.
 create or replace function pgque._is_carried(p_sub int, p_cur int) returns boolean
 language plpgsql as $$
 declare
@@ -216,11 +218,11 @@ begin
 end
 $$;
 
--- Moves consumers that lag beyond the queue's retention period forward to the
--- last tick before it, so that a consumer which never comes back can not fill
--- the disk.  What it misses, and what waits for it longer than that, goes the
--- way of drop_policy: some 10,000 messages of a consumer in one call, so that it
--- keeps no tick waiting for long.  Returns 0 only if there is nothing more to do.
+-- Moves consumers that lag beyond the queue's retention period forward to the last tick
+-- before it, so that a consumer that no longer reads cannot fill the disk.  drop_policy
+-- applies to the messages that it misses, and to messages that wait for it in the retry
+-- queue for longer.  One call drops some 10,000 messages of a consumer, so that ticks
+-- do not wait for long.  Returns 0 only if there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -233,10 +235,10 @@ declare
 begin
   select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id and not q.queue_restored;
   v_cutoff := pgque.clock() - v_queue.queue_retention_period;
-  -- It is asked of every queue, so its locks go at once.
+  -- This runs for every queue, so its locks are released at once.
   begin
-    -- The last before the first young one, by their ids: a clock that was set back for
-    -- a while left ticks among the young ones that look old.
+    -- The last tick before the first young one, by their ids: a clock that was set back
+    -- for a while left ticks among the young ones that look old.
     execute format('select min(t.tick_id) from (%s) t where t.tick_time between $1 and $2', pgque._ticks_sql(p_queue_id))
     into v_young using v_cutoff, pgque.clock();
     execute format(
@@ -261,9 +263,9 @@ begin
 end
 $$;
 
--- Moves one consumer forward, to a tick or so far that it drops some 10,000 messages.  A
--- window that is open only begins later then: how far it was delivered stays known.
--- Returns 1, or 0 if it did not move.
+-- Moves one consumer forward, to a tick or so far that it drops some 10,000 messages.
+-- If a window is open, it only begins later: how far it was delivered stays known.
+-- Returns 1, or 0 if the consumer did not move.
 create or replace function pgque._move_forward(p_queue pgque.queue, p_sub pgque.subscriber, p_to pgque.tick) returns int
 language plpgsql as $$
 declare
@@ -275,20 +277,21 @@ declare
   v_held      record;
   v_moved     boolean := false;
 begin
-  -- What is held may be finished, but not from the log.  Batches are locked together,
-  -- since a server has no room for a lock for each of thousands.
+  -- Leased messages may still be finished, but not from the log.  Batches are locked
+  -- together, since a server has no room for thousands of locks.
   v_mine := pgque._hold_batches(p_sub, array(select h.token from pgque._held(p_sub.sub_id) h where (h.lease).pos_tick < p_to.tick_id limit 200));
   for v_held in select h.token, h.lease, h.until from pgque._held(p_sub.sub_id) h where h.token = any (v_mine) loop
     if not pgque._is_closed(v_held.token) then
       if p_sub.sub_role <> 'pool' then
-        -- A batch without an end is not kept for longer than the rest.  Who says something
-        -- about a message that was dropped hears that it has its outcome.
+        -- A batch whose lease has no end is not kept for longer than other messages.  A
+        -- client that acknowledges a dropped message gets the answer that it has its
+        -- outcome.
         v_dropped := pgque._drop_upto(p_queue, p_sub, v_held.lease, p_to, 10000);
         v_position.pos_skipped := v_position.pos_skipped + v_dropped;
       end if;
       if v_dropped < 10000 then
         v_left := pgque._shelve(p_sub, v_held.lease, v_held.until);
-        -- A batch of which nothing is left is finished: an ack of it answers 0.
+        -- A batch without messages is finished: ack() of it returns 0.
         perform pgque._note(v_held.token, p_sub.sub_id, array[0]) where v_left = 0 and p_sub.sub_role <> 'pool';
       end if;
       v_moved := true;
@@ -320,8 +323,8 @@ begin
 end
 $$;
 
--- What a subscriber has before it, or in a batch, up to a tick, not beyond its window, and
--- will not get any more.  Returns how many messages, p_most of them.
+-- Gives up the messages of a position's window or batch up to a tick that have no
+-- outcome.  Returns how many, at most p_most.
 create or replace function pgque._drop_upto(
   p_queue pgque.queue, p_sub pgque.subscriber, p_position pgque.position, p_to pgque.tick, p_most int default null
 ) returns bigint
@@ -336,7 +339,7 @@ begin
   v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
     case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
   if pgque._keyed(p_queue) then
-    -- As in receive(): a message whose body is being replaced is set aside.
+    -- As in receive(): a message whose body is being replaced goes to the retry queue.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
     v_claim := pgque._claim(p_queue, v_keyed);
     execute pg_catalog.format(
@@ -362,8 +365,9 @@ begin
 end
 $$;
 
--- Gives up what waits since before p_cutoff, 10,000 messages in one call: then it
--- returns 1.  What has a lease without an end does not keep it.
+-- Gives up messages that wait in the retry queue since before p_cutoff.  Returns 1 if
+-- it gave up 10,000, the most for one call.  A lease without an end does not keep a
+-- message.
 create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
@@ -389,7 +393,7 @@ begin
         and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- A dead letter that was requeued has its time again.
+        -- For a requeued dead letter, the time counts from when it was requeued.
         and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
@@ -408,7 +412,8 @@ begin
 end
 $$;
 
--- The condition on e for the rows of a position's slice or batch that have no outcome yet.
+-- Returns the condition on e for the rows of a position's slice or batch that have no
+-- outcome.
 create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
 language sql stable as $$
   select pgque._slice_condition(
@@ -416,8 +421,8 @@ language sql stable as $$
     || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '')
 $$;
 
--- The condition on e for what a subscriber has before it, as a snapshot shows
--- it: not behind its position, not handed out from its window, and without an
+-- Returns the condition on e for the rows that a subscriber has ahead of it in a
+-- snapshot: not passed by its position, not delivered from its window, and without an
 -- outcome in its open batch.
 create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot) returns text
 language sql stable as $$
@@ -430,8 +435,8 @@ language sql stable as $$
       ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
 $$;
 
--- How many messages the slowest consumer has before it or in open batches, and how many
--- are delayed.
+-- Returns how many messages the slowest consumer has ahead of it or in open batches,
+-- and adds the delayed ones.
 create or replace function pgque._depth(p_queue_id int) returns bigint
 language plpgsql as $$
 declare
@@ -443,7 +448,7 @@ declare
   v_most   bigint := 0;
 begin
   if pg_catalog.pg_current_xact_id_if_assigned() is not null then
-    -- What this transaction sent is not in the snapshot.
+    -- The snapshot does not show the messages of this transaction.
     execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id, 'e.ev_txid = $1 and e.ev_owner is null'))
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
@@ -455,7 +460,7 @@ begin
     for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
       v_part := (v_held.lease).pos_done_count - v_held.settled;
       if v_sub.sub_role <> 'pool' then
-        -- What next_batch() opened nobody has counted yet.
+        -- The number of messages in a batch of next_batch() is not known yet.
         execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
           pgque._undone_condition(v_sub.sub_id, v_held.lease) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
         into v_part using pgque.clock();
@@ -468,9 +473,9 @@ begin
 end
 $$;
 
--- Keeps everybody from a queue's consumers and batches until the transaction ends.  Who
--- is busy with a batch may go on to receive: so this waits for nobody while it keeps the
--- consumers, but lets go of them first.
+-- Locks a queue's consumers and batches until the transaction ends.  A session that
+-- works with a batch may receive next, which needs the consumer.  So the function does
+-- not wait while it has the consumers locked: it releases them first.
 create or replace function pgque._stop_all(p_queue_id int) returns void
 language plpgsql as $$
 declare
@@ -488,7 +493,7 @@ begin
       when sqlstate 'PQ099' then
         null;
     end;
-    -- A session that waits for this lock keeps others from their batches.
+    -- A session that waits for this lock blocks others from their batches.
     begin
       perform pg_catalog.set_config('lock_timeout', '50ms', true);
       perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.batches'), p_queue_id);
@@ -500,8 +505,8 @@ begin
         perform pg_catalog.pg_sleep(0.02);
     end;
     if pg_catalog.clock_timestamp() > v_end then
-      perform pgque._fail('lock_not_available', pg_catalog.format('a worker of queue %I is busy with a batch in a transaction that stays open', (
-        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again, or end it.');
+      perform pgque._fail('lock_not_available', pg_catalog.format('an open transaction of a worker holds a batch of queue %I', (
+        select q.queue_name from pgque.queue q where q.queue_id = p_queue_id)), 'Try again after it commits, or end its session.');
     end if;
   end loop;
 end
@@ -524,7 +529,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('pgque.tick'), v_queue.queue_id);
   v_queue := pgque._queue(v_queue.queue_name);
   v_last := pgque._last_tick(v_queue);
-  -- A block that catches something is a subtransaction, as _store_tick() needs one.
+  -- A block with an exception handler is a subtransaction, which _store_tick() needs.
   begin
     perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id), pgque.clock(), pgque._tick_snapshot(), null, false);
   exception
@@ -540,7 +545,8 @@ begin
     v_pos.pos_high := greatest(v_pos.pos_high, v_pos.pos_next_tick);
     perform pgque._append_position(pgque._at_tick(v_pos, v_last));
   end loop;
-  -- What somebody settles just now is left to him.
+  -- A message that another session has locked keeps the outcome that the other session
+  -- gives it.
   with found as materialized (
     select e.ctid from pgque.retry_queue e where e.ev_queue = v_queue.queue_id for update skip locked
   )
@@ -551,9 +557,9 @@ begin
 end
 $$;
 comment on function pgque.purge(text, pgque.caller) is
-  'Removes every committed message of a queue: pending, leased, delayed and to be retried. Dead letters and the archive stay. ack() of batches that '
-  'are open now returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such queue; 25000 not '
-  'READ COMMITTED.';
+  'Removes every committed message of a queue: pending, delayed and leased messages, and retries. Dead letters and the archive stay. For a batch '
+  'that was open, ack() then returns 0 or false. Returns the number of messages that the slowest consumer had ahead of it. Errors: PQ001 no such '
+  'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
@@ -562,9 +568,9 @@ declare
   v_count  bigint := 0;
 begin
   for v_gone in
-    -- Materialized, or else it may be looked for once for each message that waits.
+    -- Materialized, or the subquery may run once for each row of the retry queue.
     with found as materialized (
-      -- One with a key that nobody was given yet may have a newer body.
+      -- A message with a key that waits for its first delivery may have a newer body.
       select e.ctid from pgque.retry_queue e
       where e.ev_queue = p_queue_id and e.ev_expires <= pgque.clock() and (e.ev_batch is null or e.ev_retry_after <= pgque.clock())
         and not (e.ev_key is not null and e.ev_receives = 0 and e.ev_owner <> 0)
@@ -619,7 +625,7 @@ begin
 end
 $$;
 comment on function pgque.delete_expired(text, pgque.caller) is
-  'Deletes dead letters whose message has expired since, and returns their number. Held ones (drop_policy hold) stay.';
+  'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -632,7 +638,7 @@ begin
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
   end if;
-  -- So that no consumer has to, and others wait for it.
+  -- Created here, so that no consumer has to, with others waiting for it.
   perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
   from pgque.queue q, generate_series(0, 1) d (days)
   where q.queue_archive_on_ack;
@@ -663,14 +669,15 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid schedule for %s: %s', quote_nullable($1), quote_nullable($2)),
-      'The old one stays. Jobs are expire and delete_expired; the schedule is an interval such as 5 minutes, or empty for off.',
+      'Use job expire or delete_expired, and an interval such as 5 minutes, or an empty text for off. The schedule is unchanged.',
       sqlerrm);
 end
 $$;
 comment on function pgque.set_schedule(text, text) is
-  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages from '
-  'the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). every: an '
-  'interval; an empty string turns the job off, NULL restores its default. Errors: PQ005 an invalid job or interval; the old one stays.';
+  'Sets how often maint() runs a cleanup job, and returns the interval in force, an empty string for off. job: expire (deletes expired messages '
+  'from the retry queue; 1 minute by default) or delete_expired (deletes dead letters whose message expired, but not held ones; off by default). '
+  'every: an interval. An empty string turns the job off, NULL restores its default. Errors: PQ005 invalid job or interval; the schedule is '
+  'unchanged then.';
 
 create or replace function pgque.maint_lapsed() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -706,14 +713,14 @@ begin
 end
 $$;
 comment on function pgque.maint_lapsed() is
-  'Gives up messages whose last lease expired and whose attempts are used up, also for consumers that nobody receives for, at most 10,000. Returns '
+  'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
--- transactions of another cluster, which mean nothing here.  What each
--- consumer had not finished is worked out within the old numbers, put into its
--- retry queue to be due at once, and the queue starts over with a tick of this
--- cluster.  Until then it takes no events, so old and new numbers never mix.
+-- transactions of another cluster, which mean nothing here.  The messages that a
+-- consumer had not finished are found by the old numbers and go to its retry queue, due
+-- at once.  The queue then begins again with a tick of this cluster.  Until then it
+-- takes no events, so old and new numbers never mix.
 create or replace function pgque._rebase(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -734,7 +741,7 @@ begin
   end if;
   v_last := pgque._last_tick(v_queue);
   -- A rotation of 0.4.4 or earlier that waited while the upgrade ran stored its
-  -- transaction's id, of which xmin is a subtransaction, and no tick came since.
+  -- transaction's id, of which xmin is a subtransaction, and no tick was stored since.
   update pgque.queue q set queue_xid = pgque._mark()
   where q.queue_id = p_queue_id and q.queue_xid < '4611686018427387904'
     and q.xmin::text::bigint - q.queue_xid::xid::text::bigint between 0 and 100
@@ -745,13 +752,13 @@ begin
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update loop
     v_open := array(select h.token from pgque._held(v_sub.sub_id) h);
     if cardinality(pgque._hold_batches(v_sub, v_open)) < cardinality(v_open) then
-      -- To wait for it would be a deadlock if it asks for more then.
+      -- Waiting for the worker would be a deadlock if it asks for more messages.
       perform pgque._fail('serialization_failure', format('a worker is finishing a batch of queue %I, which was loaded from a dump', v_queue.queue_name),
         'Retry the transaction.');
     end if;
     perform pgque._shelve(v_sub, h.lease, h.until) from pgque._held(v_sub.sub_id) h;
     v_position := pgque._next_from(pgque._position(v_sub.sub_id));
-    -- Everything behind its position, less what it finished of the window.
+    -- All rows ahead of its position, without those that it finished in the window.
     v_rows := pgque._rows_sql(p_queue_id, format(
       '(e.ev_owner is null or e.ev_owner = %s) and not pg_visible_in_snapshot(e.ev_txid, %L)%s', v_sub.sub_id, v_position.pos_snapshot,
       coalesce(' and not (e.ev_id <= ' || v_position.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_position.pos_next_snapshot), '')));
@@ -769,7 +776,7 @@ begin
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
   update pgque.queue q set queue_xid = pgque._mark() where q.queue_id = p_queue_id returning q.* into v_queue;
-  -- An external ticker may go on at times that are past here.
+  -- An external ticker may continue at times that are past here.
   perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
     case when v_queue.queue_external_ticker then v_last.tick_event_seq end, false);
@@ -784,10 +791,10 @@ begin
 end
 $$;
 
--- Turns to the other leaf of the idempotency keys once one has grown past 4 MB,
--- and empties the old one as soon as half of its keys hold no more, or the leaf
--- that is written has outgrown it: keys that hold for years keep no others.  The
--- keys that hold, of queues that are there, go along.
+-- Makes the other leaf of the idempotency keys the current one once it has more than 4
+-- MB.  Empties the old leaf as soon as half of its keys have expired, or the current
+-- leaf is larger: so keys with a ttl of years do not keep other keys.  Keys that are
+-- valid, of existing queues, are copied.
 create or replace function pgque._compact_idempotency() returns int
 language plpgsql as $$
 declare
@@ -808,7 +815,7 @@ begin
     update pgque.journal j set journal_idem_cur = 1 - v_cur where j.journal_id = 1;
     return 1;
   end if;
-  -- Counted without the lock, which keeps every send_idem() waiting.
+  -- Counted without the lock: the lock blocks every send_idem().
   execute pg_catalog.format('select count(*) filter (where %s) * 2 > count(*) from pgque.idempotency_%s i', v_live, 1 - v_cur)
   into v_half using pgque.clock();
   if v_half and v_size < v_old then
@@ -828,15 +835,15 @@ exception
 end
 $$;
 
--- Empties side tables that hold nothing live, so that not even their dead rows
--- stay.  A table in use is left alone.
+-- Empties side tables without live rows, so that not even their dead rows stay.  A
+-- table in use is skipped.
 create or replace function pgque._sweep() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
   v_count  int := 0;
 begin
   v_count := v_count + pgque._compact_idempotency();
-  -- Retries of consumers that are gone.
+  -- Retries of consumers that no longer exist.
   delete from pgque.retry_queue r
   where r.ev_owner in (
     with recursive owner (id) as (
@@ -845,7 +852,7 @@ begin
       select (select min(o.ev_owner) from pgque.retry_queue o where o.ev_owner > w.id) from owner w where w.id is not null
     )
     select w.id from owner w where w.id > 0 and not exists (select from pgque.subscriber s where s.sub_id = w.id));
-  -- And what was sent with a delay while its queue was dropped.
+  -- Delayed messages that were sent while their queue was dropped.
   delete from pgque.retry_queue r
   where r.ev_queue in (
     with recursive queue (id) as (
@@ -864,7 +871,7 @@ begin
   if pg_relation_size('pgque.dead_letter') > 0 and not exists (select from pgque.dead_letter) then
     v_count := v_count + pgque._empty('pgque.dead_letter', 'true');
   end if;
-  -- The map is a cache: what an open window still needs is made again.
+  -- The map is a cache: a window that is still open gets a new one.
   if pg_relation_size('pgque.window_map') > 268435456 or exists (select from pgque.window_map) and not exists (
     select from pgque.subscriber s
     cross join lateral pgque._position(s.sub_id) p
@@ -876,8 +883,8 @@ begin
 end
 $$;
 
--- Truncates a table if its lock is free and, with p_only_if_empty, no row is
--- in it once it is locked.
+-- Truncates a table if its lock is free and, with p_only_if_empty, the locked table has
+-- no row.
 create or replace function pgque._empty(p_table regclass, p_only_if_empty boolean) returns int
 language plpgsql as $$
 declare
@@ -898,12 +905,12 @@ exception
 end
 $$;
 
--- Whether what was done at some time is to be done again; a null means never.  What
--- was done later than now is due: the clock was set back, by who knows how much.
+-- Returns whether it is time to do something again that was done at p_last; a null
+-- interval means never.  A p_last in the future counts as due: the clock was set back.
 create or replace function pgque._is_due(p_last timestamptz, p_every interval) returns boolean
 language sql volatile as $$ select p_every is not null and (pgque.clock() < p_last or pgque.clock() >= p_last + p_every) $$;
 
--- What maint() is made of, in this order, and whether it is done for each queue.
+-- Returns the parts of maint(), in this order, and whether each runs for each queue.
 create or replace function pgque._maint_functions(out func_name text, out each_queue boolean) returns setof record
 language sql immutable as $$
   values ('pgque.maint_retry_events', false), ('pgque.maint_recurring', false), ('pgque.maint_lapsed', false), ('pgque.maint_expire', false), ('pgque.maint_lags', false),
@@ -924,15 +931,15 @@ begin
     order by f.n, q.queue_id;
 end
 $$;
-comment on function pgque.maint_operations() is 'Returns what maint() does, one call a row, for a scheduler that commits after each.';
+comment on function pgque.maint_operations() is 'Returns the operations of maint(), one call a row, for a scheduler that commits after each call.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
 language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
-  'Moves consumers that lag beyond the queue''s retention_period forward, past messages they never received, and returns the number of consumers '
-  'moved. get_consumer_info() counts what they skipped. Errors: PQ001 no such queue.';
+  'Moves consumers that lag beyond the queue''s retention_period forward, past messages that they never received, and returns the number of '
+  'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -944,7 +951,8 @@ begin
   if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
-  -- What fails of it is not to stop the rest.  Last the leaves: what that locks, all others use.
+  -- A failure in one part must not stop the others.  _drop_leaves is last: all others
+  -- use the tables that it locks.
   foreach v_part in array array['_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
@@ -962,15 +970,15 @@ $$;
 comment on function pgque.maint_tables() is
   'Maintains the tables that all queues share. Returns how many steps there were to do; 0 when all is done.';
 
--- Does one of maint_operations(); what fails is reported and left for the next
--- time.
+-- Runs one of maint_operations().  A failure is reported, and the next call tries
+-- again.
 create or replace function pgque._maint_operation(p_func text, p_arg text) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
 declare
   v_done  int;
 begin
   if not exists (select from pgque._maint_functions() f where f.func_name = p_func) then
-    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'select * from pgque.maint_operations() lists them.');
+    perform pgque._fail('PQ005', format('not a maintenance operation: %L', p_func), 'List the operations: select * from pgque.maint_operations();');
   end if;
   execute format('select %s(%s)', p_func, quote_literal(p_arg)) into v_done;
   return v_done;
@@ -983,8 +991,8 @@ exception
 end
 $$;
 
--- A rotation keeps a dozen locks until the transaction ends; those the server has
--- no room for are for the next call.
+-- A rotation keeps a dozen locks until the transaction ends.  If the server has no room
+-- for all queues, the next call does the rest.
 create or replace function pgque.maint() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -1010,5 +1018,5 @@ begin
 end
 $$;
 comment on function pgque.maint() is
-  'Does all maintenance now: delayed messages, retention, rotation, compaction. Returns how many steps there were to do. For a scheduler that does not run '
-  'the loop; two calls at once do no harm. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'Does all maintenance now: delayed messages, retention, rotation, compaction. It is for a scheduler that does not run the loop. Two calls at '
+  'once do no harm. Returns how many steps there were to do. Errors: 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';

@@ -35,7 +35,7 @@ comment on function pgque.set_tick_share(int) is
   'Sets how much of one core the loop may use for checks and ticks, 1 to 100 percent (default 15), and returns it. Above it, gaps between ticks grow. '
   'A running loop follows at once. Errors: PQ005 out of range.';
 
--- The queues that a ticker serves.
+-- Returns the queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -46,9 +46,10 @@ begin
 end
 $$;
 
--- What the loop reads in each round: when stop() was called last, the period, the
--- shortest gap between two ticks of a queue, the loop's share of a core, whether
--- retries or recurring messages are due, and when to check the queues though nothing happened.
+-- Returns what the loop reads in each round: the time of the last stop(), the period,
+-- the shortest gap between two ticks of a queue, the loop's share of a core, whether
+-- retries or recurring messages are due, and when to check the queues even if nothing
+-- happened.
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
@@ -69,15 +70,15 @@ begin
 end
 $$;
 
--- Takes the lock of the loop, which ends with each transaction: a loop that was
--- cancelled leaves nothing behind.  The loop takes the lock again after each commit
--- and keeps it while it sleeps, so a second loop waits.
+-- Takes the lock of the loop, which ends with each transaction: a cancelled loop leaves
+-- nothing behind.  The loop takes the lock again after each commit and keeps it while
+-- it sleeps, so a second loop waits.
 create or replace function pgque._loop_lock() returns boolean
 language sql as $$
   select pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtext('pgque'), pg_catalog.hashtext('pgque.ticker_loop'))
 $$;
 
--- When a loop ends: before statement_timeout would end it.
+-- Returns when a loop ends: before statement_timeout would end it.
 create or replace function pgque._loop_end(p_start timestamptz, p_run_for interval) returns timestamptz
 language sql set search_path = pg_catalog, pgque, pg_temp as $$
   select least(
@@ -86,8 +87,8 @@ language sql set search_path = pg_catalog, pgque, pg_temp as $$
   from (select current_setting('statement_timeout')::interval) t (timeout)
 $$;
 
--- Sleeps until p_until, or until the loop has something to check (see _loop_check).
--- It looks every p_nap.
+-- Sleeps until p_until, or until the loop has something to check (see _loop_check).  It
+-- checks every p_nap.
 create or replace function pgque._loop_sleep(
   p_until timestamptz, p_nap interval, p_ready timestamptz, p_due timestamptz, p_seen text
 ) returns void
@@ -106,8 +107,8 @@ begin
 end
 $$;
 
--- What the loop maintains.  Retention is a matter of days and asks much of many
--- queues, so it comes last, and only with p_retain.
+-- Returns what the loop maintains.  Retention is a matter of days and takes long for
+-- many queues, so it is last, and runs only with p_retain.
 create or replace function pgque._loop_operations(p_retain boolean, out funcs text[], out args text[])
 language sql set search_path = pg_catalog, pgque, pg_temp as $$
   select array_agg(o.func_name order by o.func_name = 'pgque.maint_retain', o.n), array_agg(o.func_arg order by o.func_name = 'pgque.maint_retain', o.n)
@@ -115,11 +116,11 @@ language sql set search_path = pg_catalog, pgque, pg_temp as $$
   where p_retain or o.func_name <> 'pgque.maint_retain'
 $$;
 
--- A procedure that commits may have neither SET nor SECURITY DEFINER, so in those
--- below all names are qualified, operators get the very types they are for (else one
--- in public might fit better), and all work is in functions.
+-- A procedure that commits may have neither SET nor SECURITY DEFINER.  So in those
+-- below all names are qualified, operators get the types that they are for (else an
+-- operator in public might fit better), and all work is in functions.
 
--- Does as much maintenance as keeps no message waiting.  retains becomes true when
+-- Runs maintenance for so long that messages do not wait.  retains becomes true when
 -- retention has done a part of its work.
 create or replace procedure pgque._loop_maintain(
   p_funcs pg_catalog.text[], p_args pg_catalog.text[], inout done pg_catalog.int4, inout retains pg_catalog.bool
@@ -140,15 +141,15 @@ begin
 end
 $$;
 
--- Checks queues and ticks those that have something.  From full_at on it checks all
--- queues, before that the hot ones, which had something at the last check.  p_known is
--- what the loop knows of the queues p_ids; looked is what it learns.  The next check
--- comes when the server's snapshot has changed, but not before ready, and at the
--- latest when it is due.
+-- Checks queues and ticks those that have messages.  From full_at on it checks all
+-- queues, before that only the hot ones, which had messages at the last check.  p_known
+-- is the state of the queues p_ids that the loop keeps; looked is the new state of the
+-- checked ones.  The next check follows when the server's snapshot has changed, but not
+-- before ready, and at the latest when it is due.
 --
 -- The loop pays for checks and ticks with pauses, so that they take no more than its
--- share of a core.  It does not pay for waits, and a second that was quiet pays in
--- advance.  A check of all queues waits until its cost is at most half of the share.
+-- share of a core.  It does not pay for waits, and a quiet second pays in advance.  A
+-- check of all queues waits until its cost is at most half of the share.
 create or replace procedure pgque._loop_check(
   p_began pg_catalog.timestamptz, p_period pg_catalog.interval, p_gap pg_catalog.interval, p_share pg_catalog.float8,
   p_known pgque.look[], p_ids pg_catalog.int4[], p_mark pg_catalog.timestamptz, p_work pg_catalog.interval,
@@ -168,7 +169,7 @@ declare
   v_news      pg_catalog.int4 := 0;
   v_at        pg_catalog.int4;
   v_quiet     pg_catalog.bool;                            -- some queue is not hot
-  v_stall     pg_catalog.interval := '20 milliseconds';   -- what a step takes longer is a wait for a lock, or for the machine
+  v_stall     pg_catalog.interval := '20 milliseconds';   -- a step that takes longer waits for a lock, or for the machine
   v_took      pg_catalog.interval;
   v_cost      pg_catalog.interval := '0';                 -- of the check and of idle ticks; the rest is p_work
   v_wait      pg_catalog.timestamptz := 'infinity';       -- when the first hot queue may tick
@@ -185,7 +186,7 @@ begin
     hot := pg_catalog.array_cat(hot, v_survey.early);
     due := least(due, v_survey.early_until);
     v_wait := least(v_wait, v_survey.early_until);
-    -- Not with all these sequences locked: somebody may drop one.
+    -- Not with all these sequences locked: another session may drop one.
     if pg_catalog.cardinality(v_survey.looks) + pg_catalog.cardinality(v_queues) > 0 then
       commit and chain;
       perform pgque._loop_lock();
@@ -196,11 +197,13 @@ begin
       v_idle := v_look.ticked;
       v_new := v_all and pg_catalog.array_position(p_ids, v_look.queue_id) is null;
       if v_new then
-        -- A loop that begins knows no queue; while it gets to know thousands, some have messages.
+        -- A new loop knows no queue; while it reads thousands of them, some have
+        -- messages.
         v_news := v_news + 1;
         continue when v_news > 100;
       elsif v_idle then
-        -- An idle tick can wait for the next check of all queues, a message of another queue not.
+        -- An idle tick can wait for the next check of all queues, a message of another
+        -- queue cannot.
         v_idle_end := coalesce(v_idle_end, p_mark + greatest(v_cost, '10 milliseconds'::pg_catalog.interval));
         if p_mark > v_idle_end then
           due := p_began;
@@ -237,7 +240,7 @@ begin
   full_at := case
     when v_news > 100 then p_mark
     when v_quiet then p_mark + least(2::pg_catalog.float8 / p_share * v_cost, greatest(p_period, '1 second'::pg_catalog.interval))
-    -- Where no queue is quiet, none can have anything before the first may tick again.
+    -- If no queue is quiet, none can have messages before the first may tick again.
     when v_all then least(v_wait, p_mark + least(p_period, '1 second'::pg_catalog.interval))
     else full_at
   end;
@@ -246,15 +249,15 @@ begin
 end
 $$;
 
--- The ticker: ticks, moves what is due, maintains, for just under a minute (or
--- run_for), and commits after each step.  pg_cron or `pgque ticker` calls it again
--- and again.  A second loop waits for the first and takes over within a tick period.
--- A round in which no transaction of the server began or ended does nothing; a
--- round without work writes nothing and uses no transaction id.
+-- The ticker: it ticks, moves messages that are due and maintains, for just under a
+-- minute (or run_for), and commits after each step.  pg_cron or `pgque ticker` calls it
+-- again and again.  A second loop waits for the first and takes over within a tick
+-- period.  A round in which no transaction of the server began or ended does nothing.
+-- A round without work writes nothing and uses no transaction id.
 --
--- The loop compares snapshots every five milliseconds, after some seconds without a
--- message four times a period.  A queue ticks as soon as its last tick is old enough
--- (_queues_due()).
+-- The loop compares snapshots every five milliseconds; after some seconds without a
+-- message it compares them four times a period.  A queue ticks as soon as its last tick
+-- is old enough (_queues_due()).
 create or replace procedure pgque.ticker_loop(run_for pg_catalog.interval default null)
 language plpgsql as $$
 declare
@@ -307,7 +310,8 @@ begin
     v_woke := v_began;
     v_began := pg_catalog.clock_timestamp();
     select s.* into v_state from pgque._loop_state() s;
-    -- Where the clock was set back, all times of this loop lie ahead: another one begins.
+    -- If the clock was set back, all times of this loop are in the future: another loop
+    -- begins.
     exit when v_state.stopped_at > v_start or v_began >= v_end or v_began < v_woke;
     v_nap := least(v_state.period / 4::pg_catalog.float8,
       case when v_began < v_active + '3 seconds'::pg_catalog.interval then least(v_state.gap, '5 milliseconds'::pg_catalog.interval) end);
@@ -319,7 +323,7 @@ begin
       if v_state.retries and v_began >= v_pump then
         perform pgque.maint_retry_events(), pgque._maint_operation('pgque.maint_recurring', null);
         v_work := pg_catalog.clock_timestamp() - v_mark;
-        -- Where it waited for a lock, or had much to do, the others come first.
+        -- If the step waited for a lock, or had much to do, the other steps run first.
         v_pump := v_began + case when v_work > '100 milliseconds'::pg_catalog.interval then '1 second'::pg_catalog.interval else '0' end;
         commit and chain;
         perform pgque._loop_lock();
@@ -356,12 +360,12 @@ begin
 end
 $$;
 comment on procedure pgque.ticker_loop(interval) is
-  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves what is due and maintains, and commits after each step. A queue ticks as soon as its '
-  'tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command pgque ticker do. '
-  'A second loop waits for the first.';
+  'Runs the loop for run_for (NULL: 55 seconds): it ticks, moves messages that are due, maintains, and commits after each step. A queue ticks as '
+  'soon as its tick_gap has passed since its last tick. Call it again and again outside a transaction, as pg_cron (see start()) and the command '
+  'pgque ticker do. A second loop waits for the first.';
 
--- Whether there is pg_cron for the owner of pgque: null if it is not in this
--- database, false if its schema is closed.
+-- Returns whether the owner of pgque can use pg_cron: null if it is not in this
+-- database, false without a right to its schema.
 create or replace function pgque._has_cron() returns boolean
 language sql stable as $$
   select pg_catalog.has_schema_privilege(n.oid, 'usage')
@@ -369,11 +373,11 @@ language sql stable as $$
   where n.nspname = 'cron' and exists (select from pg_catalog.pg_proc p where p.pronamespace = n.oid and p.proname = 'schedule' and p.pronargs = 3)
 $$;
 
--- The jobs that start() may create.
+-- Returns the names of the jobs that start() may create.
 create or replace function pgque._job_names() returns text[]
 language sql immutable as $$ select '{pgque,pgque standby,pgque reboot}'::text[] $$;
 
--- PQ014 for an owner whom pg_cron does not let in.
+-- Raises PQ014 for an owner without a right to pg_cron.
 create or replace function pgque._no_cron_rights() returns void
 language plpgsql as $$
 begin
@@ -382,9 +386,9 @@ begin
 end
 $$;
 
--- With pg_cron 1.5 or newer it is one job that is restarted within a second of
--- any failure.  Older ones know minutes only: there a second job stands by, and
--- goes on for five seconds of the next minute, while the first begins again.
+-- With pg_cron 1.5 or newer, one job is restarted within a second of any failure.
+-- Older versions know only minutes: there a second job takes over and runs for five
+-- seconds of the next minute, while the first one begins again.
 create or replace function pgque.start() returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -407,8 +411,8 @@ begin
     ' where j.jobname = any (pgque._job_names()) and j.username = current_user'
   into v_hint, v_other;
   if v_other is not null then
-    perform pgque._fail('PQ014', format('pg_cron has jobs of these names for database %I', v_other),
-      format('If they came with a dump, or the ticker is to run here from now on: %s; and call pgque.start() again.', v_hint));
+    perform pgque._fail('PQ014', format('pg_cron has jobs of pgque for database %I', v_other),
+      format('If they came with a dump, or the ticker moves to this database, remove them: %s; then call pgque.start() again.', v_hint));
   end if;
   update pgque.config c set stopped_at = null;
   begin
@@ -433,15 +437,15 @@ begin
       hint = v_hint;
   end if;
   raise notice using
-    message = format('pgque: pg_cron has job %s, and has not run it yet', v_job),
-    hint = 'See whether it runs: select * from pgque.status(). It does within seconds, with pg_cron 1.4 at the next full minute.';
+    message = format('pgque: pg_cron job %s is created and has not run yet', v_job),
+    hint = 'Check that it runs: select * from pgque.status(); It starts within seconds, with pg_cron 1.4 at the next full minute.';
   perform pgque._did('start', null);
   return v_job;
 end
 $$;
 comment on function pgque.start() is
-  'Makes pg_cron run the loop in this database, once however often it is called, and returns the job''s id. Errors: PQ014 pg_cron is not in this '
-  'database or works for another one, its schema is closed to the owner, or it has jobs of these names for another database.';
+  'Schedules the loop with pg_cron in this database, and returns the job''s id. A second call replaces the job. Errors: PQ014 pg_cron is not in '
+  'this database or works for another one, the owner has no right to schema cron, or pg_cron has jobs of pgque for another database.';
 
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -453,10 +457,11 @@ begin
 end
 $$;
 comment on function pgque.stop() is
-  'Stops the running loop, whoever runs it, and removes the pg_cron jobs of this database, and of databases that are gone.';
+  'Stops the running loop, also one that pg_cron did not start. Removes the pg_cron jobs of this database, and those of databases that no longer '
+  'exist.';
 
--- Removes our jobs of this database, and of those that are gone: one that was
--- renamed leaves them behind.
+-- Removes our jobs of this database, and of databases that no longer exist: a database
+-- that is renamed leaves its jobs behind.
 create or replace function pgque._unschedule() returns void
 language plpgsql as $$
 begin
@@ -466,8 +471,8 @@ begin
       ' and (j.database = pg_catalog.current_database() or not exists (select from pg_catalog.pg_database d where d.datname = j.database))';
   elsif not pgque._has_cron() then
     raise warning using
-      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: those of pgque go on, if there are any', current_user),
-      hint = pg_catalog.format('grant usage on schema cron to %I; and call it again.', current_user);
+      message = pg_catalog.format('pgque: role %I may not see the jobs of pg_cron: if there are jobs of pgque, they keep running', current_user),
+      hint = pg_catalog.format('grant usage on schema cron to %I; then call it again.', current_user);
   end if;
 end
 $$;
@@ -481,7 +486,7 @@ begin
   if pgque._has_cron() and pg_catalog.to_regclass('cron.job_run_details') is not null then
     execute 'delete from cron.job_run_details d using cron.job j'
       ' where j.jobid = d.jobid and j.jobname = any (pgque._job_names())'
-      -- A connection that failed has no time.
+      -- A connection that failed has no end time.
       ' and (d.end_time < pg_catalog.now() - interval ''1 day'' or d.start_time is null and d.status = ''failed''
         and d.runid < (select pg_catalog.max(m.runid) from cron.job_run_details m) - 1000)';
     get diagnostics v_count = row_count;
@@ -493,8 +498,8 @@ exception
 end
 $$;
 
--- Whether statement_timeout ends the runs of a job that begins only once a minute
--- (pg_cron 1.4), and what to do.  Such a job is for minutes only, and a run cannot
+-- Returns whether statement_timeout ends the runs of a job that begins only once a
+-- minute (pg_cron 1.4), and the remedy.  Only these jobs are affected, and a run cannot
 -- lift the limit of its own statement.
 create or replace function pgque._cron_gaps(out failure text, out remedy text)
 language plpgsql as $$
@@ -508,8 +513,8 @@ begin
   execute 'select min(j.username) from cron.job j'
     ' where j.jobname = ''pgque'' and j.schedule = ''* * * * *'' and j.active and j.database = pg_catalog.current_database()'
   into v_role;
-  -- As the server finds the setting for the job's session.  This session's value is
-  -- that of the server where neither a role nor a database has changed it.
+  -- The value that the server uses for the job's session.  The value of this session is
+  -- that of the server, if neither a role nor a database has changed it.
   select l.value into v_limit
   from (
     select pg_catalog.split_part(c.setting, '=', 2) as value, s.setrole = 0 as all_roles, s.setdatabase = 0 as all_databases
@@ -528,17 +533,17 @@ begin
   if v_role is not null and v_limit ~ '^\s*[1-9]' then
     v_limit := v_limit || case when v_limit ~ '[a-z]' then '' else 'ms' end;
     if v_limit::interval < interval '1 minute' then
-      failure := pg_catalog.format('statement_timeout is %2$s for role %1$I: it ends each run early, and pg_cron begins the next one only with the next minute',
+      failure := pg_catalog.format('statement_timeout is %2$s for role %1$I: it ends each run early, and pg_cron starts the next one only at the next full minute',
         v_role, v_limit);
-      remedy := pg_catalog.format('alter role %I in database %I set statement_timeout = 0; from the next run on it ticks all the time.',
+      remedy := pg_catalog.format('alter role %I in database %I set statement_timeout = 0; the next run then ticks without pauses.',
         v_role, pg_catalog.current_database());
     end if;
   end if;
 end
 $$;
 
--- How the newest run of our jobs failed, if it did, and what to do; where that
--- cannot be known, how to find out.
+-- Returns how the newest run of our jobs failed, if it did, and the remedy.  If that
+-- cannot be known, the remedy is how to find out.
 create or replace function pgque._cron_failure(out failure text, out remedy text)
 language plpgsql as $$
 declare
@@ -566,7 +571,7 @@ begin
       || ': ' || pg_catalog.btrim(coalesce(v_run.return_message, 'see the server''s log'), E' \n');
     remedy := case
       when v_run.return_message ilike '%connect%' then pg_catalog.format(
-        -- The launcher comes as the server's user of the operating system.
+        -- The launcher connects as the server's user of the operating system.
         case when v_run.nodename like '/%' then
           'pg_cron cannot log in as role %1$s through the socket in %2$s. Put "local %4$s %1$s peer map=pgque" first into pg_hba.conf'
           ' and "pgque postgres %1$s" into pg_ident.conf; select pg_reload_conf();'
@@ -600,7 +605,7 @@ declare
 begin
   component := 'pgque'; status := pgque.version(); detail := version();
   return next;
-  -- Between two transactions the loop holds no lock for a moment: look twice.
+  -- Between two transactions the loop holds no lock for a moment: check again.
   for i in 1..3 loop
     select l.pid into v_loop
     from pg_locks l
@@ -628,14 +633,14 @@ begin
     end if;
   elsif not pgque._has_cron() then
     status := 'hidden';
-    detail := format('pg_cron is here, but closed to role %1$I: grant usage on schema cron to %1$I;', current_user);
+    detail := format('pg_cron is installed, and role %1$I may not use it: grant usage on schema cron to %1$I;', current_user);
   end if;
   return next;
   component := 'ticker';
   status := case when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, case
       when v_failure is not null then 'no loop runs: see scheduler'
-      when v_jobs is not null then 'no loop runs yet: pg_cron begins one within seconds, with pg_cron 1.4 at the next full minute'
+      when v_jobs is not null then 'no loop runs yet: pg_cron starts one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'
     end) || format(', period %s ms', (select coalesce(max(c.tick_period_ms), 100) from pgque.config c));
   return next;
@@ -646,7 +651,8 @@ end
 $$;
 comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: version, scheduler, ticker, queues.';
 
--- Tables and columns outside the schema that would go with its types and tables.
+-- Returns tables and columns outside the schema that would be dropped with its types
+-- and tables.
 create or replace function pgque._foreign_data() returns setof text
 language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
   with recursive gone as (
@@ -666,7 +672,7 @@ language sql stable set search_path = pg_catalog, pgque, pg_temp as $$
   order by 1
 $$;
 
--- Without the notice that names each object of the schema.
+-- client_min_messages suppresses the notice that names each object of the schema.
 create or replace function pgque.uninstall() returns void
 language plpgsql set search_path = pg_catalog, pgque, pg_temp set client_min_messages = warning as $$
 declare
@@ -674,7 +680,7 @@ declare
 begin
   if not pg_catalog.pg_has_role((select n.nspowner from pg_catalog.pg_namespace n where n.nspname = 'pgque'), 'usage') then
     perform pgque._fail('insufficient_privilege', 'only the owner of schema pgque may uninstall it',
-      'Log in as the role that installed it.');
+      'Run it as the role that installed it.');
   elsif v_foreign is not null then
     perform pgque._fail('dependent_objects_still_exist', 'tables outside schema pgque use its types or tables, and would lose data',
       'Drop these columns and tables, or give the columns other types (alter table ... alter column ... type ...). Nothing was changed.',
@@ -687,5 +693,5 @@ begin
 end
 $$;
 comment on function pgque.uninstall() is
-  'Removes schema pgque with all queues and messages, and the pg_cron jobs; the roles stay. Errors: 42501 the caller does not own the schema; 2BP01 '
-  'tables outside the schema have columns of its types, which would be dropped too.';
+  'Removes schema pgque with all queues and messages, and the pg_cron jobs. The roles stay. Errors: 42501 the caller does not own the schema; '
+  '2BP01 tables outside the schema have columns of its types, which would be dropped too.';

@@ -2,7 +2,7 @@
 -- observe: information, metrics, health
 -- ---------------------------------------------------------------------------
 
--- PgQ's view of who reads what.
+-- Returns the position of a subscriber as PgQ's view shows it.
 create or replace function pgque._position_of(p_sub int) returns pgque.position
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 declare
@@ -22,7 +22,7 @@ begin
 end
 $$;
 
--- The open batch of a subconsumer, or nothing.
+-- Returns the open batch of a subconsumer, or no row.
 create or replace function pgque._batch_of_worker(p_member pgque.subscriber) returns pgque.position
 language plpgsql as $$
 declare
@@ -42,15 +42,16 @@ comment on view pgque.subscription is 'Lists the consumers of all queues and the
 comment on column pgque.subscription.sub_id is 'Number of the subscription.';
 comment on column pgque.subscription.sub_queue is 'The queue: queue.queue_id.';
 comment on column pgque.subscription.sub_consumer is 'The consumer: consumer.co_id.';
-comment on column pgque.subscription.sub_last_tick is 'The tick up to which it is done; NULL for a worker without a batch.';
-comment on column pgque.subscription.sub_active is 'When it last received, finished or was touched.';
-comment on column pgque.subscription.sub_batch is 'Its open batch, or NULL.';
-comment on column pgque.subscription.sub_next_tick is 'The end of the window that it reads, or NULL.';
+comment on column pgque.subscription.sub_last_tick is 'The tick up to which the consumer has finished; NULL for a worker without a batch.';
+comment on column pgque.subscription.sub_active is 'When the consumer last received, finished or was touched.';
+comment on column pgque.subscription.sub_batch is 'The open batch, or NULL.';
+comment on column pgque.subscription.sub_next_tick is 'The end of the window that the consumer reads, or NULL.';
 comment on column pgque.subscription.sub_role is 'normal, pool (with workers that lease messages), coop_main (with subconsumers) or coop_member (a subconsumer).';
 comment on column pgque.subscription.sub_main is 'For a subconsumer, the sub_id of its consumer.';
 comment on column pgque.subscription.sub_worker is 'For a subconsumer, its name.';
 
--- Whether a queue's six tables are there; the loop goes on without it if not.
+-- Returns the name of a table of a queue that is missing, or null.  The loop skips such
+-- a queue.
 create or replace function pgque._missing_leaf(p_queue_id int) returns text
 language plpgsql stable as $$
 begin
@@ -58,7 +59,8 @@ begin
 end
 $$;
 
--- Whether a queue was dropped since somebody saw it; its tables may stay a while.
+-- Returns whether a queue was dropped since its row was read.  Its tables may stay for
+-- a while.
 create or replace function pgque._is_gone(p_queue_id int) returns boolean
 language plpgsql as $$
 begin
@@ -66,7 +68,8 @@ begin
 end
 $$;
 
--- Who holds locks on a queue's tables, or keeps all others from one; null if nobody.
+-- Returns the sessions that hold locks on a queue's tables, or with p_alone exclusive
+-- ones; null if there are none.
 create or replace function pgque._lockers(p_queue_id int, p_alone boolean) returns text
 language sql stable as $$
   select pg_catalog.string_agg(distinct coalesce('pid ' || l.pid, 'a prepared transaction'), ', ')
@@ -77,16 +80,17 @@ language sql stable as $$
     and (l.mode = 'AccessExclusiveLock' or not p_alone)
 $$;
 
--- What follows looks at every queue, and hardly waits for the tables of one that
--- somebody has locked: it says what it knows without them.  The caller is about to
--- take back its look, and this with it.
+-- Shortens lock_timeout for a function that reads every queue: it waits only briefly
+-- for the tables of a locked one, and returns what it knows without them.  The caller
+-- undoes its block, and this setting with it.
 create or replace function pgque._hurry() returns void
 language sql as $$ select pg_catalog.set_config('lock_timeout', '200ms', true) $$;
 
--- These look at each queue with the same statements: one plan does for all of them, and
--- takes less time than to make a plan for each (plan_cache_mode).  It is to use indexes:
--- one queue may have nearly all retries and dead letters.  Without sequential scans even
--- small tables seem to be worth workers, which would be started for each queue.
+-- These functions read each queue with the same statements.  One plan for all queues
+-- takes less time than one plan for each (plan_cache_mode).  The plan has to use
+-- indexes: one queue may have nearly all retries and dead letters.  Without sequential
+-- scans even small tables seem to be worth parallel workers, which would be started for
+-- each queue.
 create or replace function pgque.get_queue_info(
   i_queue_name text default null, caller pgque.caller default current_user,
   out queue_name text, out queue_ntables int, out queue_cur_table int, out queue_rotation_period interval,
@@ -152,7 +156,7 @@ begin
       when others then
         if $1 is not null or not pgque._is_gone(v_queue.queue_id) then
           raise;
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
   end loop;
 end
@@ -161,8 +165,8 @@ comment on function pgque.get_queue_info(text, pgque.caller) is
   'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
   'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
--- The subscribers of a queue, or those of a name, each with its newest position.
--- Both leaves in one statement: a position may move from one to the other.
+-- Returns the subscribers of a queue, or those of a name, each with its newest
+-- position.  Both leaves in one statement: a position may move from one to the other.
 create or replace function pgque._positions(p_queue_id int, p_name text default null) returns table (sub pgque.subscriber, pos pgque.position)
 language plpgsql set enable_seqscan = off set jit = off as $$
 begin
@@ -176,8 +180,8 @@ begin
 end
 $$;
 
--- When a message was sent that a snapshot shows and that a subscriber has not
--- finished; null if there is none.  Any such message will do: one look at an index.
+-- Returns when a message was sent that a snapshot shows and a subscriber has not
+-- finished; null if there is none.  Any such message will do: one index lookup.
 create or replace function pgque._unfinished(p_sub pgque.subscriber, p_pos pgque.position, p_snapshot pg_snapshot) returns timestamptz
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -190,10 +194,11 @@ begin
 end
 $$;
 
--- Since when a message in the log waits for a subscriber: the time of the first
--- tick that shows one; null if none does.  What no tick shows yet waits since the
--- last one, or since it was sent.  Of two ticks the later shows what the earlier
--- shows, so the first is found by halving the range of their ids.
+-- Returns since when a message in the log is pending for a subscriber: the time of the
+-- first tick that shows one; null if there is none.  A message that no tick shows yet
+-- is pending since the last tick, or since it was sent if that is later.  The later of
+-- two ticks shows all that the earlier one shows.  So a binary search over tick ids
+-- finds the first.
 create or replace function pgque._pending_since(p_sub pgque.subscriber, p_pos pgque.position, p_last pgque.tick) returns timestamptz
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -201,7 +206,7 @@ declare
   v_high   bigint := p_last.tick_id;
   v_since  timestamptz := p_last.tick_time;
   v_sent   timestamptz;
-  v_mid    bigint := v_low + 1;   -- the next tick is it while messages come without a pause
+  v_mid    bigint := v_low + 1;   -- this is the tick, if messages come without a pause
   v_tick   pgque.tick;
 begin
   if p_pos.pos_tick = p_last.tick_id or pgque._unfinished(p_sub, p_pos, p_last.tick_snapshot) is null then
@@ -225,9 +230,9 @@ begin
 end
 $$;
 
--- What get_consumer_info() says of some subscribers of one queue; with p_blind,
--- only what is known without the queue's tables.  p_last: its last tick, if the caller
--- knows it.
+-- Returns the columns of get_consumer_info() for some subscribers of one queue.  With
+-- p_blind, only those that need no table of the queue.  p_last: the last tick of the
+-- queue, if the caller knows it.
 create or replace function pgque._consumers(
   p_queue pgque.queue, p_subs pgque.subscriber[], p_positions pgque.position[], p_blind boolean, p_last pgque.tick default null,
   out queue_name text, out consumer_name text, out lag interval, out last_seen interval, out last_tick bigint,
@@ -262,8 +267,8 @@ begin
         lag := case when v_pos.pos_batch is not null then pgque.clock() - (pgque._tick(v_sub.sub_queue, pgque._end_of(v_pos))).tick_time end;
       end if;
       if v_sub.sub_main is null then
-        -- What may be taken again, or was not given yet for the sake of the
-        -- order; of the window that is open it is among those that are pending.
+        -- Messages that may be received again, or were not delivered yet because of
+        -- their order.  Those in the open window are pending anyway.
         select coalesce(sum(w.n) filter (where w.behind), 0) as n, min(w.since) as since into v_due
         from (
           select count(*) as n, min(r.ev_retry_after) as since, r.ev_id <= v_pos.pos_event_seq as behind
@@ -276,11 +281,11 @@ begin
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
       end if;
-      lag := greatest(lag, '0');   -- also with nothing pending, and where the clock was set back
+      lag := greatest(lag, '0');   -- also if nothing is pending, and if the clock was set back
     end if;
     return next;
   end loop;
-  -- Who waited for a table may have waited for the queue's end.
+  -- A session that waited for a table may have waited for a DROP of the queue.
   if not p_blind and not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
     perform pgque._no_queue(p_queue.queue_name);
   end if;
@@ -332,7 +337,7 @@ begin
           raise;
         elsif $1 is not null then
           perform pgque._no_queue($1);
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
     if v_locked then
       return query select c.* from pgque._consumers(v_queue, v_subs, v_positions, true) c;
@@ -399,12 +404,12 @@ begin
 end
 $$;
 comment on function pgque.peek(text, int, text, pgque.caller) is
-  'Returns the next n messages that a consumer has not finished, without receiving them: of the consumer named, or else of the slowest. Messages '
-  'count whether a tick covers them or not, retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 not '
-  'subscribed.';
+  'Returns the next n messages that a consumer has not finished, without receiving them. consumer_name: NULL means the slowest consumer. Messages '
+  'also count before a tick covers them, and retries once they are due. batch_id is NULL. Errors: PQ001 no such queue; PQ005 n is below 1; PQ011 '
+  'not subscribed.';
 
--- The first tick by which an id had been drawn, all columns null if there is none yet:
--- ticks are too many to read, so it halves the range of their ids.
+-- Returns the first tick by which an id had been drawn; all columns are null if there
+-- is none yet.  A binary search over tick ids, since there are too many ticks to read.
 create or replace function pgque._tick_of_event(p_queue pgque.queue, p_id bigint) returns pgque.tick
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -427,14 +432,17 @@ begin
 end
 $$;
 
--- A condition on e.ev_txid that holds for all rows of the log with ids above p_after, up
--- to p_upto; a null leaves that end open.
+-- Returns a condition on e.ev_txid that holds for all rows of the log with ids above
+-- p_after, up to p_upto.  A null leaves that end open.
 --
 -- A sender has its transaction's id before it draws a message's id.  Let A be the last
--- tick before the first id was drawn, and B the first tick after the last one was.  The
--- sender ran at tick A, or began after it, and its id is lower than that which stored
--- the row of tick B (see _store_tick).  That is 32 bits of the id: the others are those
--- of now.  Where messages entered the log under older ids (see _noted), there is no upper end.
+-- tick before the first id was drawn, and B the first tick after the last one was
+-- drawn.
+--   * The sender ran at tick A, or began after it.
+--   * Its transaction's id is lower than the one that stored the row of tick B (see
+--     _store_tick).  xmin has only 32 bits of that id: the others are taken from the
+--     current id.
+-- If messages entered the log under older ids (see _noted), there is no upper end.
 create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
 language plpgsql set enable_seqscan = off as $$
 declare
@@ -467,8 +475,8 @@ begin
 end
 $$;
 
--- Where the rows of a message lie in the log, as _rows_sql() takes it: a condition on row
--- addresses for each table, null for none.
+-- Returns where the rows of a message are in the log, as _rows_sql() takes it: a
+-- condition on row addresses for each table, null for none.
 create or replace function pgque._places(p_queue pgque.queue, p_id bigint) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -486,11 +494,11 @@ begin
 end
 $$;
 
--- Everything a queue knows about its messages, or about one (p_id): a row for each
--- consumer that has to do with it.  Of each kind the first p_limit by id that satisfy
--- p_where, a condition on a row m of the result, or more: the rows of one message are
--- not parted.  p_status, p_consumer and p_after, which p_where has too, tell what need not
--- be read.
+-- Returns all messages of a queue, or one (p_id), with one row for each consumer that
+-- has it.  Of each kind, these are the first p_limit rows by id that satisfy p_where,
+-- or more: all rows of one message are returned together.  p_where is a condition on a
+-- row m of the result.  p_status, p_consumer and p_after, which are part of p_where
+-- too, avoid needless reads.
 create or replace function pgque._messages(
   p_queue pgque.queue, p_id bigint, p_limit int, p_where text default 'true', p_status text default null, p_consumer text default null, p_after bigint default 0,
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
@@ -508,7 +516,7 @@ begin
   if p_id < 1 then
     return;
   end if;
-  p_after := least(greatest(p_after, p_id - 1), 4611686018427387904);   -- no id is above it
+  p_after := least(greatest(p_after, p_id - 1), 4611686018427387904);   -- no id is higher
   if p_id is not null then
     v_places := pgque._places(p_queue, p_id);
   end if;
@@ -569,8 +577,8 @@ begin
 end
 $$;
 
--- Of these, the ones in the log that a consumer has not received.  It reads the ids a
--- range at a time, each twice as long as the one before, until there are enough.
+-- Returns those of them that are in the log and that a consumer has not received.  It
+-- reads ids range by range, each twice as long as the one before, until it has enough.
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
@@ -618,7 +626,7 @@ begin
 end
 $$;
 
--- What _messages() returns of the retry queue.
+-- Returns the query for the messages of _messages() that are in the retry queue.
 create or replace function pgque._waiting_messages_sql() returns text
 language sql immutable as $f$
   select $q$
@@ -640,8 +648,8 @@ language sql immutable as $f$
     $q$
 $f$;
 
--- Rows of pgque.event as _messages() returns them for consumer $1; p_state are status,
--- available_at, receive_count, worker and batch id.
+-- Returns a query for rows of pgque.event as _messages() returns them for consumer $1.
+-- p_state: expressions for status, available_at, receive_count, worker and batch id.
 create or replace function pgque._messages_sql(p_rows text, p_state text, p_where text) returns text
 language sql immutable as $f$
   select pgque._limited_sql(pg_catalog.format(
@@ -653,7 +661,8 @@ language sql immutable as $f$
     $q$, p_rows, p_state), p_where)
 $f$;
 
--- The first $3 rows by id that satisfy a condition, and the others of the last message.
+-- Returns a query for the first $3 rows by id that satisfy a condition, and the other
+-- rows of the last message.
 create or replace function pgque._limited_sql(p_rows text, p_where text) returns text
 language sql immutable as $f$
   select pg_catalog.format(
@@ -682,10 +691,10 @@ declare
 begin
   if $2 not in ('pending', 'processing', 'delayed', 'retry', 'expired', 'dead', 'failed', 'archived') then
     perform pgque._fail('PQ005', format('unknown status %L, for queue %I', $2, v_queue.queue_name),
-      'One of pending, processing, delayed, retry, expired, dead, failed, archived, or null for all.');
+      'Use pending, processing, delayed, retry, expired, dead, failed or archived, or null for all.');
   elsif $3 is null or $3 < 0 then
     perform pgque._fail('PQ005', format('limit_count must not be negative, for queue %I', v_queue.queue_name),
-      'It is the greatest number of messages to list.');
+      'Pass the highest number of messages to list, such as 100.');
   end if;
   v_where := concat_ws(' and ', 'm.msg_id > ' || coalesce($10, 0), 'm.status = ' || quote_literal($2), 'm.type = ' || quote_literal($4),
     'm.key = ' || quote_literal($5), 'm.consumer_name = ' || quote_literal($6), 'm.created_at >= ' || quote_literal($7), 'm.created_at < ' || quote_literal($8),
@@ -703,12 +712,14 @@ begin
 end
 $$;
 comment on function pgque.list_messages(text, text, int, text, text, text, timestamptz, timestamptz, text, bigint, pgque.caller) is
-  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, processing, '
-  'delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: of that type, with that key, of that '
-  'consumer. since, until: created at since or later, and before until. matching: this text is in the payload (its first 100,000 characters), the headers or last_error, '
-  'in upper or lower case (of the letters that the database''s locale knows). after_id: with greater ids only; then a message has all its rows, so there may be a few more than limit_count. To read page by page, begin with 0 and go on with the last msg_id. '
-  'available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 '
-  'another status, or limit_count is negative.';
+  'Returns the messages of a queue by id, at most limit_count, one row for each consumer, without receiving them. only_status: pending, '
+  'processing, delayed, retry, expired, dead, failed (dead with drop_policy hold) or archived. only_type, only_key, only_consumer: only those of '
+  'this type, key or consumer. since, until: only those created at since or later, and before until. matching: only those with this text in the '
+  'payload (its first 100,000 characters), the headers or last_error, in upper or lower case (of the letters that the database''s locale knows). '
+  'after_id: only those with a greater id. To read page by page, begin with 0 and continue with the last msg_id; a message then has all its rows, '
+  'so there may be a few more than limit_count. available_at: when the message can be received, or its lease expires. dl_id: set if it is a dead '
+  'letter. A filter that few messages satisfy makes the call read all of them. Errors: PQ001 no such queue; PQ005 another status, or limit_count '
+  'is negative.';
 
 create or replace function pgque.get_message(
   queue_name text, inout msg_id bigint, caller pgque.caller default current_user,
@@ -732,14 +743,14 @@ begin
 end
 $$;
 comment on function pgque.get_message(text, bigint, pgque.caller) is
-  'Returns one message, a row for each consumer that still has it, without receiving it; columns as in list_messages(). '
-  'Errors: PQ001 no such queue; PQ010 no consumer has it.';
+  'Returns one message, a row for each consumer that still has it, without receiving it. The columns are those of list_messages(). Errors: PQ001 '
+  'no such queue; PQ010 no consumer has it.';
 
 create or replace function pgque._no_message(p_queue pgque.queue, p_id bigint) returns void
 language plpgsql as $$
 begin
   perform pgque._fail('PQ010', pg_catalog.format('message not found: %s of queue %I', coalesce(p_id::text, 'null'), p_queue.queue_name),
-    'Every consumer is done with it, or it was never committed.');
+    'Check the id. Every consumer is done with the message, or it was never committed.');
 end
 $$;
 
@@ -763,7 +774,8 @@ begin
 end
 $$;
 comment on function pgque.message_status(text, bigint, pgque.caller) is
-  'Returns the state of one message, a row for each consumer that still has it; status as in list_messages(). Errors: PQ010 no consumer has it.';
+  'Returns the state of one message, a row for each consumer that still has it. The status is that of list_messages(). Errors: PQ010 no consumer '
+  'has it.';
 
 create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
@@ -816,17 +828,17 @@ begin
 end
 $$;
 comment on function pgque.list_poison(text, int, pgque.caller) is
-  'Returns messages that were delivered more than once without an outcome, or were given up for that reason: they may kill their workers. dl_id is '
+  'Returns messages that were delivered more than once without an outcome, or were given up for that reason. They may kill their workers. dl_id is '
   'set if the message is a dead letter.';
 
--- How many consumers of a queue metrics() and health() look at one by one: those
--- that are furthest back.  A queue with more has the rest in its sums only.
+-- Returns how many consumers of a queue metrics() and health() report one by one: those
+-- with the greatest lag.  All others are only in the sums.
 create or replace function pgque._most_consumers() returns int
 language sql immutable as $$ select 100 $$;
 
--- The subscribers of a queue that are furthest back, with their positions, how many
--- consumers the queue has, and the slowest of them: what it still needs, its workers'
--- batches included, begins behind slowest_seq.
+-- Returns the subscribers of a queue with the greatest lag and their positions, the
+-- number of its consumers, and the slowest of them.  The messages that the slowest
+-- still needs, those in its workers' batches included, have ids above slowest_seq.
 create or replace function pgque._stragglers(
   p_queue_id int, out subs pgque.subscriber[], out positions pgque.position[], out consumers bigint, out slowest text, out slowest_seq bigint
 )
@@ -839,7 +851,7 @@ begin
     from (
       select p.sub, p.pos, pg_catalog.count(*) filter (where (p.sub).sub_main is null) over () as consumers
       from p
-      -- A worker without a batch needs nothing, wherever it stands.
+      -- A worker without a batch needs no messages, whatever its position is.
       order by (p.sub).sub_main is not null and (p.pos).pos_batch is null, (p.pos).pos_tick
       limit pgque._most_consumers()
     ) p
@@ -850,7 +862,7 @@ begin
     cross join lateral (
       select o.pos_tick, o.pos_event_seq from pgque._oldest_need((p.sub).sub_id) o where pg_catalog.cardinality((p.pos).pos_open) > 0
       union all
-      -- As _next_from() has it, which would be called for each of a crowd of consumers.
+      -- The same as _next_from(), in one query for many consumers.
       select case when n.past then (p.pos).pos_next_tick else (p.pos).pos_tick end,
         case when n.past then (p.pos).pos_next_event_seq else (p.pos).pos_event_seq end
       from (select (p.pos).pos_fresh > 0 and (p.pos).pos_last_id is null) n (past)
@@ -863,9 +875,9 @@ begin
 end
 $$;
 
--- How large the tables of each queue are with their indexes, by the queue's number;
--- under 0 what the queues share; or only those of some queues.  A queue with a table that somebody has for himself is
--- left out.
+-- Returns the size of the tables of each queue with their indexes, by the queue's
+-- number, and under 0 that of the shared tables; or only those of some queues.  A queue
+-- with an exclusively locked table is left out.
 create or replace function pgque._sizes(p_queues int[] default null) returns jsonb
 language sql as $$
   with leaf as materialized (
@@ -901,7 +913,7 @@ language sql as $$
   ) s
 $$;
 
--- The same; null if a lock is not to be had soon.
+-- Returns the same; null if it has to wait for a lock.
 create or replace function pgque._sizes_soon(p_queues int[] default null) returns jsonb
 language plpgsql as $$
 declare
@@ -918,8 +930,9 @@ exception
 end
 $$;
 
--- The transaction of this database that has written for the longest time, if any; hidden:
--- whether others write of which the owner may not know since when.
+-- Returns the transaction of this database that has written for the longest time, if
+-- there is one.  hidden: whether there are writing transactions whose age the owner may
+-- not read.
 create or replace function pgque._oldest_writer(out who text, out gid text, out age interval, out hidden boolean) returns setof record
 language sql volatile as $$
   select w.who, w.gid, pgque.clock() - w.since,
@@ -938,7 +951,7 @@ language sql volatile as $$
   limit 1
 $$;
 
--- The figures of one queue.
+-- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
 ) returns setof record
@@ -962,7 +975,7 @@ begin
       ('pgque_queue_dead_letters', (select count(*) from pgque.dead_letter d where d.dl_queue_id = p_queue.queue_id)),
       ('pgque_queue_consumers', v_back.consumers),
       ('pgque_queue_paused', p_queue.queue_paused::int),
-      -- As _health_senders() has it, far from the limit.
+      -- The same as in _health_senders(), far from the limit.
       ('pgque_queue_depth', case when v_back.consumers > 0 then coalesce(pg_sequence_last_value(p_queue.queue_event_seq), 0) - v_back.slowest_seq end),
       ('pgque_queue_max_depth', nullif(p_queue.queue_max_depth, 0)),
       ('pgque_queue_retention_seconds', extract(epoch from p_queue.queue_retention_period))
@@ -1034,8 +1047,8 @@ $$;
 comment on function pgque.metrics() is
   'Returns figures for a monitoring system, one a row: metric, queue, consumer, value. If a queue has more than 100 consumers '
   '(pgque_queue_consumers), the 100 with the greatest lag have rows of their own, and the others are summed. The call does not wait for locked '
-  'tables: the figures of their queues are left out. If the server has no room for the locks of all queues (one a queue, see max_locks_per_transaction), some '
-  'queues are left out, at random.';
+  'tables: it leaves out the figures of their queues. If the server has no room for the locks of all queues (one a queue, see '
+  'max_locks_per_transaction), the call leaves out some queues, chosen at random.';
 
 create or replace function pgque.metrics(
   queue_name text, caller pgque.caller default current_user, out metric text, out queue text, out consumer text, out value double precision
@@ -1050,7 +1063,8 @@ $$;
 comment on function pgque.metrics(text, pgque.caller) is
   'Returns those figures of metrics() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
--- The figures of some queues, in the order of their names; p_sizes as _sizes() returns it.
+-- Returns the metrics of some queues, in the order of their names; p_sizes as _sizes()
+-- returns it.
 create or replace function pgque._metrics_of(
   p_queues int[], p_sizes jsonb, out metric text, out queue text, out consumer text, out value double precision
 ) returns setof record
@@ -1070,13 +1084,14 @@ begin
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
   end loop;
 end
 $$;
 
--- The queue of that name, or with null all that the caller may see.
+-- Returns the queue of that name, or with null all queues that the caller has a right
+-- to.
 create or replace function pgque._visible(p_queue text, p_caller name) returns int[]
 language plpgsql as $$
 begin
@@ -1087,16 +1102,16 @@ begin
 end
 $$;
 
--- Of these queues as many as the server has room for, chosen at random.  A sequence that
--- is asked for its last value stays locked until the transaction ends; p_locks says how
--- many of a queue are.
+-- Returns as many of these queues as the server has locks for, chosen at random.
+-- Reading the last value of a sequence locks it until the transaction ends.  p_locks:
+-- the number of such locks for each queue.
 create or replace function pgque._some_queues(p_queues int[], p_locks int) returns int[]
 language sql as $$
   select case when pg_catalog.cardinality(p_queues) <= pgque._lock_room() / p_locks then p_queues else array(
     select q.id from pg_catalog.unnest(p_queues) q (id) order by pg_catalog.random() limit pgque._lock_room() / p_locks) end
 $$;
 
--- Checks of one queue, for _queue_health().
+-- Checks one queue, for _queue_health().
 create or replace function pgque._health_tables(p_queue pgque.queue, out status text, out detail text, out advice text)
 language plpgsql as $$
 declare
@@ -1116,8 +1131,8 @@ begin
 end
 $$;
 
--- Far from the limit the ids tell the depth, as in _room().  Near it the messages are
--- counted, but not for a crowd of consumers.
+-- Far from the limit the depth is computed from the ids, as in _room().  Near it the
+-- messages are counted, except for queues with many consumers.
 create or replace function pgque._health_senders(
   p_queue pgque.queue, p_consumers bigint, p_slowest text, p_slowest_seq bigint, out status text, out detail text, out advice text
 )
@@ -1173,7 +1188,7 @@ begin
     when p_queue.queue_ticker_paused then format('select pgque.set_queue_config(%L, ''ticker_paused'', ''false'')', p_queue.queue_name)
     when status = 'ok' then null
     when p_queue.queue_external_ticker then format('Have the external ticker call pgque.ticker(%L, tick_id, time, event_seq).', p_queue.queue_name)
-    when pgque._has_cron() then 'The check ticker has the command.'
+    when pgque._has_cron() then 'See the advice of the check ticker.'
     else 'Start the ticker beside the server: pgque ticker.'
   end;
 end
@@ -1195,8 +1210,8 @@ begin
     execute format('select count(*) from (select from (%s) e limit 1000) e', pgque._rows_sql(p_queue.queue_id, 'e.ev_owner is null')) into v_unread;
     if v_unread > 0 then
       status := 'warn';
-      detail := format('no consumer; messages sent lately that nobody gets: %s', replace(v_unread::text, '1000', '1000 or more'));
-      advice := format('A consumer gets what is sent after it subscribed, or with ''earliest'' what is still there: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
+      detail := format('no consumer; recent messages that no consumer gets: %s', replace(v_unread::text, '1000', '1000 or more'));
+      advice := format('A new consumer gets only later messages. To deliver the messages that are still there too: select pgque.subscribe(%L, ''my_consumer'', ''earliest'')',
         p_queue.queue_name);
     end if;
     return;
@@ -1215,12 +1230,12 @@ begin
       else 'nothing pending' end;
   if status <> 'ok' then
     advice := concat_ws(' ',
-      case when v_late.lag > v_soon then format('It misses what is older than %s: for more time, select pgque.set_queue_config(%L, ''retention_period'', %L).',
+      case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
-      case when p_cause is not null then format('First see the check %s of this queue: its consumers wait for that.', p_cause)
+      case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
         else format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L).', v_late.consumer_name, p_queue.queue_name, v_late.consumer_name)
       end,
-      case when v_late.lag <= v_soon then format('What is older than %s it misses (retention_period).', p_queue.queue_retention_period) end);
+      case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
 end
 $$;
@@ -1234,7 +1249,7 @@ language sql as $$
       join pgque.retry_queue r on r.ev_owner = s.sub_id
       where s.sub_queue = p_queue.queue_id and s.sub_id <> all (p_pumped) and r.ev_retry_after <= pgque.clock()
       having count(*) > 0), ''),
-    case when d.overdue > interval '5 seconds' then 'The ticker moves them: see the check ticker. select pgque.maint() moves them once.' end
+    case when d.overdue > interval '5 seconds' then 'See the check ticker: the ticker moves them. To move them once: select pgque.maint()' end
   from (
     select count(*) as n, pgque.clock() - min(r.ev_retry_after) as overdue
     from pgque.retry_queue r
@@ -1242,8 +1257,9 @@ language sql as $$
   ) d
 $$;
 
--- Whether workers have had messages for much longer than a lease lasts: it was extended
--- again and again, or is long.  What is leased is not pending, so no other check shows it.
+-- Checks whether workers have had messages for much longer than a lease lasts: the
+-- lease was extended again and again, or is long.  Leased messages are not pending, so
+-- no other check shows them.
 create or replace function pgque._health_leases(
   p_queue pgque.queue, p_subs pgque.subscriber[], out status text, out detail text, out advice text
 )
@@ -1266,14 +1282,15 @@ begin
   order by h.since
   limit 1;
   status := case when v_held.age > v_long and p_queue.queue_health_pending_fail > '0' then 'warn' else 'ok' end;
-  detail := case when v_held.age is null then 'no worker has messages'
-    else pg_catalog.format('worker %s of consumer %s has had messages for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
-  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it, and give its messages to others: select pgque.reclaim(%L, %L, %L)',
+  detail := case when v_held.age is null then 'no worker holds a lease'
+    else pg_catalog.format('worker %s of consumer %s has held a lease for %s', v_held.worker, v_held.consumer, pg_catalog.date_trunc('seconds', v_held.age)) end;
+  advice := case when status <> 'ok' then pg_catalog.format('If the worker hangs, end it and release its messages: select pgque.reclaim(%L, %L, %L)',
     p_queue.queue_name, v_held.consumer, v_long) end;
 end
 $$;
 
--- All checks of one queue; no row if it was dropped meanwhile.  p_pumped: see _pumped().
+-- Returns all checks of one queue; no row if it was dropped meanwhile.  p_pumped: see
+-- _pumped().
 create or replace function pgque._queue_health(
   p_queue pgque.queue, p_pumped int[], out check_name text, out queue text, out status text, out detail text, out advice text
 ) returns setof record
@@ -1295,10 +1312,10 @@ begin
     return;
   end if;
 
-  -- A lock on any table keeps the queue from ticks or from rotation.
+  -- A lock on any of these tables prevents ticks or rotation of the queue.
   execute format('lock table pgque.tick_%1$s_0, pgque.tick_%1$s_1, pgque.tick_%1$s_2 in access share mode', p_queue.queue_id);
   if not exists (select from pgque.queue q where q.queue_id = p_queue.queue_id) then
-    perform pgque._no_queue(p_queue.queue_name);   -- who waited for it may have waited for its end
+    perform pgque._no_queue(p_queue.queue_name);   -- a session that waited for the lock may have waited for a DROP of the queue
   end if;
   v_last := pgque._last_tick(p_queue);
   select f.* into v_back from pgque._stragglers(p_queue.queue_id) f;
@@ -1308,7 +1325,7 @@ begin
   return query
     select 'rotation', queue, case when r.late then 'warn' else 'ok' end,
       format('last rotation %s ago, slowest consumer %s', date_trunc('seconds', pgque.clock() - p_queue.queue_switch_time), coalesce(v_back.slowest, '(none)')),
-      case when r.late then 'Let the slowest consumer catch up or unsubscribe it; what its workers hold (list_workers) comes back with reclaim(); look for a lock on the queue''s tables (pg_dump, an open transaction)'
+      case when r.late then 'Let the slowest consumer catch up, or unsubscribe it. Release the batches that its workers hold (list_workers) with reclaim(). End the sessions that lock the queue''s tables (pg_dump, an open transaction)'
         || coalesce(': ' || pgque._lockers(p_queue.queue_id, false), '') || '.' end
     from (
       select pgque.clock() - p_queue.queue_switch_time > 4 * p_queue.queue_rotation_period
@@ -1329,7 +1346,7 @@ begin
 end
 $$;
 
--- The checks of some queues, in the order of their names.
+-- Returns the checks of some queues, in the order of their names.
 create or replace function pgque._health_of(
   p_queues int[], out check_name text, out queue text, out status text, out detail text, out advice text
 ) returns setof record
@@ -1343,7 +1360,7 @@ begin
     check_name := 'queues';
     status := 'warn';
     detail := format('%s of %s queues are checked, chosen at random: the server has no room for more locks', cardinality(v_queues), cardinality(p_queues));
-    advice := 'Raise max_locks_per_transaction, or ask for one queue at a time: select * from pgque.health(queue).';
+    advice := 'Raise max_locks_per_transaction, or check one queue at a time: select * from pgque.health(queue).';
     return next;
   end if;
   for v_queue in select q.* from pgque.queue q where q.queue_id = any (v_queues) order by q.queue_name loop
@@ -1358,14 +1375,14 @@ begin
         check_name := 'tables'; queue := v_queue.queue_name;
         detail := 'locked by ' || pgque._lockers(v_queue.queue_id, true);
         status := case when detail is null then 'warn' else 'fail' end;
-        advice := case when detail is null then 'Look again. If it stays so, see pg_locks for tables of schema pgque.'
-          else 'No tick and no rotation of this queue until that transaction ends (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed).' end;
+        advice := case when detail is null then 'Check again. If the lock stays, find its session in pg_locks, among the tables of schema pgque.'
+          else 'End that transaction, or wait for its end (VACUUM FULL, ALTER TABLE, a drop_queue() that is not committed). Until then the queue has no tick and no rotation.' end;
         detail := coalesce(detail, 'a table that the queues share was locked');
         return next;
       when others then
         if not pgque._is_gone(v_queue.queue_id) then
           raise;
-        end if;   -- else it was dropped meanwhile
+        end if;   -- else the queue was dropped meanwhile
     end;
   end loop;
 end
@@ -1404,11 +1421,11 @@ begin
   advice := case
     when v_found.scheduler = 'failing' then v_cron.remedy
     when v_found.runs then null
-    when v_found.scheduler = 'scheduled' then 'Look again in a minute. If it stays so: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
-    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. A scheduler of your own that calls ticker() and maint() is fine too.'
-    else 'select pgque.start(). A scheduler of your own that calls ticker() and maint() is fine too.'
+    when v_found.scheduler = 'scheduled' then 'Check again in a minute. If no loop runs then: ' || coalesce(v_cron.remedy, 'select * from pgque.status()')
+    when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
+    else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
-  -- Where queues wait for it, it comes before what they say.
+  -- If queues wait for the ticker, its check is before theirs.
   return query
     with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
@@ -1425,7 +1442,8 @@ begin
 
   return query select h.* from pgque._recurring_health() h;
 
-  -- In a column, an index or a type a caller is a right that can be passed on.
+  -- In a column, an index or a type, a value of type caller is a right that can be
+  -- passed on.
   check_name := 'stored callers'; queue := null;
   select string_agg(pg_describe_object(d.classid, d.objid, d.objsubid), ', ' order by d.classid, d.objid, d.objsubid) as objects into v_found
   from pg_depend d
@@ -1444,18 +1462,18 @@ begin
   status := case when v_found.age > interval '1 hour' then 'warn' else 'ok' end;
   detail := coalesce(nullif(concat_ws('; ',
     'oldest writing transaction: ' || v_found.who || ', ' || date_trunc('seconds', v_found.age),
-    case when v_found.hidden then 'others write, since when is hidden from ' || current_user end), ''), 'none');
+    case when v_found.hidden then 'other transactions write, and their age is hidden from ' || current_user end), ''), 'none');
   advice := nullif(concat_ws(' ',
-    case when status <> 'ok' then 'What it sent is delivered when it commits, and until then the tables that it used are not emptied; other messages are not held up.' end,
-    case when status <> 'ok' and v_found.gid is not null then format('Nobody ends it by itself: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
-    case when v_found.hidden then format('To be told of old ones: grant pg_read_all_stats to %I.', current_user) end), '');
+    case when status <> 'ok' then 'Its messages are delivered when it commits, and the tables that it used are not emptied before. Other messages are not delayed.' end,
+    case when status <> 'ok' and v_found.gid is not null then format('End the prepared transaction: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
+    case when v_found.hidden then format('To see their age: grant pg_read_all_stats to %I.', current_user) end), '');
   return next;
 
   check_name := 'notifications';
   status := case when pg_notification_queue_usage() < 0.5 then 'ok' else 'fail' end;
   detail := format('the server''s queue of notifications is %s %% full', round(100 * pg_notification_queue_usage()));
   advice := case when status <> 'ok' then
-    'Ticks go on without notifying, so consumers wait for their own next look. End the session that listens within an open transaction: the server''s log names it.' end;
+    'End the session that listens within an open transaction: the server''s log names it. Until then ticks do not notify, and consumers find messages at their next poll.' end;
   return next;
 end
 $$;

@@ -1,9 +1,9 @@
 -- ---------------------------------------------------------------------------
--- history: how many messages came, how far consumers lagged, who did what
+-- history: how many messages were sent, how far consumers lagged, who changed what
 -- ---------------------------------------------------------------------------
 
--- The newest tick at each of some times is found by halving the range of ids, all times
--- in one statement: the ticks of a busy queue are too many to read.
+-- A binary search over ids finds the newest tick at each of these times, for all times
+-- in one statement: a busy queue has too many ticks to read.
 create or replace function pgque.queue_rates(
   queue_name text, since interval default '6 hours', buckets int default 72, caller pgque.caller default current_user,
   out start_at timestamptz, out events bigint
@@ -15,8 +15,8 @@ declare
   v_end    timestamptz := pgque.clock();
 begin
   if ($2 > '0' and $2 <= '1 year' and $3 between 1 and 1000) is not true then
-    perform pgque._fail('PQ005', format('no rates of queue %I for %s in %s parts', v_queue.queue_name, coalesce($2::text, 'null'), coalesce($3::text, 'null')),
-      'since is a time of at most a year, buckets a number from 1 to 1000: select * from pgque.queue_rates(queue, ''6 hours'', 72)');
+    perform pgque._fail('PQ005', format('invalid rates of queue %I: the last %s in %s buckets', v_queue.queue_name, coalesce($2::text, 'null'), coalesce($3::text, 'null')),
+      'Pass since as an interval of at most a year, and 1 to 1000 buckets: select * from pgque.queue_rates(queue, ''6 hours'', 72);');
   end if;
   v_first := pgque._find_tick(v_queue, 'earliest');
   return query execute format(
@@ -44,12 +44,12 @@ begin
 end
 $$;
 comment on function pgque.queue_rates(text, interval, int, pgque.caller) is
-  'Returns how many messages were sent to a queue: the last "since" in "buckets" parts of the same length, each with its start and the number of messages that '
-  'ticks cover. It reads the ticks, which go back two to three rotation periods, or to the slowest consumer; what was before counts as 0. since: at most a year; '
-  'buckets: 1 to 1000. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
+  'Returns how many messages were sent to a queue. An interval (since, at most a year) that ends now is divided into buckets (1 to 1000) of equal '
+  'length; each row has the start of one and the number of messages that ticks cover. The ticks go back two to three rotation periods, or to the '
+  'slowest consumer; the time before counts as 0. Errors: PQ001 no such queue; PQ005 since or buckets out of range.';
 
--- Notes what somebody did by hand, in the transaction that does it.  An argument that is
--- null was left out, but for a setting: there it restores the default.
+-- Records a change that a role made by hand, in the same transaction.  A null argument
+-- was left out, except the value of a setting: there it restores the default.
 create or replace function pgque._did(p_call text, p_queue text, p_args jsonb default null) returns void
 language plpgsql as $$
 begin
@@ -77,9 +77,10 @@ begin
 end
 $$;
 comment on function pgque.list_actions(text, int, timestamptz) is
-  'Returns who changed queues, settings, positions, rights and messages by hand, the newest first: time, the role that was logged in, the application_name of its '
-  'session, the function that was called (alter_queue for set_queue_config, too), the queue, and its arguments without payloads and keys. What was rolled back is not there. queue_name: of one queue, by the '
-  'name that it had; before: only what is older. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
+  'Returns the changes that roles made by hand to queues, settings, positions, rights and messages, the newest first: time, the role that was '
+  'logged in, the application_name of its session, the function that was called (alter_queue also for set_queue_config), the queue, and the '
+  'arguments without payloads and keys. Changes that were rolled back are not listed. queue_name: only those of this queue, by its name at that '
+  'time. before: only older ones. set_history(''actions'', …) sets how long actions are kept. Only for the role pgque_admin.';
 
 create or replace function pgque.consumer_lags(
   queue_name text, consumer_name text default null, since interval default '6 hours', caller pgque.caller default current_user,
@@ -91,8 +92,8 @@ declare
   v_sub    int := case when $2 is not null then (pgque._subscriber($1, $2, caller)).sub_id end;
 begin
   if ($3 > '0') is not true then
-    perform pgque._fail('PQ005', format('no lags of queue %I for %s', v_queue.queue_name, coalesce($3::text, 'null')),
-      'since is a time above 0: select * from pgque.consumer_lags(queue, null, ''6 hours'')');
+    perform pgque._fail('PQ005', format('invalid lags of queue %I: the last %s', v_queue.queue_name, coalesce($3::text, 'null')),
+      'Pass since as an interval above 0: select * from pgque.consumer_lags(queue, null, ''6 hours'');');
   end if;
   return query
     select s.smp_time, pgque._subscriber_name(b), s.smp_lag, s.smp_pending
@@ -103,11 +104,12 @@ begin
 end
 $$;
 comment on function pgque.consumer_lags(text, text, interval, pgque.caller) is
-  'Returns how far consumers of a queue, or one of them, lagged within the last "since": maint() takes a sample each minute of every consumer that has not finished '
-  'what ticks cover; without a sample it had. lag_seconds: the age of its oldest pending message. pending_events: as in get_consumer_info(). Unit: seconds, '
-  'messages. set_history(''lags'', …) sets how long samples are kept. Errors: PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
+  'Returns the lag of the consumers of a queue, or of one of them, for an interval (since) that ends now. Each minute, maint() takes a sample of '
+  'every consumer that has not finished the messages that ticks cover; a consumer without a sample had finished them. lag_seconds: age of the '
+  'oldest pending message. pending_events: as in get_consumer_info(). Unit: seconds, messages. set_history(''lags'', …) sets how long samples are '
+  'kept. Errors: PQ001 no such queue; PQ005 since is not above 0; PQ011 not subscribed.';
 
--- Takes a lock that another transaction does not keep from it; else false.
+-- Takes a lock if it is free, and returns whether it did.
 create or replace function pgque._can_lock(p_table regclass, p_mode text) returns boolean
 language plpgsql as $$
 begin
@@ -119,11 +121,11 @@ exception
 end
 $$;
 
--- Only consumers that are behind the last tick have a sample, at most 200 a minute, those
--- with most before them first: an idle database writes nothing, and a busy one not much.
--- The loop ticks no queue meanwhile, so a locked queue is waited for once.  Each queue
--- keeps two locks until the transaction ends: where the server has no room for all
--- queues, some are chosen at random.
+-- Only consumers that the last tick is ahead of have a sample, at most 200 a minute,
+-- those with the most messages ahead first: an idle database writes nothing, and a busy
+-- one not much.  The loop ticks no queue meanwhile, so a locked queue is waited for
+-- only once.  Each queue keeps two locks until the transaction ends.  If the server has
+-- no room for all queues, some are chosen at random.
 create or replace function pgque.maint_lags() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
@@ -174,7 +176,7 @@ begin
 end
 $$;
 comment on function pgque.maint_lags() is
-  'Takes the samples of consumer_lags(), at most once a minute, and returns 0: it leaves nothing to do. Part of maint().';
+  'Takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do. Part of maint().';
 
 create or replace function pgque.set_history(what text, keep interval) returns interval
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -197,17 +199,18 @@ begin
 exception
   when data_exception or check_violation then
     perform pgque._fail('PQ005', format('invalid history: %s for %s', quote_nullable($2), quote_nullable($1)),
-      'What is kept stays as it was. what is actions or lags; keep is an interval such as 30 days, at most 100 years, or NULL for off.', sqlerrm);
+      'Use actions or lags, and an interval such as 30 days, at most 100 years, or NULL for off. The setting is unchanged.', sqlerrm);
 end
 $$;
 comment on function pgque.set_history(text, interval) is
-  'Sets how long the history of actions (list_actions(); 30 days by default) or of lags (consumer_lags(); 7 days) goes back at least, and returns it. NULL: nothing is '
-  'noted from now on, and what was noted stays. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such history, or keep is not above 0, or above 100 years.';
+  'Sets how long the history of actions (list_actions(); 30 days by default) or of lags (consumer_lags(); 7 days) is kept at least, and returns '
+  'that interval. NULL stops the recording; older entries stay. A history that fills 64 MB is cut to its newer half. Errors: PQ005 no such '
+  'history, or keep is not above 0, or above 100 years.';
 
--- Empties the leaf of a history that is not written, once the other one begins before
--- what is to be kept, or is full; the next call lets the empty one be written.  So
--- nobody who notes something waits for a transaction that emptied a leaf and stays
--- open.  A history that is off keeps what it has.
+-- Empties the other leaf of a history once the current one reaches back far enough, or
+-- is full.  The next call makes the empty leaf the current one.  So recording never
+-- waits for a transaction that emptied a leaf and stays open.  A history that is off
+-- keeps its rows.
 create or replace function pgque._turn_history() returns int
 language plpgsql as $$
 declare

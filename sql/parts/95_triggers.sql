@@ -2,7 +2,7 @@
 -- triggers: table changes as events
 -- ---------------------------------------------------------------------------
 
--- What the three trigger functions share.  Arguments: the queue, then options:
+-- Does the work of the three trigger functions.  Arguments: the queue, then options:
 --   backup            keep the old row in ev_extra2
 --   ignore=a,b        leave these columns out; an update of nothing else is no event
 --   pkey=a,b          the key columns, instead of the primary key
@@ -11,9 +11,9 @@
 -- ev_type is I:, U:, D: or R (truncate) with the key columns; ev_extra1 is the
 -- table's name.  p_format is json, url or sql.
 --
--- All of this runs with the rights of whoever changes the table, because
--- to_jsonb() runs casts that a table's owner may have made; so those who
--- change the table need the role pgque_writer.
+-- All of this runs with the rights of the role that changes the table, because
+-- to_jsonb() runs casts that a table's owner may have created.  So roles that change
+-- the table need the role pgque_writer.
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
@@ -30,7 +30,7 @@ declare
 begin
   if v_queue is null then
     perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
-      'create trigger ... execute function pgque.jsontriga(''queue'', options...)');
+      'Name the queue: create trigger ... execute function pgque.jsontriga(''queue'', options...)');
   end if;
   foreach v_opt in array v_opts loop
     if v_opt like 'ignore=%' then
@@ -38,11 +38,11 @@ begin
     elsif v_opt like 'pkey=%' then
       v_pkey := string_to_array(substr(v_opt, 6), ',');
     elsif v_opt = 'deny' then
-      perform pgque._fail('PQ013', format('table %s may not be changed here, its changes come from queue %I', p_table, v_queue),
-        'The trigger on the table has the option deny.');
+      perform pgque._fail('PQ013', format('table %s must not be changed here: its changes come from queue %I', p_table, v_queue),
+        'Change the table that sends to the queue, or create the trigger without the option deny.');
     elsif lower(v_opt) not in ('backup', 'skip') then
       perform pgque._fail('PQ005', format('unknown option %L of the trigger on table %s', v_opt, p_table),
-        'Options: backup, ignore=columns, pkey=columns, deny, skip.');
+        'Use backup, ignore=columns, pkey=columns, deny or skip.');
     end if;
   end loop;
   if p_op = 'TRUNCATE' then
@@ -58,7 +58,7 @@ begin
   if not v_row ?& v_pkey then
     perform pgque._fail('PQ005', format('the key of the trigger on table %s names columns that the table lacks: %s', p_table,
         (select string_agg(k.name, ', ') from unnest(v_pkey) k (name) where not v_row ? k.name)),
-      'The option is pkey=columns, with commas and no blanks between their names.');
+      'Write pkey=columns, with commas and no blanks between the names.');
   end if;
   v_row := v_row - coalesce(v_ignore, '{}');
   if p_op = 'UPDATE' and v_row = (p_old - coalesce(v_ignore, '{}')) and v_ignore is not null then
@@ -143,5 +143,4 @@ begin
 end
 $$;
 comment on function pgque.sqltriga() is
-  'Sends each change of a table as jsontriga() does, with the change as the part of an SQL statement that follows the table''s name; ev_type is I, U, '
-  'D or R.';
+  'Sends each change of a table as jsontriga() does, with the part of an SQL statement that follows the table''s name. ev_type is I, U, D or R.';

@@ -1,13 +1,13 @@
 -- ---------------------------------------------------------------------------
--- earlier: what calls of an earlier version ask that an upgrade overtakes
+-- earlier: what running calls of an earlier version need during an upgrade
 -- ---------------------------------------------------------------------------
 
--- A call that runs while this file is installed goes on with its old body, the
--- loop until it ends.  A call that holds tables is no concern: the upgrade waits
+-- A call that runs while this file is installed continues with its old body, and the
+-- loop until it ends.  A call that has locked tables is not affected: the upgrade waits
 -- for it.
 
--- The loop of 0.5.0 and before ends with its next round, and the scheduler begins
--- ours.  In the round that the upgrade overtakes, it ticks no queue any more.
+-- The loop of 0.5.0 and before ends after its current round, and the scheduler starts
+-- ours.  In that round it ticks no more queues.
 create or replace function pgque._loop_settings(out tick_period_ms int, out stopped_at timestamptz, out period interval)
 language sql as $$ select 100, timestamptz '9000-01-01', interval '100 milliseconds' $$;
 
@@ -20,7 +20,7 @@ language sql as $$ select '{}'::pgque.look[] $$;
 create or replace function pgque._remember(p_known pgque.look[], p_looks pgque.look[]) returns pgque.look[]
 language sql as $$ select p_known $$;
 
--- A receive() that was waiting.
+-- For a receive() that was waiting.
 create or replace function pgque._hand_out(p_sub pgque.subscriber, p_max bigint, p_worker text, p_timeout interval, p_ack bigint)
 returns setof pgque.delivery
 language sql as $$
@@ -40,7 +40,8 @@ $$;
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 
--- Tables of queues that were dropped ask it until maintenance drops them.
+-- For the check constraints of tables of dropped queues, until maintenance drops these
+-- tables.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
 begin
@@ -49,8 +50,8 @@ begin
 end
 $$;
 
--- A batch of a worker had messages of the retry queue and of the log, up to 0.5.  Now it
--- has either: those of the log go to where the others are.
+-- Up to 0.5 a worker's batch could have messages of the retry queue and of the log.
+-- Now it has one kind: those of the log move to the retry queue.
 do $$
 declare
   v_lease  pgque.position;

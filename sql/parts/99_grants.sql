@@ -2,9 +2,9 @@
 -- grants
 -- ---------------------------------------------------------------------------
 
--- Which role may call what: names of functions, with all their signatures.  A
--- function that is not named here can be called by nobody but the owner.  What
--- asks whose call it is (its last argument) may be called by pgque_user too.
+-- Returns which role may call which function: names of functions, with all their
+-- signatures.  Only the owner may call a function that is not listed.  Functions that
+-- check their caller (their last argument) may also be called by pgque_user.
 create or replace function pgque._grants() returns table (func_name text, role_name text)
 language sql immutable as $$
   select f.name, r.name
@@ -37,10 +37,10 @@ language sql immutable as $$
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
 $$;
 
--- An upgrade leaves functions behind whose arguments changed, and a call could
--- then mean either.  What is ours by name and older than version(), the first
--- function that this file makes, goes, or gets out of the way if a view is made
--- of it.  The readers of queues stay (see _create_reader).
+-- An upgrade leaves functions with changed arguments behind, and a call could then be
+-- ambiguous.  Functions with our names that are older than version(), the first
+-- function in this file, are dropped, or renamed if a view uses them.  The readers of
+-- queues stay (see _create_reader).
 do $$
 declare
   v_func  record;
@@ -57,7 +57,7 @@ begin
       execute format('drop %s %s', v_func.kind, v_func.sig);
     exception
       when dependent_objects_still_exist then
-        raise warning 'pgque: % of an earlier version is in use; make what uses it anew', v_func.sig;
+        raise warning 'pgque: other objects use % of an earlier version; create them again', v_func.sig;
         if left(v_func.proname, 1) <> '_' then
           execute format('alter %s %s rename to %I', v_func.kind, v_func.sig, '_earlier_' || v_func.proname);
         end if;
@@ -72,8 +72,8 @@ declare
   v_table  text;
 begin
   revoke all on schema pgque from public;
-  -- Only what default privileges gave away: to revoke writes to the catalog,
-  -- and an upgrade shall not meet a rotation there.
+  -- Only rights from default privileges: revoking writes to the catalog, where an
+  -- upgrade should not collide with a rotation.
   perform pgque._keep_from_public(c.oid::regclass::text) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relacl is not null;
   grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin, pgque_user;
   for v_func in
@@ -101,7 +101,7 @@ begin
     grant select, insert on pgque.sink, pgque.sink_bulk to pgque_writer;
     grant insert on pgque.sink_stage_0, pgque.sink_stage_1 to pgque_writer;
   end if;
-  -- For a view or a rule of a writer's own over the sinks.
+  -- A writer may have a view or a rule of its own over the sinks.
   if not has_type_privilege('pgque_writer', 'pgque.sink_queue', 'usage') then
     grant usage on type pgque.sink_queue to pgque_writer;
   end if;
@@ -111,8 +111,8 @@ begin
 end
 $$;
 
--- As an extension, all that these tables hold belongs into a dump.  The queues'
--- own tables and sequences are no members, and are dumped anyway.
+-- As an extension, the rows of these tables have to be in a dump.  The queues' own
+-- tables and sequences are no members of the extension, and are dumped anyway.
 do $$
 declare
   v_table  text;
@@ -128,7 +128,7 @@ begin
   end loop;
 exception
   when feature_not_supported then
-    -- Not run by CREATE EXTENSION.
+    -- CREATE EXTENSION does not run this.
     null;
 end
 $$;

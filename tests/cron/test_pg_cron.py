@@ -271,7 +271,7 @@ def test_an_owner_who_may_not_use_pg_cron_is_told_what_it_takes(cron: CronServer
         shown = connection.execute("select status, detail from pgque.status() where component = 'scheduler'")
         assert shown.fetchone() == (
             "hidden",
-            "pg_cron is here, but closed to role no_cron: grant usage on schema cron to no_cron;",
+            "pg_cron is installed, and role no_cron may not use it: grant usage on schema cron to no_cron;",
         )
         assert connection.execute("select count(*) from pgque.health()").fetchone() != (0,)
         connection.execute("select pgque.maint()")

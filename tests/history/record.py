@@ -99,7 +99,7 @@ class Delivery:
     expires: float | None
     lease: float | None = None  # seconds
     relaxed: bool = False  # committed without waiting for the disk
-    fresh: bool = True  # the batch was handed out by this very call
+    fresh: bool = True  # the batch was handed out by this call
 
     def __str__(self) -> str:
         return f"batch {self.batch} ({self.receives} receives, {self.retries} retries) in {self.call}"

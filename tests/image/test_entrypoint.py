@@ -213,24 +213,15 @@ def test_files_that_are_no_cluster_are_left_alone(image: Image) -> None:
     assert [path.name for path in image.data.iterdir()] == ["mine"]
 
 
-def test_the_image_has_the_extension_and_an_update_from_every_earlier_version(tmp_path: Path) -> None:
-    """The last RUN of the Dockerfile for the database, with other paths."""
-    extension = tmp_path / "share" / "postgresql" / "17" / "extension"
-    for folder in (extension, tmp_path / "share" / "pgque", tmp_path / "bin"):
-        folder.mkdir(parents=True)
-    shutil.copy(servers.REPOSITORY / "sql" / "pgque.control", extension)
-    for file in ("Makefile", "sql/pgque.sql"):
-        shutil.copy(servers.REPOSITORY / file, tmp_path / "share" / "pgque")
-    (tmp_path / "bin" / "docker-entrypoint.sh").touch()
-    dockerfile = (servers.REPOSITORY / "Dockerfile").read_text()
-    database, _, _ = dockerfile.partition("AS web\n")
-    [*_, last] = re.findall(r"^RUN ((?:.*\\\n)*.*)", database, re.MULTILINE)
-    run = last.replace("/usr/share", str(tmp_path / "share")).replace("/usr/local/bin", str(tmp_path / "bin"))
-    subprocess.run(["sh", "-c", run], check=True)
-    version = re.findall(r"default_version *= *'(.*)'", (extension / "pgque.control").read_text())
+def test_packages_and_images_have_the_extension_and_an_update_from_every_earlier_version(
+    tmp_path: Path,
+) -> None:
+    sql = servers.REPOSITORY / "sql"
+    subprocess.run(["sh", sql / "files.sh", tmp_path], check=True)
+    [version] = re.findall(r"default_version *= *'(.*)'", (tmp_path / "pgque.control").read_text())
     previous = servers.REPOSITORY / "tests" / "sql" / "previous"
     earlier = [path.name[len("pgque-") : -len(".sql.xz")] for path in previous.glob("pgque-*.sql.xz")]
-    wanted = {f"pgque--{version[0]}.sql", *(f"pgque--{each}--{version[0]}.sql" for each in earlier)}
-    assert wanted <= {path.name for path in extension.glob("*.sql")}
-    for path in extension.glob("*.sql"):
+    wanted = {f"pgque--{version}.sql", *(f"pgque--{each}--{version}.sql" for each in earlier)}
+    assert wanted <= {path.name for path in tmp_path.glob("*.sql")}
+    for path in tmp_path.glob("*.sql"):
         assert path.read_bytes() == servers.SQL_FILE.read_bytes()

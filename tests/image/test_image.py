@@ -13,7 +13,8 @@ import psycopg
 import pytest
 from testcontainers.community.postgres import PostgresContainer
 
-from support import images, servers
+from pgque import embedded
+from support import images, processes, servers
 
 # On a machine that has not built the images yet, the first test installs their packages.
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
@@ -104,9 +105,37 @@ def test_an_extension_of_every_earlier_version_can_be_updated(
             " where p.target = pgque.version() and p.path is not null"
         ).fetchall()
     }
-    makefile = (servers.REPOSITORY / "Makefile").read_text()
+    makefile = (servers.REPOSITORY / "sql" / "Makefile").read_text()
     [earlier] = re.findall(r"^EARLIER *:= *(.*)$", makefile, re.MULTILINE)
     assert found >= set(earlier.split()) != set()
+
+
+def test_the_files_alone_are_an_extension_for_a_server_that_mounts_them() -> None:
+    """As CloudNativePG mounts an image volume: a folder with share/extension, named in extension_control_path."""
+    binaries = embedded.find_server("embedded")
+    assert binaries.major >= 18, binaries
+    made = _docker(
+        "create", images.build("extension"), "-"
+    )  # a container needs a command, and is not started
+    container = made.decode().strip()
+    with processes.own_folder(0o755) as folder:
+        try:
+            subprocess.run(
+                ["tar", "-C", folder, "-xf", "-", "share"], input=_docker("export", container), check=True
+            )
+        finally:
+            _docker("rm", container)
+        settings = {"extension_control_path": f"{folder}/share:$system"}
+        with (
+            embedded.start(binaries.bindir, settings=settings) as server,
+            psycopg.connect(server.dsn, autocommit=True) as connection,
+        ):
+            connection.execute("create extension pgque")
+            assert connection.execute("select pgque.create_queue('q')").fetchone() == (1,)
+
+
+def _docker(*arguments: str) -> bytes:
+    return subprocess.run([images.client(), *arguments], stdout=subprocess.PIPE, check=True).stdout
 
 
 def test_messages_survive_a_restart_and_flow_again(

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 import pgque
+from pgque.ticker import run_ticker
 from support import processes
 from support.connections import DRIVERS, KINDS
 
@@ -140,3 +142,46 @@ def test_sessions_change_between_transactions_and_none_keeps_a_statement(
             opened.rollback()
     assert len(sessions) == 2
     assert ids == []
+
+
+def test_a_consumer_a_worker_and_the_ticker_work_through_the_pooler(
+    bouncer: str, dsn: str, queue: str
+) -> None:
+    """The session of a statement changes, and psycopg prepares what a loop repeats: such a call is retried."""
+    got: dict[str, list[str]] = {"alone": [], "pool": []}
+    with pgque.connect(dsn, autocommit=True) as client:
+        for name in got:
+            client.subscribe(queue, name)
+    consumer = pgque.Consumer(bouncer, queue=queue, consumer="alone", poll_interval=0.1, transactional=True)
+    worker = pgque.Worker(bouncer, queue=queue, consumer="pool")
+    stop = threading.Event()
+
+    @consumer.handler("*")
+    def alone(message: pgque.Message, conn: psycopg.Connection[Any]) -> None:
+        conn.execute("select 1")
+        got["alone"].append(str(message.payload))
+
+    @worker.handler("*")
+    def pool(message: pgque.Message) -> None:
+        got["pool"].append(str(message.payload))
+
+    calls = (consumer.run, worker.run, lambda: run_ticker(bouncer, stop))
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    try:
+        sent = [str(number) for number in range(20)]
+        for payload in sent:
+            with pgque.connect(bouncer) as client:
+                client.send(queue, payload)
+        deadline = time.monotonic() + 60
+        while not all(set(payloads) == set(sent) for payloads in got.values()):
+            assert time.monotonic() < deadline, got
+            time.sleep(0.02)
+    finally:
+        consumer.stop()
+        worker.stop()
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)

@@ -171,7 +171,7 @@ def test_a_receiver_whose_messages_went_to_another_worker_while_it_printed_says_
     assert first + out == "x" * 1_000_000 + "\n"
     assert (slow.returncode, err) == (
         3,
-        "not acked: others have finished the batch, or taken messages of it\n",
+        "not acknowledged: another worker has messages of the batch, or it was acknowledged before\n",
     )
     assert client.ack(taken[0].batch_id) == 1
 

@@ -324,9 +324,9 @@ def test_commands_say_what_they_did(run: Run, queue: str) -> None:
     assert run("create", name, "--subscribe", "c").stdout == (
         f"queue {name} is created\nconsumer c is subscribed to queue {name}\n"
     )
-    assert run("create", name).stdout == f"queue {name} is there already\n"
+    assert run("create", name).stdout == f"queue {name} exists already\n"
     assert run("create", name, "--set", "max_retries=1").stdout == (
-        f"queue {name} is there already; its settings stay\n"
+        f"queue {name} exists already; its settings stay\n"
     )
     assert run("subscribe", name, "d").stdout == f"consumer d is subscribed to queue {name}\n"
     assert run("subscribe", name, "d").stdout == (

@@ -122,7 +122,7 @@ def test_an_operator_finds_what_is_wrong_and_mends_it(database: str) -> None:
         assert r"no [bold]price\x1b[NJ" in shown.text
 
         shown.press("p")
-        shown.wait_for("Pause queue orders?", "Consumers go on.")
+        shown.wait_for("Pause queue orders?", "Consumers still receive.")
         shown.press("n")
         shown.wait_without("Pause queue orders?")
         assert value(database, "select queue_paused from pgque.get_queue_info('orders')") is False
@@ -137,7 +137,7 @@ def test_an_operator_finds_what_is_wrong_and_mends_it(database: str) -> None:
         assert value(database, "select queue_paused from pgque.get_queue_info('orders')") is False
 
         shown.press("c")
-        shown.wait_for("Release 1 batch with 4 messages, held by 1 worker", "redelivered.")
+        shown.wait_for("Release 1 batch with 4 messages, leased by 1 worker", "redelivered.")
         shown.press("y")
         shown.wait_for("Released 1 batch of consumer clerk.", "Workers with messages: none")
 

@@ -246,7 +246,7 @@ def test_a_queue_that_is_dropped_leaves_the_handlers_of_others_the_time_to_finis
     with pytest.raises(pgque.PgqueQueueNotFound), runner.running() as thread:
         wait_until(lambda: runner.seen == [queues[0]], "the handler waits")
         client.drop_queue(queues[1], force=True)
-        wait_until(lambda: "finishes what is begun" in caplog.text or not thread.is_alive())
+        wait_until(lambda: "finishes its running handlers" in caplog.text or not thread.is_alive())
         runner.hold["hold"].set()
         wait_until(lambda: not thread.is_alive())
     assert client.list_messages(queues[0]) == []

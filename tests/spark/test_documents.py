@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from conftest import install
-from support.documents import ROOT, Page
+from support.documents import ROOT, Page, run_example
 
 README = ROOT / "README.md"
 SPARK = ROOT / "python" / "SPARK.md"
+EXAMPLES = sorted((ROOT / "tests" / "examples" / "spark").glob("*.py"))
 
 
 # Slow, and so on the newest PySpark only: the handler for Ctrl-C of 4.0 breaks the connection to its JVM.
@@ -25,3 +26,13 @@ def test_the_blocks_of_a_document_run_on_spark(
         install(tcp_dsn)
     page = spark_page(path, spark_variables)
     assert page.run(lambda block: block.language != "python" or path == SPARK or "spark" in block.code) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs_on_spark(
+    path: Path, tcp_dsn: str, spark_variables: dict[str, str], tmp_path: Path
+) -> None:
+    install(tcp_dsn)
+    run_example(path, tcp_dsn, tmp_path, spark_variables)

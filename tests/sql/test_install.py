@@ -157,8 +157,8 @@ def test_an_owner_that_is_no_superuser_commits_sinks_of_others_and_is_told_what_
     health = "select h.detail, h.advice from pgque.health() h where h.check_name = 'open transactions'"
     (hidden,) = rows(looker, health)
     assert hidden == (
-        f"others write, since when is hidden from {owner.name}",
-        f"To be told of old ones: grant pg_read_all_stats to {owner.name}.",
+        f"other transactions write, and their age is hidden from {owner.name}",
+        f"To see their age: grant pg_read_all_stats to {owner.name}.",
     )
     admin.execute(f"grant pg_read_all_stats to {owner.name}".encode())
     (seen,) = rows(looker, health)

@@ -545,7 +545,7 @@ def test_who_passes_null_as_the_caller_hears_what_to_do(
     null = NULLS["an empty subquery"][1]
     error = refused(DENIED, rows, user, f"select * from pgque.peek('{one}', 10, null, {null})")
     assert "caller is null" in str(error.diag.message_detail)
-    assert "Leave the argument caller out" in str(error.diag.message_hint)
+    assert "Leave out the argument caller" in str(error.diag.message_hint)
     assert rows(user, f"select * from pgque.peek('{one}')") == []
 
 

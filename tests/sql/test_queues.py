@@ -7,7 +7,21 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
-from sql.helpers import Connection, drain, receive, refused, rows, send, subscribe, tick, value
+from sql.helpers import (
+    Connection,
+    configure,
+    drain,
+    nack,
+    payloads,
+    post,
+    receive,
+    refused,
+    rows,
+    send,
+    subscribe,
+    tick,
+    value,
+)
 
 
 def tables(conn: Connection) -> list[str]:
@@ -196,7 +210,9 @@ def test_what_depends_on_a_table_of_a_dropped_queue_keeps_only_that(own: Connect
     assert value(own, "select pgque.drop_queue('gone')") == 1
     assert value(own, "select pgque.drop_queue('other')") == 1
     assert value(own, "select pgque.maint()") == 1
-    assert said == [f"pgque: tables of a dropped queue stay: view public.v depends on table event_{gone}_1"]
+    assert said == [
+        f"pgque: cannot drop the tables of a dropped queue: view public.v depends on table event_{gone}_1"
+    ]
     assert value(own, f"select to_regclass('pgque.event_{other}_1')") is None
     assert value(own, "select pgque.maint()") == 0
     assert len(said) == 2
@@ -340,3 +356,23 @@ def test_what_fails_in_the_maintenance_of_tables_does_not_stop_the_rest(own: Con
     )
     value(own, "select pgque.maint_tables()")
     assert tables(own) == before
+
+
+def test_a_publication_for_all_tables_refuses_no_change_of_a_queue(own: Connection) -> None:
+    own.execute("create publication everything for all tables")
+    own.execute("select pgque.create_queue('q'), pgque.subscribe('q', 'c'), pgque.subscribe('q', 'other')")
+    configure(own, "q", max_retries=0, archive_on_ack=True)
+    post(own, "q", "1", key="k", ttl="1 hour")
+    post(own, "q", "2", key="k")
+    post(own, "q", "3", delay="1 hour")
+    own.execute("select pgque.create_recurring('r', 'q', '1 hour', 't', '{}'::text)")
+    tick(own, "q")
+    (message,) = receive(own, "q", "c")
+    assert message.payload == "2"
+    nack(own, message)
+    assert value(own, "select pgque.dlq_requeue_all('q')") == 1
+    assert payloads(own, "q") == ["2"]
+    for _ in range(3):
+        own.execute("select pgque.maint()")
+    own.execute("select pgque.drop_recurring('r'), pgque.unsubscribe('q', 'other')")
+    assert value(own, "select pgque.drop_queue('q', true)") == 1

@@ -373,7 +373,7 @@ def test_what_nobody_sends_is_a_warning(two: Connection) -> None:
     clock(two, "2026-01-01 01:01:01")
     assert [(status, queue) for status, queue, *_ in health(two)] == [("warn", "other"), ("warn", "q")]
     assert {hint for *_, hint in health(two)} == {
-        "See the check ticker. select pgque.maint_recurring() sends what is due."
+        "See the check ticker. To send it now: select pgque.maint_recurring()"
     }
 
 

@@ -68,6 +68,7 @@ step "sql/message.svg is current (make picture)" generated picture sql/message.s
 step "sql/positions.svg is current (make picture)" generated picture sql/positions.svg support.picture positions
 step "sync Python is generated from async" sync
 step "python/SPARK.md has the options" options
+step "codespell, proselint" "$bin/python" -m support.proofread
 step "ruff check" "$bin/ruff" check --quiet python tests
 step "ruff format" "$bin/ruff" format --check --quiet --exclude '*.md' --exclude client.py --exclude consumer.py python tests
 step "mypy --strict, package" "$bin/mypy" --config-file python/pyproject.toml --no-error-summary python/src

@@ -123,6 +123,28 @@ def difference(expected: str, found: str) -> str | None:
     return f"--- the page shows\n{expected.strip()}\n--- it prints\n{shown}"
 
 
+def run_example(path: Path, dsn: str, folder: Path, env: Mapping[str, str] | None = None) -> None:
+    """Run an example as a program, and compare its output with that in its docstring.
+
+    Raises BadPage if it fails or prints something else.
+    """
+    expected = path.read_text(encoding="utf-8").split('"""', 2)[1].split("Prints:\n", 1)[1]
+    done = subprocess.run(
+        [sys.executable, str(path), dsn],
+        env={**environment("", []), **(env or {})},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=3 * PATIENCE,
+    )
+    if done.returncode != 0:
+        raise BadPage(f"{path.name} ended with {done.returncode}:\n{done.stderr}")
+    shown = "\n".join(line.removeprefix("    ") for line in expected.strip("\n").split("\n"))
+    if (told := difference(shown, done.stdout)) is not None:
+        raise BadPage(f"{path.name}: {told}\n{done.stderr}")
+
+
 def psql_folder(server_bindir: Path | None = None) -> Path | None:
     """Return a folder with psql: the server's own, the machine's, or the embedded server's."""
     candidates = [server_bindir, Path(shutil.which("psql") or "/none").parent]

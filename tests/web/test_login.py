@@ -87,7 +87,7 @@ def test_a_server_that_asks_for_no_password_lets_nobody_in(
     b = Browser(app)
     page = b.log_in(reader, password="anything")
     assert page.status_code == 401
-    assert "lets this role in without a password" in text(page)
+    assert "accepts this role without a password" in text(page)
     app.close()  # type: ignore[attr-defined]
 
 
@@ -97,7 +97,7 @@ def test_a_role_without_rights_and_a_database_without_pgque_are_told_so(
     for role in (nobody, writer):
         page = browser().log_in(role)
         assert page.status_code == 401
-        assert "has no right to look at queues" in text(page)
+        assert "has no right to read queues" in text(page)
     elsewhere = make_conninfo(tcp_dsn, dbname="postgres")
     b = Browser(app := pgque.web.app([tcp_dsn, elsewhere]))
     assert "Database" in text(b.get("/login"))

@@ -68,7 +68,7 @@ def test_messages_that_keep_failing_are_shown_and_poison_is_archived(
     b = browser(admin)
     page = text(b.get("/failing", queue=queue))
     assert "No poison message." in page
-    assert "No message waits for a retry." in page
+    assert "No message is in state retry." in page
 
     ids = [
         row[0]
@@ -89,7 +89,7 @@ def test_messages_that_keep_failing_are_shown_and_poison_is_archived(
         page = text(b.get("/failing", queue=queue))
         conn.execute("select pgque.reclaim(%s, 'c')", [queue])
     assert f"{ids[0]} processing c 3" in page
-    assert "Waiting for a retry: 1" in page
+    assert "In state retry: 1" in page
     assert f'href="/failing?queue={queue}#retries">' in b.get("/queue", queue=queue).text
     assert "printer N on fire default c 1 1" in page
     assert f"{ids[1]} c default 1 1" in page
@@ -116,9 +116,7 @@ def test_the_leases_of_one_worker_are_released(
     )
     rows = conn.execute("select worker, messages from pgque.list_workers(%s)", [queue]).fetchall()
     assert rows == [("busy", 1)]
-    assert "Worker stuck has no lease any more." in text(
-        b.post("/queue/reclaim/worker", worker="stuck", **fields)
-    )
+    assert "Worker stuck has no lease now." in text(b.post("/queue/reclaim/worker", worker="stuck", **fields))
 
 
 def test_a_server_that_is_back_is_ready_at_once(tcp_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:

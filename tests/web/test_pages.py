@@ -61,7 +61,7 @@ def test_the_overview_begins_with_problems_and_leads_to_them(
         < page.index("Backlog")
     )
     assert re.search(
-        rf"{queue} : dead letters 2, newest at \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC look at the", page
+        rf"{queue} : dead letters 2, newest at \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC open the", page
     )
     assert "press Resume sending on the page of the queue" in page
     assert "Messages sent a second" in page  # the chart, from the ticks

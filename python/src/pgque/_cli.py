@@ -41,11 +41,11 @@ Exit codes:
   0  done
   1  error: the database, or pgque, refused
   2  wrong usage
-  3  nothing received or settled, a health check failed, or nothing ticks after start
+  3  no message received or changed, a health check failed, or nothing ticks after start
   4  health: warnings only
 
-The database is the one of --dsn or PGQUE_DSN; what they leave out comes from PGHOST, PGPORT,
-PGDATABASE, PGUSER, PGPASSWORD and the other PG* variables.
+The database is the one of --dsn or PGQUE_DSN. Missing parts come from PGHOST, PGPORT, PGDATABASE,
+PGUSER, PGPASSWORD and the other PG* variables.
 """
 
 
@@ -191,7 +191,7 @@ def echo(text: object, *, err: bool = False) -> None:
 
 
 def warn_unread(client: PgqueClient, queue: str, messages: str) -> None:
-    """Say on standard error that a queue has no consumer; where the role may not know, say nothing."""
+    """Print a note if a queue has no consumer, unless the role may not know."""
     try:
         if client.get_consumer_info(queue):
             return

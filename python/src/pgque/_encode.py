@@ -65,7 +65,7 @@ def payloads_and_cast(
         if value is not None:
             casts.add(cast)
     if "bytea" in casts and len(casts) > 1:
-        raise TypeError("a batch is of bytes, or of text and JSON: send them in two")
+        raise TypeError("a batch has either bytes, or text and JSON: send two batches")
     return encoded, f"{casts.pop() if len(casts) == 1 else 'text'}[]"
 
 
@@ -283,6 +283,9 @@ where n.nspname = 'pgque' and p.proname = 'version' and p.pronargs = 0
 """
 
 
+UPGRADE_PACKAGE = "pip install --upgrade ./python"
+
+
 def check_version(server: str | None, package: str) -> None:
     """Raise PgqueVersionError unless the database has the version that the package was made for.
 
@@ -297,8 +300,8 @@ def check_version(server: str | None, package: str) -> None:
         cure = "pgque install --dsn …"
         advice = f"upgrade the database with: {cure}"
         if _numbers(server) > _numbers(package):
-            cure = "pip install --upgrade pgque"
-            advice = f"upgrade the package with: {cure}"
+            cure = UPGRADE_PACKAGE
+            advice = f"upgrade the package with: {cure} (in the repository; pgque on PyPI is another package)"
         raise PgqueVersionError(
             f"this database has pgque {server}, and the Python package is {package}; {advice}", hint=cure
         )
@@ -307,11 +310,10 @@ def check_version(server: str | None, package: str) -> None:
 def check_not_newer(server: str, package: str) -> None:
     """Raise PgqueVersionError where an install would take the database back to an older version."""
     if _numbers(server) > _numbers(package):
-        cure = "pip install --upgrade pgque"
         raise PgqueVersionError(
-            f"this database has pgque {server}, which is newer than this package's {package}; "
-            f"upgrade the package with: {cure}",
-            hint=cure,
+            f"this database has pgque {server}, which is newer than this package's {package}; upgrade the "
+            f"package with: {UPGRADE_PACKAGE} (in the repository; pgque on PyPI is another package)",
+            hint=UPGRADE_PACKAGE,
         )
 
 

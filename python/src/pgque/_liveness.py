@@ -94,4 +94,4 @@ def _tell_systemd(address: str, state: bytes) -> None:
             sender.setblocking(False)
             sender.sendto(state, address)
     except OSError as error:
-        log.warning("systemd cannot be told: %s", error)
+        log.warning("cannot notify systemd: %s", error)

@@ -24,7 +24,7 @@ from .types import Setting
 
 
 class Operations(Protocol):
-    """Stand for `alembic.op`, or an `Operations` object of Alembic."""
+    """Describe `alembic.op`, or an `Operations` object of Alembic."""
 
     def get_context(self) -> Any:
         """Return the context of the migration."""
@@ -33,8 +33,8 @@ class Operations(Protocol):
 def install(op: Operations) -> None:
     """Install pgque, or upgrade it to the version of this package.
 
-    After an upgrade of the package write one more migration that calls this; its downgrade is empty. Raises
-    PgqueVersionError where the database has a newer version than this package.
+    After an upgrade of the package, write one more migration that calls this; its downgrade is empty. Raises
+    PgqueVersionError if the database has a newer version than this package.
     """
     context = op.get_context()
     _check(context)
@@ -49,12 +49,12 @@ def uninstall(op: Operations) -> None:
 
 
 def create_queue(op: Operations, queue: str, config: Mapping[str, Setting] | None = None) -> None:
-    """Create a queue; one that is there stays as it is. Calls `pgque.create_queue`."""
+    """Create a queue; an existing one is not changed. Calls `pgque.create_queue`."""
     _run(op, _migrations.create_queue(queue, config))
 
 
 def drop_queue(op: Operations, queue: str, force: bool = False) -> None:
-    """Drop a queue. Calls `pgque.drop_queue`, which needs `force` while the queue is in use."""
+    """Drop a queue; pass `force` while it is in use. Calls `pgque.drop_queue`."""
     _run(op, _migrations.drop_queue(queue, force))
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger("pgque.asgi")
 
 
 class Running:
-    """The workers and consumers that run in an application, and whether each of them still does."""
+    """Report the workers and consumers that run in an application."""
 
     def __init__(self, workers: Sequence[Runnable]) -> None:
         self._workers = workers
@@ -35,7 +35,7 @@ class Running:
     def problems(self) -> list[str]:
         """Return a line for each worker that has ended before the application did, with its error.
 
-        A worker that tries to reach its database is none of these.
+        A worker that is connecting again to its database is not among them.
         """
         return [_ending(name, task) for name, task in self._tasks.items() if task.done()]
 
@@ -88,14 +88,14 @@ def _ending(name: str, task: asyncio.Task[None]) -> str:
 
 @asynccontextmanager
 async def running(*workers: Runnable | Callable[[], Runnable]) -> AsyncIterator[Running]:
-    """Run workers and consumers while the block runs, for a lifespan of one's own.
+    """Run workers and consumers while the block runs, for a lifespan of your own.
 
-    At the end of the block they are stopped, and their handlers have the time to finish that they have after
-    `stop()`. Signals are left to the server. A worker that ends before is logged as an error to `pgque.asgi`,
-    and is among `Running.problems()`; the block goes on.
+    At the end of the block they are stopped, and running handlers have as long to finish as after `stop()`.
+    Signals are left to the server. A worker that ends earlier is logged as an error to `pgque.asgi`, and is
+    among `Running.problems()`; the block goes on.
 
     Args:
-        workers: an AsyncWorker or an AsyncConsumer each, or a function without arguments that returns one.
+        workers: each is an AsyncWorker, an AsyncConsumer, or a function without arguments that returns one.
 
     Raises TypeError for anything else, ValueError for two of one name, RuntimeError for a worker that was
     stopped before, and the errors of `AsyncWorker.run` that come before it connects.
@@ -114,6 +114,9 @@ def lifespan(
     """Return a lifespan in which workers and consumers run; see `running`.
 
     They start with the application and stop with it. `request.state.pgque` is the Running of each request.
+    While the database is away, a worker tries again for as long as it takes. The server does not start a
+    mounted application: give the lifespan to the outer one. An application that starts more than once, as in
+    tests, needs a function that makes the worker.
 
     Args:
         workers: as of `running`.

@@ -1,5 +1,5 @@
 # Generated from calls_async.py by tools/make_sync.py: edit that file and run the script again.
-"""Functions that send, receive and settle in the transaction that the caller has open.
+"""Functions that send, receive and acknowledge in the open transaction of the caller.
 
 `calls.py` is generated from `calls_async.py` by `tools/make_sync.py`; edit the async file.
 """
@@ -36,16 +36,21 @@ def send(
     partition_key: str | None = None,
     encoder: Encoder | None = None,
 ) -> int:
-    """Send one message in the transaction of a connection and return its id. Calls `pgque.send`.
+    """Send one message in the open transaction of a connection and return its id. Calls `pgque.send`.
 
-    `conn` is a connection of psycopg, psycopg2, SQLAlchemy or Django, a cursor, a SQLAlchemy session,
-    the alias of a database of Django, or a pool of psycopg_pool.
-    The message is committed or rolled back with the transaction that is open there. On a connection in
-    autocommit, and on a pool, each call is a transaction of its own.
+    `conn` is a connection of psycopg, SQLAlchemy or asyncpg, a psycopg cursor, a SQLAlchemy session, or a
+    pool of psycopg_pool or asyncpg. The message is committed or rolled back with the transaction. On a
+    connection in autocommit, and on a pool, each call is a transaction of its own.
 
     Options and errors are those of `PgqueClient.send`, and `encoder` is that of a client. Raises
     TypeError for what is no connection, and PgqueVersionError when the database has no pgque or an older
     one.
+
+    The call costs one round trip. It passes payloads and headers as text or bytes, so your adapters for JSON,
+    times, numbers or UUIDs and your row factory are not used; adapters and codecs for text, bytes and int
+    are. In a psycopg pipeline each call waits for its result. While `stream()` of a psycopg cursor is being
+    read, its connection is locked, and a call on it never returns: read the stream to its end first.
+    The session that SQLAlchemy's `run_sync` passes to a function is one for the blocking `send`.
     """
     options = {
         "headers": headers,
@@ -106,11 +111,11 @@ def receive(
     ack_batch: int | None = None,
     decoder: Decoder | None = None,
 ) -> list[Message]:
-    """Return the next batch, at most `max_messages` long, or [] when there is none. Calls `pgque.receive`.
+    """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
 
-    `conn` is what `send` takes; the other arguments are those of `PgqueClient.receive`, and
-    `decoder` is that of a client. A batch received in a transaction that is rolled back is delivered
-    again. Times of messages are in UTC.
+    `conn` is as of `send`; the other arguments are those of `PgqueClient.receive`, and `decoder`
+    is that of a client. If the transaction is rolled back, the batch is redelivered. Times of messages are in
+    UTC.
     """
     _payloads.check_functions(decoder=decoder)
     make: Callable[..., Message] = _payloads.message_maker(Message, decoder)
@@ -131,11 +136,11 @@ def ack(conn: object, batch_id: int, msgs: Sequence[MessageOrId]) -> list[Outcom
 def ack(
     conn: object, batch_id: int, msgs: Sequence[MessageOrId] | None = None
 ) -> int | list[Outcome]:
-    """Finish a batch: 1, or 0 when it was not open; or some of its messages, with an Outcome each. Calls
-    `pgque.ack`.
+    """Acknowledge a batch: return 1, or 0 if it was not open. Calls `pgque.ack`.
 
-    `conn` is what `send` takes. In the transaction that writes the result of a message, the effect and
-    the acknowledgement are committed together.
+    With `msgs`, acknowledge only these messages, and return an Outcome for each. `conn` is as of
+    `send`. In the transaction that writes the result of a message, result and acknowledgement are
+    committed together.
     """
     if msgs is None:
         return _value(conn, int, _statements.ack(batch_id))
@@ -169,10 +174,10 @@ def nack(
     retry_after: Seconds | None = None,
     reason: str | None = None,
 ) -> int | list[Outcome]:
-    """Give messages of an open batch back, to come again after `retry_after` seconds. Calls `pgque.nack`.
+    """Reject messages of an open batch: they are redelivered after `retry_after` seconds. Calls `pgque.nack`.
 
-    `conn` is what `send` takes; the rest is as in `PgqueClient.nack`: one message gives 1, a
-    sequence an Outcome each.
+    `conn` is as of `send`; the rest is as of `PgqueClient.nack`: 1 for one message, an Outcome for
+    each of a sequence.
     """
     options = {
         "retry_after": ("interval", _encode.interval(retry_after)),

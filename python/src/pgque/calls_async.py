@@ -1,4 +1,4 @@
-"""Functions that send, receive and settle in the transaction that the caller has open.
+"""Functions that send, receive and acknowledge in the open transaction of the caller.
 
 `calls.py` is generated from `calls_async.py` by `tools/make_sync.py`; edit the async file.
 """
@@ -35,16 +35,21 @@ async def send_async(
     partition_key: str | None = None,
     encoder: Encoder | None = None,
 ) -> int:
-    """Send one message in the transaction of a connection and return its id. Calls `pgque.send`.
+    """Send one message in the open transaction of a connection and return its id. Calls `pgque.send`.
 
-    `conn` is a connection of psycopg, SQLAlchemy or asyncpg, a psycopg cursor, a SQLAlchemy session, or
-    a pool of psycopg_pool or asyncpg.
-    The message is committed or rolled back with the transaction that is open there. On a connection in
-    autocommit, and on a pool, each call is a transaction of its own.
+    `conn` is a connection of psycopg, SQLAlchemy or asyncpg, a psycopg cursor, a SQLAlchemy session, or a
+    pool of psycopg_pool or asyncpg. The message is committed or rolled back with the transaction. On a
+    connection in autocommit, and on a pool, each call is a transaction of its own.
 
     Options and errors are those of `AsyncPgqueClient.send`, and `encoder` is that of a client. Raises
     TypeError for what is no connection, and PgqueVersionError when the database has no pgque or an older
     one.
+
+    The call costs one round trip. It passes payloads and headers as text or bytes, so your adapters for JSON,
+    times, numbers or UUIDs and your row factory are not used; adapters and codecs for text, bytes and int
+    are. In a psycopg pipeline each call waits for its result. While `stream()` of a psycopg cursor is being
+    read, its connection is locked, and a call on it never returns: read the stream to its end first.
+    The session that SQLAlchemy's `run_sync` passes to a function is one for the blocking `send`.
     """
     options = {
         "headers": headers,
@@ -105,11 +110,11 @@ async def receive_async(
     ack_batch: int | None = None,
     decoder: Decoder | None = None,
 ) -> list[Message]:
-    """Return the next batch, at most `max_messages` long, or [] when there is none. Calls `pgque.receive`.
+    """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
 
-    `conn` is what `send_async` takes; the other arguments are those of `AsyncPgqueClient.receive`, and
-    `decoder` is that of a client. A batch received in a transaction that is rolled back is delivered
-    again. Times of messages are in UTC.
+    `conn` is as of `send_async`; the other arguments are those of `AsyncPgqueClient.receive`, and `decoder`
+    is that of a client. If the transaction is rolled back, the batch is redelivered. Times of messages are in
+    UTC.
     """
     _payloads.check_functions(decoder=decoder)
     make: Callable[..., Message] = _payloads.message_maker(Message, decoder)
@@ -130,11 +135,11 @@ async def ack_async(conn: object, batch_id: int, msgs: Sequence[MessageOrId]) ->
 async def ack_async(
     conn: object, batch_id: int, msgs: Sequence[MessageOrId] | None = None
 ) -> int | list[Outcome]:
-    """Finish a batch: 1, or 0 when it was not open; or some of its messages, with an Outcome each. Calls
-    `pgque.ack`.
+    """Acknowledge a batch: return 1, or 0 if it was not open. Calls `pgque.ack`.
 
-    `conn` is what `send_async` takes. In the transaction that writes the result of a message, the effect and
-    the acknowledgement are committed together.
+    With `msgs`, acknowledge only these messages, and return an Outcome for each. `conn` is as of
+    `send_async`. In the transaction that writes the result of a message, result and acknowledgement are
+    committed together.
     """
     if msgs is None:
         return await _value_async(conn, int, _statements.ack(batch_id))
@@ -168,10 +173,10 @@ async def nack_async(
     retry_after: Seconds | None = None,
     reason: str | None = None,
 ) -> int | list[Outcome]:
-    """Give messages of an open batch back, to come again after `retry_after` seconds. Calls `pgque.nack`.
+    """Reject messages of an open batch: they are redelivered after `retry_after` seconds. Calls `pgque.nack`.
 
-    `conn` is what `send_async` takes; the rest is as in `AsyncPgqueClient.nack`: one message gives 1, a
-    sequence an Outcome each.
+    `conn` is as of `send_async`; the rest is as of `AsyncPgqueClient.nack`: 1 for one message, an Outcome for
+    each of a sequence.
     """
     options = {
         "retry_after": ("interval", _encode.interval(retry_after)),

@@ -86,7 +86,18 @@ class _Group(click.Group):
             sys.exit(1)
 
 
-@click.group(cls=_Group, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+_COMPLETION = """
+\b
+The Tab key completes commands and options after this line in the shell's start file:
+  bash  ~/.bashrc  eval "$(_PGQUE_COMPLETE=bash_source pgque)"
+  zsh   ~/.zshrc   eval "$(_PGQUE_COMPLETE=zsh_source pgque)"
+  fish  ~/.config/fish/completions/pgque.fish  _PGQUE_COMPLETE=fish_source pgque | source
+"""
+
+
+@click.group(
+    cls=_Group, epilog=EXIT_CODES + _COMPLETION, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="pgque")
 def main() -> None:
     """Message queue and event log inside PostgreSQL."""
@@ -94,7 +105,7 @@ def main() -> None:
 
 @main.command(epilog=EXIT_CODES)
 @dsn_option
-@click.option("--dump-sql", is_flag=True, help="Print the SQL instead, for somebody else to run it by psql.")
+@click.option("--dump-sql", is_flag=True, help="Print the SQL instead of running it.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write the SQL of --dump-sql to a file.",
@@ -102,7 +113,7 @@ def main() -> None:
 def install(dsn: str, dump_sql: bool, output: Path | None) -> None:
     """Install pgque into a database, or upgrade it, in one transaction.
 
-    The SQL of --dump-sql is run by: psql -qv ON_ERROR_STOP=1 -1f FILE
+    To run the SQL of --dump-sql: psql -qv ON_ERROR_STOP=1 -1f FILE
     """
     if output is not None and not dump_sql:
         raise click.UsageError("--output is for --dump-sql")
@@ -126,7 +137,7 @@ def uninstall(dsn: str, yes: bool) -> None:
 
 @main.command()
 @dsn_option
-@click.option("--quiet", is_flag=True, help="Say nothing unless something is wrong.")
+@click.option("--quiet", is_flag=True, help="Print only warnings and errors.")
 @click.option("--systemd-unit", is_flag=True, help="Print a systemd unit that runs this command, and exit.")
 def ticker(dsn: str, quiet: bool, systemd_unit: bool) -> None:
     """Tick all queues and do the maintenance, until SIGTERM or SIGINT.
@@ -177,7 +188,7 @@ _CONSUMER_COLUMNS = ("queue_name", "consumer_name", "pending_events", "lag", "la
 @dsn_option
 @json_option
 def queues(dsn: str, as_json: bool) -> None:
-    """List the queues and where their consumers stand."""
+    """List the queues with the position and lag of their consumers."""
     with connect(dsn) as client:
         found, consumers = client.get_queue_info(), client.get_consumer_info()
     if as_json:
@@ -197,7 +208,7 @@ def queues(dsn: str, as_json: bool) -> None:
     type=click.Choice(["auto", "docker", "local", "embedded"]),
     default="auto",
     show_default=True,
-    help="Where to run it when no --dsn is given.",
+    help="Server to use without --dsn.",
 )
 @click.option(
     "--workers", type=click.IntRange(min=1), default=None, help="Worker processes [default: one a core]."

@@ -1,4 +1,4 @@
-"""The commands that say whether all is well, and those that start and stop the ticker."""
+"""The commands that check the health, and those that start and stop the ticker."""
 
 from __future__ import annotations
 
@@ -115,8 +115,10 @@ def print_checks(checks: Sequence[HealthCheck]) -> None:
 @click.command()
 @dsn_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--all", "everything", is_flag=True, help="Show also the checks that are ok.")
-@click.option("--watch", is_flag=True, help=f"Look again every {WATCH_INTERVAL:.0f} seconds, until Ctrl-C.")
+@click.option("--all", "everything", is_flag=True, help="Also show the checks that are ok.")
+@click.option(
+    "--watch", is_flag=True, help=f"Repeat the checks every {WATCH_INTERVAL:.0f} seconds, until Ctrl-C."
+)
 def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
     """Show what is wrong, the worst first, and the commands that mend it.
 
@@ -183,7 +185,7 @@ def start(dsn: str, wait: timedelta) -> None:
                 break
             time.sleep(min(0.5, max(deadline - time.monotonic(), 0.05)))
         found = next(check for check in client.health() if check.check_name == "ticker")
-    echo(f"pgque: the ticker is scheduled and does not run{' all the time' if runs else ''}", err=True)
+    echo(f"pgque: the ticker is scheduled, but does not run{' all the time' if runs else ''}", err=True)
     print_checks([found])
     sys.exit(EXIT_NOTHING)
 
@@ -191,7 +193,7 @@ def start(dsn: str, wait: timedelta) -> None:
 @click.command()
 @dsn_option
 def stop(dsn: str) -> None:
-    """End the running ticker loop, and remove it from the schedule of pg_cron."""
+    """Stop the running ticker loop, and remove it from the schedule of pg_cron."""
     with connect(dsn) as client:
         client.stop()
     echo("stopped")

@@ -41,7 +41,7 @@ _BATCH = parsed_ids("the batch_id that pgque receive --json --no-ack shows")
 )
 @click.option("--set", "settings", multiple=True, metavar="PARAM=VALUE", help="A setting; repeatable.")
 def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[str]) -> None:
-    """Create a queue, if it is not there, and subscribe consumers to it."""
+    """Create a queue if it does not exist, and subscribe consumers to it."""
     with connect(dsn) as client:
         created = client.create_queue(queue, pairs(settings) or None)
         subscribed = [(consumer, client.subscribe(queue, consumer)) for consumer in consumers]
@@ -49,7 +49,7 @@ def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[st
         if created:
             echo(f"queue {queue} is created")
         else:
-            echo(f"queue {queue} is there already{'; its settings stay' if settings else ''}")
+            echo(f"queue {queue} exists already{'; its settings stay' if settings else ''}")
         for consumer, new in subscribed:
             _print_subscribed(queue, consumer, new)
         warn_unread(client, queue, "messages are kept only for consumers")
@@ -60,7 +60,7 @@ def create(dsn: str, queue: str, consumers: Sequence[str], settings: Sequence[st
 @click.argument("queue")
 @click.argument("consumer")
 @click.option("--from", "start_at", metavar="WHERE", help="latest, earliest, a tick id or a time.")
-@click.option("--keyed-order", is_flag=True, help="Hand out messages of one key one at a time, in order.")
+@click.option("--keyed-order", is_flag=True, help="Deliver messages of one key one at a time, in order.")
 def subscribe(dsn: str, queue: str, consumer: str, start_at: str | None, keyed_order: bool) -> None:
     """Subscribe a consumer to a queue."""
     with connect(dsn) as client:
@@ -80,7 +80,7 @@ def _print_subscribed(queue: str, consumer: str, new: int) -> None:
 @click.argument("queue")
 @click.argument("consumer")
 def unsubscribe(dsn: str, queue: str, consumer: str) -> None:
-    """Take a consumer off a queue."""
+    """Unsubscribe a consumer from a queue."""
     with connect(dsn) as client:
         count = client.unsubscribe(queue, consumer)
     if count:
@@ -96,11 +96,11 @@ def unsubscribe(dsn: str, queue: str, consumer: str) -> None:
 @click.option("--type", "type_", default="default", show_default=True, help="Message type.")
 @click.option("--lines", is_flag=True, help="Send each line of standard input as a message.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header; repeatable.")
-@click.option("--key", help="Replace the message with this key that was not handed out yet.")
+@click.option("--key", help="Replace the pending message with this key.")
 @click.option("--partition-key", help="Key for keyed order.")
-@length_option("--delay", "Deliver it after so long.")
-@click.option("--deliver-at", type=click.DateTime(), help="Deliver it at this time, in local time.")
-@length_option("--ttl", "Let it expire after so long; 0s is never.")
+@length_option("--delay", "Deliver the message after this time.")
+@click.option("--deliver-at", type=click.DateTime(), help="Deliver the message at this time, in local time.")
+@length_option("--ttl", "Let the message expire after this time; 0s is never.")
 def send(
     dsn: str,
     queue: str,
@@ -114,7 +114,7 @@ def send(
     deliver_at: datetime | None,
     ttl: timedelta | None,
 ) -> None:
-    """Send a message and print its id. Without PAYLOAD, or with -, it is read from standard input."""
+    """Send a message and print its id. Without PAYLOAD, or with -, read the payload from standard input."""
     if lines and payload is not None:
         raise click.UsageError("--lines reads standard input: leave PAYLOAD out")
     if lines:
@@ -138,7 +138,7 @@ def send(
         client.conn.commit()
         for msg_id in ids:
             echo(msg_id)
-        warn_unread(client, queue, "nobody gets what was sent")
+        warn_unread(client, queue, "nobody receives these messages")
 
 
 @click.command(epilog=EXIT_CODES)
@@ -149,9 +149,11 @@ def send(
     "--max", "max_messages", type=click.IntRange(min=1), default=100, show_default=True, help="Most messages."
 )
 @click.option("--worker", help="Receive as this worker, one of several that share the consumer.")
-@length_option("--visibility-timeout", "Hide the messages from other workers for so long.")
-@click.option("--ack/--no-ack", default=True, show_default=True, help="Ack the batch once it is printed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a message, a line each.")
+@length_option("--visibility-timeout", "Lease the messages for this time.")
+@click.option(
+    "--ack/--no-ack", default=True, show_default=True, help="Acknowledge the batch after printing it."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print each message as a line of JSON.")
 def receive(
     dsn: str,
     queue: str,
@@ -162,10 +164,10 @@ def receive(
     ack: bool,
     as_json: bool,
 ) -> None:
-    """Receive a batch and print the payloads, a line each.
+    """Receive a batch and print each payload as a line.
 
-    With --no-ack the same messages come again; with --worker only after the visibility timeout. The exit
-    code is 3 when there are none, or when they could not be acked once they were printed.
+    With --no-ack the messages are redelivered; with --worker when the lease has expired. The exit code is 3
+    if there are no messages, or if they could not be acknowledged after they were printed.
     """
     if sys.stdout is None:
         raise click.UsageError("standard output is closed: nothing can be printed")
@@ -178,7 +180,10 @@ def receive(
         sys.stdout.flush()
         acked = client.ack(batch[0].batch_id) if batch and ack else len(batch)
     if batch and acked == 0:
-        echo("not acked: others have finished the batch, or taken messages of it", err=True)
+        echo(
+            "not acknowledged: another worker has messages of the batch, or it was acknowledged before",
+            err=True,
+        )
     if acked == 0:
         sys.exit(EXIT_NOTHING)
 
@@ -206,21 +211,21 @@ def _outcome_arguments(command: Callable[P, R]) -> Callable[P, R]:
 @click.command(epilog=EXIT_CODES)
 @_outcome_arguments
 def ack(dsn: str, batch: int, ids: Sequence[int]) -> None:
-    """Finish a batch, or some of its messages."""
+    """Acknowledge a batch, or some of its messages."""
     with connect(dsn) as client:
         acked = client.ack(batch, ids) if ids else client.ack(batch)
     if acked == 0:
-        echo("batch not open", err=True)
+        echo(f"batch {batch} is not open", err=True)
         sys.exit(EXIT_NOTHING)
     _report(acked if isinstance(acked, list) else [])
 
 
 @click.command(epilog=EXIT_CODES)
 @_outcome_arguments
-@length_option("--after", "Have them come again after so long [default: what the queue says].")
-@click.option("--reason", help="Why.")
+@length_option("--after", "Redeliver them after this time [default: retry_backoff of the queue].")
+@click.option("--reason", help="Reason, kept with the messages.")
 def nack(dsn: str, batch: int, ids: Sequence[int], after: timedelta | None, reason: str | None) -> None:
-    """Give messages of a batch back, to come again."""
+    """Reject messages of a batch: they are redelivered later."""
     with connect(dsn) as client:
         outcomes = client.nack(batch, _required(ids), after, reason)
     _report(outcomes)
@@ -228,9 +233,9 @@ def nack(dsn: str, batch: int, ids: Sequence[int], after: timedelta | None, reas
 
 @click.command(epilog=EXIT_CODES)
 @_outcome_arguments
-@click.option("--reason", help="Why.")
+@click.option("--reason", help="Reason, kept with the messages.")
 def dead(dsn: str, batch: int, ids: Sequence[int], reason: str | None) -> None:
-    """Give messages of a batch up, without more retries."""
+    """Give up messages of a batch, without more retries."""
     with connect(dsn) as client:
         outcomes = client.dead(batch, _required(ids), reason)
     _report(outcomes)
@@ -239,7 +244,7 @@ def dead(dsn: str, batch: int, ids: Sequence[int], reason: str | None) -> None:
 @click.command(epilog=EXIT_CODES)
 @_outcome_arguments
 def release(dsn: str, batch: int, ids: Sequence[int]) -> None:
-    """Hand messages of a worker's batch back, or all, to come again at once."""
+    """Release messages of a worker's batch, or all: any worker can receive them at once."""
     with connect(dsn) as client:
         released = client.release(batch, ids or None)
     echo(f"{released} released")
@@ -252,17 +257,17 @@ def release(dsn: str, batch: int, ids: Sequence[int]) -> None:
 @click.argument("batch", callback=_BATCH)
 @click.argument("length", callback=lambda ctx, param, value: age(value))
 def extend(dsn: str, batch: int, length: timedelta) -> None:
-    """Hide the messages of a worker's batch for LENGTH more."""
+    """Extend the lease on a worker's batch by LENGTH."""
     with connect(dsn) as client:
         held = client.extend(batch, length)
-    echo(f"{held} held")
+    echo(f"{held} leased")
     if held == 0:
         sys.exit(EXIT_NOTHING)
 
 
 def _required(ids: Sequence[int]) -> Sequence[int]:
     if not ids:
-        raise click.UsageError("give ids of messages")
+        raise click.UsageError("name the messages: give their ids after the batch")
     return ids
 
 
@@ -274,7 +279,7 @@ def _text(message: Message) -> str:
 
 
 def _report(outcomes: Sequence[Outcome]) -> None:
-    """Print what was refused, and end with an exit code that says so: after the commit of the rest."""
+    """Print refused messages, and exit with EXIT_NOTHING if there are any: after the commit of the rest."""
     for outcome in outcomes:
         if not outcome.ok:
             echo(f"{outcome.msg_id}: {outcome.reason}", err=True)

@@ -27,19 +27,19 @@ from .errors import PgqueError, is_permanent, one_line
     "--serve",
     metavar="HOST:PORT",
     callback=parsed_address,
-    help="Serve it over HTTP, at /metrics, until SIGTERM or SIGINT.",
+    help="Serve the figures over HTTP, at /metrics, until SIGTERM or SIGINT.",
 )
 @click.option(
     "--token",
     envvar="PGQUE_METRICS_TOKEN",
     metavar="TEXT",
-    help="Ask for this bearer token at /metrics [default: PGQUE_METRICS_TOKEN].",
+    help="Require this bearer token at /metrics [default: PGQUE_METRICS_TOKEN].",
 )
 @click.argument("queue", required=False)
 def metrics(
     dsn: str, as_json: bool, prometheus: bool, serve: Address | None, token: str | None, queue: str | None
 ) -> None:
-    """Show the figures of all queues, or of one: depth, messages in flight, dead letters and so on.
+    """Show the figures of all queues, or of one: depth, leased messages, dead letters and so on.
 
     With --serve or --prometheus they are for Prometheus, with the checks of `pgque health`. The server also
     answers /healthz, and /readyz while the database can be read.
@@ -100,7 +100,7 @@ def _serve(server: ThreadingHTTPServer, address: Address) -> None:
 
 @click.group()
 def monitoring() -> None:
-    """Dashboards for Grafana, alert rules for Prometheus, and what goes with them."""
+    """Export dashboards for Grafana, alert rules for Prometheus, and their configuration."""
 
 
 @monitoring.command()

@@ -1,4 +1,4 @@
-"""The commands that look at queues, messages and workers, and change them."""
+"""The commands that show queues, messages and workers, and change them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def drop(dsn: str, queue: str, force: bool) -> None:
 @click.argument("queue")
 @click.argument("new_name")
 def rename(dsn: str, queue: str, new_name: str) -> None:
-    """Give a queue another name."""
+    """Rename a queue."""
     with connect(dsn) as client:
         client.rename_queue(queue, new_name)
     echo(f"queue {queue} is now {new_name}")
@@ -55,7 +55,7 @@ def rename(dsn: str, queue: str, new_name: str) -> None:
 @dsn_option
 @click.argument("queue")
 def pause(dsn: str, queue: str) -> None:
-    """Close a queue for senders; consumers go on."""
+    """Pause a queue: senders get an error, consumers still receive."""
     with connect(dsn) as client:
         client.pause(queue)
     echo(f"queue {queue} is paused")
@@ -65,7 +65,7 @@ def pause(dsn: str, queue: str) -> None:
 @dsn_option
 @click.argument("queue")
 def resume(dsn: str, queue: str) -> None:
-    """Open a paused queue for senders again."""
+    """Resume a paused queue."""
     with connect(dsn) as client:
         client.resume(queue)
     echo(f"queue {queue} is open for senders")
@@ -80,7 +80,7 @@ _RIGHTS = ["produce", "consume", "admin"]
 @click.argument("role")
 @click.argument("right", type=click.Choice(_RIGHTS))
 def grant(dsn: str, queue: str, role: str, right: str) -> None:
-    """Give a role a right to one queue."""
+    """Grant a role a right to one queue."""
     with connect(dsn) as client:
         given = client.grant_queue(queue, role, right)
     echo(f"role {role} has the right {right} to queue {queue}{'' if given else ' already'}")
@@ -92,7 +92,7 @@ def grant(dsn: str, queue: str, role: str, right: str) -> None:
 @click.argument("role")
 @click.argument("right", type=click.Choice(_RIGHTS), required=False)
 def revoke(dsn: str, queue: str, role: str, right: str | None) -> None:
-    """Take a right to one queue back, or all that the role has to it."""
+    """Revoke a right to one queue, or all rights of the role to it."""
     with connect(dsn) as client:
         count = client.revoke_queue(queue, role, right)
     echo(f"{count} {'right' if count == 1 else 'rights'} revoked")
@@ -155,7 +155,7 @@ def config_default(dsn: str, param: str, value: str | None) -> None:
 @dsn_option
 @click.argument("queue")
 def expire(dsn: str, queue: str) -> None:
-    """Take out the expired messages of a queue that wait for a retry."""
+    """Delete the expired messages in the retry queue of a queue."""
     with connect(dsn) as client:
         echo(f"{client.expire_messages(queue)} expired")
 
@@ -194,7 +194,7 @@ def schedule(dsn: str, job: str, every: str) -> None:
     help="Only messages of this status.",
 )
 def messages(dsn: str, as_json: bool, limit: int, queue: str, status: str | None) -> None:
-    """List messages of a queue, and where they stand with each consumer."""
+    """List messages of a queue with their state for each consumer."""
     with connect(dsn) as client:
         rows = client.list_messages(queue, status, limit)
     shown = ("msg_id", "consumer_name", "status", "type", "receive_count", "last_error", "available_at")
@@ -207,7 +207,7 @@ def messages(dsn: str, as_json: bool, limit: int, queue: str, status: str | None
 @click.argument("queue")
 @click.argument("msg_id", callback=parsed_ids("the id of a message, which pgque messages QUEUE shows"))
 def message(dsn: str, as_json: bool, queue: str, msg_id: int) -> None:
-    """Show where a message stands with each consumer."""
+    """Show the state of a message for each consumer."""
     with connect(dsn) as client:
         rows = client.message_status(queue, msg_id)
     shown = ("consumer_name", "status", "receive_count", "last_error", "available_at", "worker", "batch_id")
@@ -236,7 +236,7 @@ def purge(dsn: str, queue: str, key: str | None, yes: bool) -> None:
 @click.argument("queue", required=False)
 @click.argument("consumer", required=False)
 def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) -> None:
-    """List the workers that hold messages."""
+    """List the workers that have leased messages."""
     with connect(dsn) as client:
         rows = client.list_workers(queue, consumer)
     shown = ("queue", "consumer", "worker", "messages", "lease_until", "batches", "last_seen")
@@ -247,9 +247,9 @@ def workers(dsn: str, as_json: bool, queue: str | None, consumer: str | None) ->
 @dsn_option
 @click.argument("queue")
 @click.argument("consumer")
-@length_option("--older-than", "Only batches that were handed out longer ago.", default="0s")
+@length_option("--older-than", "Only batches that were received longer ago.", default="0s")
 def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
-    """Take back the batches that the workers of a consumer hold."""
+    """Release the batches of a consumer's workers."""
     with connect(dsn) as client:
         echo(f"{client.reclaim(queue, consumer, older_than)} reclaimed")
 
@@ -259,7 +259,7 @@ def reclaim(dsn: str, queue: str, consumer: str, older_than: timedelta) -> None:
 @click.argument("queue")
 @click.argument("consumer")
 def share(dsn: str, queue: str, consumer: str) -> None:
-    """Let workers share a consumer that has read on its own."""
+    """Turn a consumer that reads on its own into a pool of workers."""
     with connect(dsn) as client:
         new = client.share_consumer(queue, consumer)
     echo(f"workers share consumer {consumer} of queue {queue} " + ("now" if new else "already"))
@@ -270,7 +270,7 @@ def share(dsn: str, queue: str, consumer: str) -> None:
 @click.argument("queue")
 @click.argument("consumer")
 def unshare(dsn: str, queue: str, consumer: str) -> None:
-    """Let a consumer that workers share be read on its own."""
+    """Turn a pool of workers into a consumer that reads on its own."""
     with connect(dsn) as client:
         new = client.unshare_consumer(queue, consumer)
     echo(f"consumer {consumer} of queue {queue} reads on its own " + ("now" if new else "already"))
@@ -281,7 +281,7 @@ def unshare(dsn: str, queue: str, consumer: str) -> None:
 @click.argument("queue")
 @click.argument("consumer")
 def retry_now(dsn: str, queue: str, consumer: str) -> None:
-    """Make messages that wait for another attempt due now."""
+    """Make the messages of a consumer in state retry due now."""
     with connect(dsn) as client:
         echo(f"{client.retry_now(queue, consumer)} due now")
 
@@ -291,7 +291,7 @@ def retry_now(dsn: str, queue: str, consumer: str) -> None:
 
 @click.group()
 def poison() -> None:
-    """Look at messages that may kill their workers, or archive them."""
+    """List or archive messages that may kill their workers."""
 
 
 @poison.command("list")
@@ -300,7 +300,7 @@ def poison() -> None:
 @limit_option
 @click.argument("queue")
 def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
-    """List messages that were delivered more than once without an outcome, or died of that."""
+    """List messages that were delivered more than once without an outcome, or were given up for that."""
     with connect(dsn) as client:
         rows = client.list_poison(queue, limit)
     shown = ("msg_id", "consumer_name", "status", "receive_count", "last_error", "dl_id")
@@ -311,14 +311,14 @@ def poison_list(dsn: str, as_json: bool, limit: int, queue: str) -> None:
 @dsn_option
 @click.argument("queue")
 def poison_archive(dsn: str, queue: str) -> None:
-    """Move those that are dead letters to the archive."""
+    """Move the dead letters among them to the archive."""
     with connect(dsn) as client:
         echo(f"{client.archive_poison(queue)} archived")
 
 
 @click.group()
 def dlq() -> None:
-    """Look at dead letters, give them back, or delete them."""
+    """List, requeue, replay or delete dead letters."""
 
 
 @dlq.command("list")
@@ -342,7 +342,7 @@ def dlq_list(dsn: str, as_json: bool, queue: str, limit: int) -> None:
 )  # fmt: skip
 @click.option("--all", "queue", metavar="QUEUE", help="All dead letters of this queue.")
 def dlq_requeue(dsn: str, ids: Sequence[int], queue: str | None) -> None:
-    """Give dead letters back to the consumer that failed them, all or none."""
+    """Requeue dead letters to the consumer that failed them, all or none."""
     if bool(ids) == (queue is not None):
         raise click.UsageError("Give ids of dead letters, which pgque dlq list QUEUE shows, or --all QUEUE.")
     with connect(dsn) as client:
@@ -383,7 +383,7 @@ def dlq_purge(dsn: str, queue: str, older_than: timedelta) -> None:
 
 @click.group()
 def archive() -> None:
-    """Look at archived messages, send them again, or drop them."""
+    """List, replay or delete archived messages."""
 
 
 @archive.command("list")
@@ -419,7 +419,7 @@ def archive_replay(dsn: str, ids: Sequence[int]) -> None:
 @click.argument("queue")
 @length_option("--older-than", "Only days that ended longer ago.", default="30d")
 def archive_purge(dsn: str, queue: str, older_than: timedelta) -> None:
-    """Drop old days of the archive of a queue."""
+    """Delete old days of the archive of a queue."""
     with connect(dsn) as client:
         count = client.archive_purge(queue, datetime.now(timezone.utc) - older_than)
     echo(f"{count} days dropped")

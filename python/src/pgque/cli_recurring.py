@@ -26,7 +26,7 @@ _SHOWN = (
 
 @click.group()
 def recurring() -> None:
-    """Messages that the ticker sends again and again."""
+    """Create and change messages that the ticker sends at given times."""
 
 
 @recurring.command("list")
@@ -52,15 +52,15 @@ def recurring_list(dsn: str, as_json: bool) -> None:
     type=click.Choice(["none", "one", "all"]),
     default="one",
     show_default=True,
-    help="What to send of missed runs.",
+    help="Missed runs to send.",
 )
 @click.option("--starts-at", type=click.DateTime(), help="No run before, in local time.")
 @click.option("--ends-at", type=click.DateTime(), help="No run after, in local time.")
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header; repeatable.")
-@click.option("--key", help="Replace the message with this key that was not delivered yet.")
+@click.option("--key", help="Replace the pending message with this key.")
 @click.option("--partition-key", help="Key for keyed order.")
-@length_option("--delay", "Deliver each after so long.")
-@length_option("--ttl", "Let each expire after so long; 0s is never.")
+@length_option("--delay", "Deliver each message after this time.")
+@length_option("--ttl", "Let each message expire after this time; 0s is never.")
 def recurring_create(
     dsn: str,
     name: str,
@@ -107,7 +107,7 @@ def recurring_create(
 @dsn_option
 @click.argument("name")
 def recurring_drop(dsn: str, name: str) -> None:
-    """Drop a recurring message; what it sent stays."""
+    """Drop a recurring message; messages that it sent stay."""
     with connect(dsn) as client:
         client.drop_recurring(name)
     echo(f"recurring message {name} is dropped")

@@ -54,9 +54,9 @@ def _print(overview: Overview) -> None:
 @click.option("--read-only", is_flag=True, help="Offer no change, and have the database refuse it.")
 @click.option("--once", is_flag=True, help="Print one frame as text, and exit.")
 def top(dsn: str, interval: timedelta, read_only: bool, once: bool) -> None:
-    """Show the queues live in the terminal: what is wrong first, then rates, backlog and dead letters.
+    """Show the queues live in the terminal: failed checks first, then rates, backlog and dead letters.
 
-    The last line shows the keys. Where standard input or output is no terminal, one frame is printed as text.
+    The last line shows the keys. If standard input or output is no terminal, one frame is printed as text.
     Needs pgque[top], except for such a frame.
     """
     if interval < LEAST_INTERVAL:

@@ -56,7 +56,7 @@ def web(
 ) -> None:
     """Serve the web page, until SIGTERM or SIGINT.
 
-    Everybody logs in as a role of the database, and can do what this role may do. Needs pgque[web].
+    Users log in as roles of the database, with the rights of these roles. Needs pgque[web].
     """
     token = _token(metrics_token_file)
     if (tls_cert is None) != (tls_key is None):
@@ -121,7 +121,7 @@ def _token(file: Path | None) -> str:
         return os.environ.get("PGQUE_METRICS_TOKEN", "")
     token = file.read_text().strip()
     if not token.isascii() or not token or not token.isprintable():
-        raise click.UsageError(f"{file} holds no token: write one line of ASCII characters into it")
+        raise click.UsageError(f"{file} has no token: write one line of ASCII characters into it")
     return token
 
 

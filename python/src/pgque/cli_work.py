@@ -35,7 +35,7 @@ from .workers_async import AsyncWorker
     callback=parsed_address,
     help="Serve the figures of the handlers to Prometheus, at /metrics.",
 )
-@click.option("--quiet", is_flag=True, help="Say nothing unless something is wrong.")
+@click.option("--quiet", is_flag=True, help="Print only warnings and errors.")
 @click.pass_context
 def work(
     ctx: click.Context,

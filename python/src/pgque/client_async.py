@@ -74,17 +74,25 @@ _checked: WeakSet[AsyncConnection[object]] = WeakSet()
 class AsyncPgqueClient:
     """Call the functions of pgque over one psycopg connection.
 
-    Made by `connect_async`, by `from_pool`, or around a connection of yours: `AsyncPgqueClient(conn)`.
-    Around your connection it neither commits nor closes; all calls belong to your transaction. The version
-    of the SQL side is checked before the first call.
+    `connect_async` and `from_pool` make a client. `AsyncPgqueClient(conn)` uses a connection of yours: it
+    neither commits nor closes it, and all calls belong to your transaction. The first call checks the version
+    of the SQL side.
 
-    Every method raises a `PgqueError`: the subclass tells what went wrong, and is chosen by SQLSTATE.
+    A method that fails raises a subclass of `PgqueError`, chosen by SQLSTATE. Lengths of time are seconds
+    (int, float) or a timedelta.
 
     Args:
         conn: the connection.
-        encoder: takes a value of a type that cannot be sent without it, and returns what is sent in its
-            place.
-        decoder: takes a message, and returns its `value`. What it raises becomes a PgquePayloadError.
+        encoder: takes a value of a type that cannot be sent without it, and returns the value to send; text
+            and bytes are a whole payload. It raises TypeError for a type that it does not know.
+        decoder: takes a message, and returns its `value`. Its errors become a PgquePayloadError, except for
+            `pgque.Retry` and the other outcomes.
+
+    Values without an encoder are text, bytes, None, and JSON: dict, list, numbers; tuples and sets as lists,
+    a set in any order; dataclasses, pydantic models by alias, msgspec Structs; times and durations in ISO
+    8601; Decimal, UUID and Path as text; an Enum as its value. Keys of a dict become text. NaN and infinity
+    are a ValueError, other types a TypeError that names the place: `payload.items[3].when`. To send needs
+    neither pydantic nor msgspec.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class AsyncPgqueClient:
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
     ) -> AsyncPgqueClient:
-        """Open a connection of its own; see `connect_async`."""
+        """Open a connection and return a client of it; see `connect_async`."""
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         try:
             conn = await AsyncConnection.connect(
@@ -137,7 +145,7 @@ class AsyncPgqueClient:
     ) -> AsyncIterator[AsyncPgqueClient]:
         """Borrow a connection from a psycopg_pool pool for the length of a `with` block.
 
-        As always with such a pool, the block is one transaction: committed at its end, rolled back by an
+        The block is one transaction: the pool commits it at the end of the block, and rolls it back after an
         exception.
         """
         async with pool.connection() as conn:
@@ -150,7 +158,7 @@ class AsyncPgqueClient:
         return self._conn
 
     async def close(self) -> None:
-        """Close the connection if the client opened it; work that was not committed is rolled back."""
+        """Close the connection if the client opened it. Uncommitted work is rolled back."""
         if self._owned:
             await self._conn.close()
 
@@ -189,22 +197,23 @@ class AsyncPgqueClient:
     ) -> int:
         """Send one message and return its id. Calls `pgque.send`.
 
-        str goes as text, byte for byte; bytes as bytes, which arrive in `payload_bytes`; None as NULL;
-        anything else as JSON: dict, list, numbers, dataclasses, models of pydantic, Structs of msgspec,
-        times, Decimal, UUID, enums, paths and sets, and what the client's `encoder` replaces. An `Event`
-        brings its own type, and its options where none are given here.
+        A str is sent as text, byte for byte; bytes are sent as bytes and arrive in `payload_bytes`; None is
+        sent as NULL. Other values are sent as JSON: dict, list, numbers, dataclasses, models of pydantic,
+        Structs of msgspec, times, Decimal, UUID, enums, paths and sets, and values that the client's
+        `encoder` replaces. An `Event` brings its own type and its options, where none are given here.
 
         Args:
             headers: travel with the message as a JSON object.
-            key: while a message with this key was not handed out, it is replaced, and its id returned.
-            delay: seconds until it can be received.
-            deliver_at: the time from which it can be received, instead of `delay`; a datetime without time
-                zone is local time.
-            ttl: seconds after which it expires; 0 is never, None as the queue's `message_ttl` says.
-            partition_key: goes to `extra1`, and is the key for keyed order where there is no `key`.
+            key: replaces the pending message with this key, whose id is returned then.
+            delay: seconds until the message can be received.
+            deliver_at: the time from which the message can be received, instead of `delay`; a datetime
+                without time zone is local time.
+            ttl: seconds after which the message expires; 0 is never, None the queue's `message_ttl`.
+            partition_key: goes to `extra1`, and is the key for keyed order if there is no `key`.
 
-        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueBadArgument (also for a text that the connection's
-        encoding lacks), TypeError for what cannot be encoded, and ValueError for NaN.
+        Raises PgqueQueueNotFound, PgqueQueueFull, PgqueQueueDisabled, PgqueBadArgument (also for a text that
+        the connection's encoding lacks), TypeError for a value that cannot be encoded, and ValueError for
+        NaN.
         """
         options = {
             "headers": headers,
@@ -265,12 +274,11 @@ class AsyncPgqueClient:
         `pgque.send_batch`.
 
         The arguments are in the order of `send`: `send_batch(queue, payloads, type="order.created")`. Without
-        a type it is that of the `Event`s, or "default". The earlier order, `send_batch(queue, type,
-        payloads)`, goes on working.
+        `type` it is the type of the `Event`s, or "default". The earlier order, `send_batch(queue, type,
+        payloads)`, still works.
 
         Options are lists as long as the payloads, each for `send`'s argument of that name, or come with
-        `Event`s of this type. Bytes are not mixed with other payloads in one batch. Raises what `send`
-        raises.
+        `Event`s of this type. A batch has either bytes or other payloads. Raises as `send`.
         """
         options = {
             "headers": headers,
@@ -295,7 +303,11 @@ class AsyncPgqueClient:
         ttl: Seconds = 3600,
         partition_key: str | None = None,
     ) -> SendResult:
-        """Send unless a message with this key was sent within `ttl` seconds. Calls `pgque.send_idem`."""
+        """Send a message unless one with this key was sent within `ttl` seconds. Calls `pgque.send_idem`.
+
+        Returns a SendResult: the id of the message, or of the earlier one if `deduped` is true. Raises
+        PgqueQueueNotFound, PgqueQueueDisabled, PgqueBadArgument.
+        """
         value, cast = _encode.text_and_cast(payload, self._encoder)
         return await self._row(
             "select r.event_id, r.deduped"
@@ -322,11 +334,12 @@ class AsyncPgqueClient:
         *,
         keyed_order: bool | None = None,
     ) -> int:
-        """Subscribe a consumer and return 1, or 0 when it was subscribed already. Calls `pgque.subscribe`.
+        """Subscribe a consumer and return 1, or 0 if it was subscribed already. Calls `pgque.subscribe`.
 
-        Without `start_at` it sees what is sent from now on. `start_at` is "latest", "earliest", a tick id
-        or a time; a datetime without time zone is local time. With `keyed_order` its workers get the
-        messages of one key one at a time and in order.
+        The consumer receives messages after `start_at`: "latest" (the default), "earliest", a tick id or a
+        time; a datetime without time zone is local time. With `keyed_order` its workers get the messages of
+        one key one at a time, in order. Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName,
+        PgqueBadArgument.
         """
         sql, params = _encode.arguments(
             {
@@ -341,7 +354,11 @@ class AsyncPgqueClient:
         )
 
     async def unsubscribe(self, queue: str, consumer: str) -> int:
-        """Take a consumer off a queue and return how many were removed. Calls `pgque.unsubscribe`."""
+        """Remove a consumer from a queue, and return how many subscriptions were removed. Calls
+        `pgque.unsubscribe`.
+
+        Its pending retries are lost, its dead letters stay. Raises PgqueQueueNotFound.
+        """
         return await self._value(
             int,
             "select pgque.unsubscribe(%(queue)s::text, %(consumer)s::text)",
@@ -358,16 +375,16 @@ class AsyncPgqueClient:
         visibility_timeout: Seconds | None = None,
         ack_batch: int | None = None,
     ) -> list[Message]:
-        """Return the next batch, at most `max_messages` long, or [] when there is none. Calls
-        `pgque.receive`.
+        """Return the next batch, at most `max_messages` long, or [] if there is none. Calls `pgque.receive`.
 
-        Without `worker` a batch that was not acked comes again, with the same id. With it the consumer's
-        messages are shared among its workers: each call gives others, hidden from everybody else for
-        `visibility_timeout` seconds (None: the queue's), and those not settled by then come again.
+        Without `worker`, a batch that was not acknowledged is redelivered under the same id. With `worker`,
+        the workers of the consumer share its messages: each call leases others for `visibility_timeout`
+        seconds (None: the queue's setting). Messages without an outcome are redelivered when the lease has
+        expired.
 
-        `ack_batch` finishes that batch first, in the same transaction.
+        `ack_batch` acknowledges that batch first, in the same transaction.
 
-        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument.
+        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueQueueInUse, PgqueBadArgument.
         """
         call, params = _statements.receive(
             queue, consumer, max_messages, worker, visibility_timeout, ack_batch
@@ -382,16 +399,18 @@ class AsyncPgqueClient:
     async def ack(self, batch_id: int, msgs: Sequence[MessageOrId]) -> list[Outcome]: ...
 
     async def ack(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> int | list[Outcome]:
-        """Finish a batch: 1, or 0 when it was not open; or some of its messages, with an Outcome each.
-        Calls `pgque.ack`."""
+        """Acknowledge a batch: return 1, or 0 if it was not open. Calls `pgque.ack`.
+
+        With `msgs`, acknowledge only these messages, and return an Outcome for each.
+        """
         if msgs is None:
             call, params = _statements.ack(batch_id)
             return await self._value(int, f"select {call}", params)
         return await self._report("ack", batch_id, msgs)
 
     async def finish_batch(self, batch_id: int) -> int:
-        """Finish a batch: 1, or 0 when it was not open. Calls `pgque.finish_batch`, the same under PgQ's
-        name."""
+        """Acknowledge a batch: return 1, or 0 if it was not open. Calls `pgque.finish_batch`, PgQ's name of
+        `ack`."""
         return await self._value(int, "select pgque.finish_batch(%(batch)s::bigint)", {"batch": batch_id})
 
     @overload
@@ -415,14 +434,15 @@ class AsyncPgqueClient:
         retry_after: Seconds | None = None,
         reason: str | None = None,
     ) -> int | list[Outcome]:
-        """Give messages of an open batch back, to come again after `retry_after` seconds. Calls
+        """Reject messages of an open batch: they are redelivered after `retry_after` seconds. Calls
         `pgque.nack`.
 
-        Without `retry_after` the queue's `retry_backoff` says when, or else it is 60 seconds. A message
-        whose retries are used up goes the way of the queue's `drop_policy`, with `reason`.
+        `retry_after` None is the queue's `retry_backoff`, or 60 seconds. A message without retries left goes
+        the way of the queue's `drop_policy`, with `reason`.
 
-        One message (or its id) gives 1, and raises PgqueMessageNotInBatch or PgqueBatchNotFound; a sequence
-        is settled in one go and gives an Outcome each. The batch of a plain consumer still has to be acked.
+        For one message (or its id) it returns 1, and raises PgqueMessageNotInBatch or PgqueBatchNotFound. For
+        a sequence it returns an Outcome for each. Raises PgqueBadArgument. Acknowledge the batch of a
+        consumer without workers afterwards.
         """
         options = {
             "retry_after": ("interval", _encode.interval(retry_after)),
@@ -436,27 +456,36 @@ class AsyncPgqueClient:
     async def dead(
         self, batch_id: int, msgs: Sequence[MessageOrId], reason: str | None = None
     ) -> list[Outcome]:
-        """Give messages up, the way of the queue's `drop_policy`, without more retries. Calls
-        `pgque.dead`."""
+        """Give messages of a batch up, without more retries, and return an Outcome for each. Calls
+        `pgque.dead`.
+
+        They go the way of the queue's `drop_policy`; by default they become dead letters, with `reason`.
+        """
         text = _encode.reason_text(reason, self._conn)
         return await self._report("dead", batch_id, msgs, {"reason": ("text", text)})
 
     async def archive(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> list[Outcome]:
-        """Finish messages of a batch, or all, and keep them in the archive. Calls `pgque.archive`."""
+        """Acknowledge messages of a batch, None for all, and keep them in the archive. Calls `pgque.archive`.
+
+        Returns an Outcome for each message.
+        """
         return await self._report("archive", batch_id, msgs)
 
     async def release(self, batch_id: int, msgs: Sequence[MessageOrId] | None = None) -> int:
-        """Hand messages of a worker's batch back, or all, to come again at once; return their count. Calls
-        `pgque.release`."""
+        """Release messages of a worker's batch, None for all, and return their number. Calls `pgque.release`.
+
+        Any worker can receive them at once. Raises PgqueBadArgument if the batch is not a worker's.
+        """
         sql, params = _encode.arguments({"msg_ids": ("bigint[]", _encode.ids_or_none(msgs))})
         return await self._value(
             int, f"select pgque.release(%(batch)s::bigint{sql})", {"batch": batch_id, **params}
         )
 
     async def extend(self, batch_id: int, seconds: Seconds) -> int:
-        """Add seconds to the deadline of a worker's batch. Calls `pgque.extend`.
+        """Extend the lease on a worker's batch by some seconds. Calls `pgque.extend`.
 
-        Returns how many of its messages are still held; 0 when it is lost.
+        Returns the number of its messages that are still leased, 0 if the batch is lost. Raises
+        PgqueBadArgument.
         """
         return await self._value(
             int,
@@ -465,10 +494,11 @@ class AsyncPgqueClient:
         )
 
     async def set_visibility(self, batch_id: int, seconds: Seconds) -> int:
-        """Set the deadline of a worker's batch to so many seconds from now; 0 hands it back. Calls
+        """Set when the lease on a worker's batch expires, in seconds from now; 0 releases the batch. Calls
         `pgque.set_visibility`.
 
-        Returns how many of its messages are still held; 0 when it is lost.
+        Returns the number of its messages that are still leased, 0 if the batch is lost. Raises
+        PgqueBadArgument.
         """
         return await self._value(
             int,
@@ -480,8 +510,8 @@ class AsyncPgqueClient:
         """Return the next `n` messages that a consumer has not finished, without receiving them. Calls
         `pgque.peek`.
 
-        Without `consumer` they are those of the slowest consumer. Retries are among them when they are due.
-        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument for an `n` below 1.
+        `consumer` None is the slowest consumer. Retries that are due are among them. Raises
+        PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument for an `n` below 1.
         """
         sql, params = _encode.arguments({"consumer_name": ("text", consumer)})
         return await self._rows(
@@ -491,7 +521,8 @@ class AsyncPgqueClient:
         )
 
     async def next_batch(self, queue: str, consumer: str) -> int | None:
-        """Open the next whole window as a batch and return its id, or None. Calls `pgque.next_batch`."""
+        """Open the next whole window as a batch and return its id, or None. Calls `pgque.next_batch`. Raises
+        PgqueQueueNotFound, PgqueConsumerNotFound."""
         return await self._maybe(
             int,
             "select pgque.next_batch(%(queue)s::text, %(consumer)s::text)",
@@ -499,7 +530,8 @@ class AsyncPgqueClient:
         )
 
     async def get_batch_events(self, batch_id: int) -> list[BatchEvent]:
-        """Return the events of an open batch in id order. Calls `pgque.get_batch_events`."""
+        """Return the events of an open batch in the order of their ids. Calls `pgque.get_batch_events`.
+        Raises PgqueBatchNotFound."""
         return await self._rows(
             f"select {_EVENT} from pgque.get_batch_events(%(batch)s::bigint) as e",
             {"batch": batch_id},
@@ -516,8 +548,12 @@ class AsyncPgqueClient:
         )
 
     async def event_retry(self, batch_id: int, event_id: int, retry_after: int | datetime) -> int:
-        """Put an event of a batch aside until a time or for some seconds: 1, or 0 when it was. Calls
-        `pgque.event_retry`. A datetime without time zone is local time."""
+        """Reject an event of a batch: it is redelivered at a time, or in some seconds. Calls
+        `pgque.event_retry`.
+
+        Returns 1, or 0 if it was rejected already. A datetime without time zone is local time. Raises
+        PgqueMessageNotInBatch, PgqueBatchNotFound, PgqueBadArgument.
+        """
         cast = "int"
         if isinstance(retry_after, datetime):
             cast, retry_after = "timestamptz", _encode.moment(retry_after)
@@ -528,8 +564,10 @@ class AsyncPgqueClient:
         )
 
     async def batch_retry(self, batch_id: int, retry_seconds: int) -> int:
-        """Put all events of a batch aside for some seconds and return their count. Calls
-        `pgque.batch_retry`."""
+        """Reject all events of a batch: they are redelivered in some seconds. Calls `pgque.batch_retry`.
+
+        Returns their number. Finish the batch afterwards. Raises PgqueBatchNotFound, PgqueBadArgument.
+        """
         return await self._value(
             int,
             "select pgque.batch_retry(%(batch)s::bigint, %(after)s::int)",
@@ -542,7 +580,12 @@ class AsyncPgqueClient:
     async def subscribe_subconsumer(
         self, queue: str, consumer: str, subconsumer: str, convert_normal: bool = False
     ) -> int:
-        """Add a worker to a consumer: 1, or 0 when it was there. Calls `pgque.subscribe_subconsumer`."""
+        """Register a worker of a consumer and return 1, or 0 if it was registered. Calls
+        `pgque.subscribe_subconsumer`.
+
+        `convert_normal` turns a consumer that reads on its own into one with workers. Raises
+        PgqueQueueNotFound, PgqueInvalidName, PgqueQueueInUse.
+        """
         return await self._value(
             int,
             "select pgque.subscribe_subconsumer(%(queue)s::text, %(consumer)s::text,"
@@ -553,10 +596,11 @@ class AsyncPgqueClient:
     async def unsubscribe_subconsumer(
         self, queue: str, consumer: str, subconsumer: str, batch_handling: int = 0
     ) -> int:
-        """Take a worker off a consumer. Calls `pgque.unsubscribe_subconsumer`.
+        """Remove a worker of a consumer and return 1, or 0 if there is none. Calls
+        `pgque.unsubscribe_subconsumer`.
 
-        `batch_handling` 1 sends the messages of its open batch through retry; 0 refuses while a batch is
-        open.
+        `batch_handling`: 0 raises PgqueQueueInUse while the worker has an open batch, 1 sends its messages
+        through retry.
         """
         return await self._value(
             int,
@@ -574,11 +618,11 @@ class AsyncPgqueClient:
         max_messages: int = 100,
         dead_interval: Seconds | None = None,
     ) -> list[Message]:
-        """Return the next batch for one worker of a consumer, adding the worker on first use. Calls
+        """Return the next batch of one worker of a consumer, and register the worker on first use. Calls
         `pgque.receive_coop`.
 
-        Each worker holds at most one batch. With `dead_interval`, in seconds, a batch may be taken from a
-        worker that was not heard of for so long.
+        A worker has at most one batch. The batch of a worker that was silent for `dead_interval` seconds is
+        taken over. Raises PgqueQueueNotFound, PgqueQueueInUse, PgqueInvalidName, PgqueBadArgument.
         """
         with _otel.timed("receive", queue, consumer):
             return await self._rows(
@@ -595,8 +639,8 @@ class AsyncPgqueClient:
             )
 
     async def touch_subconsumer(self, queue: str, consumer: str, subconsumer: str) -> int:
-        """Say that a worker is alive, and return the number of workers touched. Calls
-        `pgque.touch_subconsumer`."""
+        """Mark a worker as alive and return 1: `dead_interval` counts from now. Calls
+        `pgque.touch_subconsumer`. Raises PgqueConsumerNotFound."""
         return await self._value(
             int,
             "select pgque.touch_subconsumer(%(queue)s::text, %(consumer)s::text, %(worker)s::text)",
@@ -606,9 +650,10 @@ class AsyncPgqueClient:
     # -- operate -----------------------------------------------------------------------------------
 
     async def create_queue(self, queue: str, config: Mapping[str, Setting] | None = None) -> int:
-        """Create a queue: 1, or 0 when there is one of this name. Calls `pgque.create_queue`.
+        """Create a queue and return 1, or 0 if its name is taken; that queue keeps its settings. Calls
+        `pgque.create_queue`.
 
-        Raises PgqueInvalidName, PgqueBadArgument for an unknown setting or one out of range.
+        Raises PgqueInvalidName, and PgqueBadArgument for a setting that is unknown or out of range.
         """
         if config is None:
             return await self._value(int, "select pgque.create_queue(%(queue)s::text)", {"queue": queue})
@@ -619,21 +664,24 @@ class AsyncPgqueClient:
         )
 
     async def alter_queue(self, queue: str, config: Mapping[str, Setting]) -> None:
-        """Change settings of a queue; None returns one to its default. Calls `pgque.alter_queue`."""
+        """Change settings of a queue, all or none, and return their number; None restores a default. Calls
+        `pgque.alter_queue`. Raises PgqueQueueNotFound, PgqueBadArgument."""
         await self._run(
             "select pgque.alter_queue(%(queue)s::text, %(config)s::jsonb)",
             {"queue": queue, "config": _encode.config_json(config)},
         )
 
     async def set_queue_config(self, queue: str, param: str, value: Setting) -> None:
-        """Change one setting of a queue; None returns it to its default. Calls `pgque.set_queue_config`."""
+        """Change one setting of a queue; None restores its default. Calls `pgque.set_queue_config`. Raises
+        PgqueQueueNotFound, PgqueBadArgument."""
         await self._run(
             "select pgque.set_queue_config(%(queue)s::text, %(param)s::text, %(value)s::text)",
             {"queue": queue, "param": param, "value": _encode.setting_text(value)},
         )
 
     async def queue_config(self, queue: str) -> dict[str, str | None]:
-        """Return the settings in force for a queue, as text. Calls `pgque.queue_config`."""
+        """Return the settings in force for a queue, as text. Calls `pgque.queue_config`. Raises
+        PgqueQueueNotFound."""
         pairs = await self._rows(
             "select s.param_name, s.param_value from pgque.queue_config(%(queue)s::text) as s",
             {"queue": queue},
@@ -642,7 +690,8 @@ class AsyncPgqueClient:
         return dict(pairs)
 
     async def queue_settings(self, queue: str) -> list[QueueSetting]:
-        """Return the settings of a queue, their defaults and meaning. Calls `pgque.queue_settings`."""
+        """Return the settings of a queue with their defaults, units and meaning. Calls
+        `pgque.queue_settings`. Raises PgqueQueueNotFound."""
         return await self._rows(
             f"select {columns(QueueSetting, 's')} from pgque.queue_settings(%(queue)s::text) as s",
             {"queue": queue},
@@ -650,8 +699,8 @@ class AsyncPgqueClient:
         )
 
     async def drop_queue(self, queue: str, force: bool = False) -> int:
-        """Drop a queue; `force` also drops its subscriptions. Calls `pgque.drop_queue`. Raises
-        PgqueQueueInUse."""
+        """Drop a queue; `force` also drops its consumers and messages. Calls `pgque.drop_queue`. Raises
+        PgqueQueueNotFound, PgqueQueueInUse."""
         return await self._value(
             int,
             "select pgque.drop_queue(%(queue)s::text, %(force)s::bool)",
@@ -659,15 +708,16 @@ class AsyncPgqueClient:
         )
 
     async def pause(self, queue: str) -> None:
-        """Close a queue for senders, who get PgqueQueueDisabled; consumers go on. Calls `pgque.pause`."""
+        """Pause a queue: senders get PgqueQueueDisabled, consumers still receive. Calls `pgque.pause`. Raises
+        PgqueQueueNotFound."""
         await self._run("select pgque.pause(%(queue)s::text)", {"queue": queue})
 
     async def resume(self, queue: str) -> None:
-        """Open a paused queue for senders again. Calls `pgque.resume`."""
+        """Resume a paused queue. Calls `pgque.resume`. Raises PgqueQueueNotFound."""
         await self._run("select pgque.resume(%(queue)s::text)", {"queue": queue})
 
     async def rename_queue(self, queue: str, new_name: str) -> int:
-        """Give a queue another name; its `queue_uid` stays. Calls `pgque.rename_queue`. Raises
+        """Rename a queue; its `queue_uid` stays. Calls `pgque.rename_queue`. Raises PgqueQueueNotFound,
         PgqueQueueExists, PgqueInvalidName."""
         return await self._value(
             int,
@@ -676,9 +726,12 @@ class AsyncPgqueClient:
         )
 
     async def grant_queue(self, queue: str, role: str, right: str) -> bool:
-        """Give a role a right to one queue: `produce`, `consume`, or `admin`, which is both and more. Return
-        False if it has the right. Calls `pgque.grant_queue`. Raises PgqueQueueNotFound, PgqueBadArgument,
-        and PgqueError if there is no such role."""
+        """Grant a role a right to one queue: `produce`, `consume`, or `admin`, which includes both. Calls
+        `pgque.grant_queue`.
+
+        Returns False if the role has the right. Raises PgqueQueueNotFound, PgqueBadArgument, and PgqueError
+        if there is no such role.
+        """
         given = await self._value(
             int,
             "select pgque.grant_queue(%(queue)s::text, %(role)s::text, %(right)s::text)",
@@ -687,7 +740,7 @@ class AsyncPgqueClient:
         return given == 1
 
     async def revoke_queue(self, queue: str, role: str, right: str | None = None) -> int:
-        """Take back what `grant_queue` gave, by default all of it, and return the number of rights. Calls
+        """Revoke rights that `grant_queue` gave, by default all, and return their number. Calls
         `pgque.revoke_queue`. Raises as `grant_queue`."""
         return await self._value(
             int,
@@ -696,27 +749,27 @@ class AsyncPgqueClient:
         )
 
     async def my_rights(self) -> list[QueueRights]:
-        """Return what the role of this connection may do: with all queues first, then with each queue that
-        it has a right to. Calls `pgque.my_rights`."""
+        """Return the rights of this connection's role: to all queues first, then to single queues. Calls
+        `pgque.my_rights`."""
         return await self._rows(
             f"select {columns(QueueRights, 'r')} from pgque.my_rights() as r", {}, QueueRights
         )
 
     async def set_default_config(self, param: str, value: Setting) -> None:
-        """Change the default of a setting, for all queues that do not set it; None returns to the built-in
-        one. Calls `pgque.set_default_config`."""
+        """Change the default of a setting for all queues that do not set it; None restores the built-in
+        default. Calls `pgque.set_default_config`. Raises PgqueBadArgument."""
         await self._run(
             "select pgque.set_default_config(%(param)s::text, %(value)s::text)",
             {"param": param, "value": _encode.setting_text(value)},
         )
 
     async def expire_messages(self, queue: str) -> int:
-        """Take out the expired messages that wait for a retry, and return their count. Calls
+        """Delete expired messages from the retry queue, and return their number. Calls
         `pgque.expire_messages`."""
         return await self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
 
     async def delete_expired(self, queue: str) -> int:
-        """Delete dead letters whose message expired meanwhile, and return their count. Calls
+        """Delete dead letters whose message has expired since, and return their number. Calls
         `pgque.delete_expired`."""
         return await self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
 
@@ -724,8 +777,8 @@ class AsyncPgqueClient:
         """Set how often the job "expire" or "delete_expired" runs; "" turns it off. Calls
         `pgque.set_schedule`.
 
-        `every` is seconds or an interval. Returns the one in force. Raises PgqueBadArgument, and the old
-        one stays.
+        `every` is seconds or an interval. Returns the one in force. If the new one is invalid, the old one
+        stays, and PgqueBadArgument is raised.
         """
         return await self._value(
             str,
@@ -737,7 +790,8 @@ class AsyncPgqueClient:
         )
 
     async def ticker(self, queue: str) -> int | None:
-        """Tick one queue if there is a reason to, and return the tick id or None. Calls `pgque.ticker`."""
+        """Tick one queue if it has a reason, and return the tick id or None. Calls `pgque.ticker`. Raises
+        PgqueQueueNotFound."""
         return await self._maybe(int, "select pgque.ticker(%(queue)s::text)", {"queue": queue})
 
     async def ticker_all(self) -> int:
@@ -745,8 +799,8 @@ class AsyncPgqueClient:
         return await self._value(int, "select pgque.ticker()")
 
     async def force_next_tick(self, queue: str) -> int | None:
-        """Make the next `ticker` call tick this queue, whatever the settings. Calls
-        `pgque.force_next_tick`."""
+        """Make the next call of `ticker` tick this queue, whatever its settings. Calls
+        `pgque.force_next_tick`. Raises PgqueQueueNotFound."""
         return await self._maybe(int, "select pgque.force_next_tick(%(queue)s::text)", {"queue": queue})
 
     async def maint(self) -> None:
@@ -754,23 +808,23 @@ class AsyncPgqueClient:
         await self._run("select pgque.maint()")
 
     async def start(self) -> None:
-        """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoScheduler where there is
-        none."""
+        """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoScheduler if pg_cron is
+        missing."""
         await self._run("select pgque.start()")
 
     async def stop(self) -> None:
-        """Take the ticker off pg_cron's schedule. Calls `pgque.stop`."""
+        """Remove the ticker from pg_cron's schedule. Calls `pgque.stop`."""
         await self._run("select pgque.stop()")
 
     async def status(self) -> list[StatusRow]:
-        """Return the state of the parts of the installation. Calls `pgque.status`."""
+        """Return the state of each part of the installation. Calls `pgque.status`."""
         return await self._rows(
             f"select {columns(StatusRow, 's')} from pgque.status() as s", _NONE, StatusRow
         )
 
     async def metrics(self, queue: str | None = None) -> list[Metric]:
-        """Return one row a figure, of all queues or of one. Calls `pgque.metrics`. Any right to the queue is
-        enough for one."""
+        """Return the figures of all queues or of one, one a row. Calls `pgque.metrics`. For one queue, any
+        right to it is enough."""
         if queue is None:
             return await self._rows(f"select {columns(Metric, 'm')} from pgque.metrics() as m", _NONE, Metric)
         return await self._rows(
@@ -780,8 +834,8 @@ class AsyncPgqueClient:
         )
 
     async def health(self, queue: str | None = None) -> list[HealthCheck]:
-        """Return one row a check, of everything or of one queue: ok, warn or fail, and what to do. Calls
-        `pgque.health`. Any right to the queue is enough for one."""
+        """Return the checks of everything or of one queue, one a row: ok, warn or fail, and what to do. Calls
+        `pgque.health`. For one queue, any right to it is enough."""
         if queue is None:
             return await self._rows(
                 f"select {columns(HealthCheck, 'h')} from pgque.health() as h", _NONE, HealthCheck
@@ -795,8 +849,8 @@ class AsyncPgqueClient:
     async def queue_rates(
         self, queue: str, since: Seconds = timedelta(hours=6), buckets: int = 72
     ) -> list[Rate]:
-        """Return how many messages came to a queue in the last `since` seconds, in so many equal parts. Calls
-        `pgque.queue_rates`. Raises PgqueBadArgument."""
+        """Return how many messages were sent to a queue in the last `since` seconds, in `buckets` equal
+        parts. Calls `pgque.queue_rates`. Raises PgqueQueueNotFound, PgqueBadArgument."""
         return await self._rows(
             f"select {columns(Rate, 'r')} from pgque.queue_rates("
             "%(queue)s::text, %(since)s::interval, %(buckets)s::int) as r",
@@ -807,8 +861,8 @@ class AsyncPgqueClient:
     async def consumer_lags(
         self, queue: str, consumer: str | None = None, since: Seconds = timedelta(hours=6)
     ) -> list[LagSample]:
-        """Return how far consumers of a queue lagged in the last `since` seconds, minute by minute. Calls
-        `pgque.consumer_lags`. Raises PgqueConsumerNotFound."""
+        """Return how far consumers of a queue lagged in the last `since` seconds, a sample a minute. Calls
+        `pgque.consumer_lags`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
         return await self._rows(
             f"select {columns(LagSample, 's')} from pgque.consumer_lags("
             "%(queue)s::text, %(consumer)s::text, %(since)s::interval) as s",
@@ -819,9 +873,9 @@ class AsyncPgqueClient:
     async def list_actions(
         self, queue: str | None = None, limit: int = 100, before: datetime | None = None
     ) -> list[Action]:
-        """Return who changed what by hand, the newest first. Calls `pgque.list_actions`.
+        """Return changes that roles made by hand, the newest first. Calls `pgque.list_actions`.
 
-        `before` is for the next page: the `at` of the last one. Without time zone it is local time.
+        For the next page, pass the last `at` as `before`; a datetime without time zone is local time.
         """
         return await self._rows(
             f"select {columns(Action, 'a')} from pgque.list_actions("
@@ -831,7 +885,7 @@ class AsyncPgqueClient:
         )
 
     async def set_history(self, what: str, keep: Seconds | None) -> None:
-        """Set how long the history of "actions" or "lags" goes back at least, in seconds; None turns it off.
+        """Set for how many seconds at least the history of "actions" or "lags" is kept; None turns it off.
         Calls `pgque.set_history`. Raises PgqueBadArgument."""
         await self._run(
             "select pgque.set_history(%(what)s::text, %(keep)s::interval)",
@@ -843,7 +897,8 @@ class AsyncPgqueClient:
         return await self._value(str, "select pgque.version()")
 
     async def get_queue_info(self, queue: str | None = None) -> list[QueueInfo]:
-        """Return settings and load of one queue or of all. Calls `pgque.get_queue_info`."""
+        """Return settings and load of one queue or of all. Calls `pgque.get_queue_info`. Raises
+        PgqueQueueNotFound."""
         call = "pgque.get_queue_info()" if queue is None else "pgque.get_queue_info(%(queue)s::text)"
         return await self._rows(
             f"select {columns(QueueInfo, 'i')} from {call} as i", {"queue": queue}, QueueInfo
@@ -854,11 +909,12 @@ class AsyncPgqueClient:
     async def get_consumer_info(
         self, queue: str | None = None, consumer: str | None = None
     ) -> list[ConsumerInfo]:
-        """Return where consumers stand: all, those of a queue, or one. Calls `pgque.get_consumer_info`."""
+        """Return position and lag of all consumers, of those of a queue, or of one. Calls
+        `pgque.get_consumer_info`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
         arguments = ["%(queue)s::text"] if queue is not None else []
         if consumer is not None:
             if queue is None:
-                raise TypeError("a consumer is looked up in a queue: give both")
+                raise TypeError("get_consumer_info needs the queue of a consumer: pass both")
             arguments.append("%(consumer)s::text")
         return await self._rows(
             f"select {columns(ConsumerInfo, 'i')} from pgque.get_consumer_info({', '.join(arguments)}) as i",
@@ -892,21 +948,20 @@ class AsyncPgqueClient:
         """Create a message that the ticker sends at its times, or change the one of this name; return whether
         it is new. Calls `pgque.create_recurring`.
 
-        Each message has the header `pgque-recurring` with `name` and `run_at`. Each run needs the right of
-        the role that made this call to send to the queue.
+        Each message has the header `pgque-recurring` with `name` and `run_at`. At each run, the role that
+        made this call needs the right to send to the queue. A call that does not change the times keeps the
+        next run. A paused recurring message stays paused.
 
         Args:
             name: 1 to 200 bytes, once in the database.
             cron: five fields such as "0 3 * * mon-fri" (minute, hour, day, month, weekday), six with seconds
                 first, or an interval such as "90 seconds", counted from `starts_at` or from now.
             payload: as of `send`. An `Event` brings its own type and options, but no `deliver_at`.
-            timezone: where the fields of `cron` are the local time, such as "Europe/Berlin".
-            catch_up: what is sent of runs that were missed: "none", "one" for the last, or "all", at most
-                1,000.
+            timezone: the time zone of the fields of `cron`, such as "Europe/Berlin".
+            catch_up: which missed runs are sent: "none", "one" for the last, or "all", at most 1,000.
             starts_at: no run is before; a datetime without time zone is local time.
             ends_at: no run is after.
 
-        A call that changes nothing about the times keeps the next run, and what is paused stays paused.
         Raises PgqueQueueNotFound, PgqueQueueFull, PgqueInvalidName, PgqueBadArgument, PgquePermissionDenied.
         """
         options = {
@@ -937,7 +992,7 @@ class AsyncPgqueClient:
         return new == 1
 
     async def drop_recurring(self, name: str) -> None:
-        """Drop a recurring message; what it sent stays. Calls `pgque.drop_recurring`. Raises
+        """Drop a recurring message; messages that it sent stay. Calls `pgque.drop_recurring`. Raises
         PgqueMessageNotFound, PgquePermissionDenied."""
         await self._run("select pgque.drop_recurring(%(name)s::text)", {"name": name})
 
@@ -969,7 +1024,7 @@ class AsyncPgqueClient:
     # --------------------------------------------------------------------------------------------------
 
     async def list_workers(self, queue: str | None = None, consumer: str | None = None) -> list[WorkerInfo]:
-        """Return the workers of all queues, of one, or of one consumer, with what they hold. Calls
+        """Return the workers of all queues, of one, or of one consumer, with their leased messages. Calls
         `pgque.list_workers`."""
         return await self._rows(
             f"select {columns(WorkerInfo, 'w')}"
@@ -979,8 +1034,11 @@ class AsyncPgqueClient:
         )
 
     async def reclaim(self, queue: str, consumer: str, older_than: Seconds = 0) -> int:
-        """Take back the batches that workers got more than `older_than` seconds ago, and return their
-        count. Calls `pgque.reclaim`."""
+        """Release the batches that workers received more than `older_than` seconds ago, and return their
+        number. Calls `pgque.reclaim`.
+
+        One call releases at most 500 while workers report outcomes. Raises PgqueBadArgument.
+        """
         return await self._value(
             int,
             "select pgque.reclaim(%(queue)s::text, %(consumer)s::text, %(age)s::interval)",
@@ -988,11 +1046,11 @@ class AsyncPgqueClient:
         )
 
     async def share_consumer(self, queue: str, consumer: str) -> int:
-        """Let workers share a consumer that has read on its own, and return 1, or 0 when they share it
-        already. Calls `pgque.share_consumer`.
+        """Turn a consumer that reads on its own into a pool of workers: return 1, or 0 if it is one. Calls
+        `pgque.share_consumer`.
 
         Its position and its pending retries stay. Its open batch goes to the workers. Raises
-        PgqueQueueInUse where it has subconsumers.
+        PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers.
         """
         return await self._value(
             int,
@@ -1001,11 +1059,12 @@ class AsyncPgqueClient:
         )
 
     async def unshare_consumer(self, queue: str, consumer: str) -> int:
-        """Let a consumer that workers share be read on its own, and return 1, or 0 when it is already.
-        Calls `pgque.unshare_consumer`.
+        """Turn a pool of workers into a consumer that reads on its own: return 1, or 0 if it is one. Calls
+        `pgque.unshare_consumer`.
 
-        Its position and its pending retries stay. What its workers hold is redelivered. Raises
-        PgqueQueueInUse where it has subconsumers or `keyed_order`.
+        Its position and its pending retries stay. Messages that workers have leased are redelivered. Raises
+        PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers or
+        `keyed_order`.
         """
         return await self._value(
             int,
@@ -1014,8 +1073,8 @@ class AsyncPgqueClient:
         )
 
     async def retry_now(self, queue: str, consumer: str) -> int:
-        """Make every message that waits for another attempt of a consumer due now, and return their count.
-        Calls `pgque.retry_now`."""
+        """Make every message of a consumer in state retry due now, and return their number. Calls
+        `pgque.retry_now`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
         return await self._value(
             int,
             "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
@@ -1036,13 +1095,13 @@ class AsyncPgqueClient:
         matching: str | None = None,
         after_id: int | None = None,
     ) -> list[QueuedMessage]:
-        """Return messages of a queue by id, at most `limit`, those that satisfy all filters. Calls
+        """Return messages of a queue that satisfy all filters, by id, at most `limit`. Calls
         `pgque.list_messages`.
 
-        `since` and `until` concern the time when they were sent; a datetime without time zone is local
-        time. `matching` is a text in payload, headers or last error, in upper or lower case. To read page
-        by page, pass `after_id=0`, and then the last id: a page can be longer than `limit`, since one
-        message's rows stay together.
+        `since` and `until` filter by the time of sending; a datetime without time zone is local time.
+        `matching` is a text in payload, headers or last error, in upper or lower case. To read page by page,
+        pass `after_id=0`, and then the last id. A page can be longer than `limit`, since the rows of one
+        message stay together. Raises PgqueQueueNotFound, PgqueBadArgument.
         """
         return await self._rows(
             f"select {columns(QueuedMessage, 'm')}"
@@ -1065,8 +1124,8 @@ class AsyncPgqueClient:
         )
 
     async def get_message(self, queue: str, msg_id: int) -> list[QueuedMessage]:
-        """Return one message, once for each consumer that still has it. Calls `pgque.get_message`. Raises
-        PgqueMessageNotFound."""
+        """Return one message, one row for each consumer that still has it. Calls `pgque.get_message`. Raises
+        PgqueQueueNotFound, PgqueMessageNotFound."""
         return await self._rows(
             f"select {columns(QueuedMessage, 'm')}"
             " from pgque.get_message(%(queue)s::text, %(msg)s::bigint) as m",
@@ -1075,8 +1134,8 @@ class AsyncPgqueClient:
         )
 
     async def message_status(self, queue: str, msg_id: int) -> list[MessageStatus]:
-        """Return what became of a message, for each consumer. Calls `pgque.message_status`. Raises
-        PgqueMessageNotFound."""
+        """Return the state of a message, one row for each consumer that still has it. Calls
+        `pgque.message_status`. Raises PgqueMessageNotFound."""
         return await self._rows(
             f"select {columns(MessageStatus, 's')}"
             " from pgque.message_status(%(queue)s::text, %(msg)s::bigint) as s",
@@ -1085,21 +1144,23 @@ class AsyncPgqueClient:
         )
 
     async def purge(self, queue: str) -> int:
-        """Remove all messages of a queue, in flight, delayed and to be retried too. Calls `pgque.purge`.
+        """Remove all messages of a queue: pending, delayed, processing and retry. Calls `pgque.purge`.
 
-        Dead letters and the archive stay. Returns how many the slowest consumer had before it.
+        Dead letters and the archive stay. Returns how many messages the slowest consumer had ahead of it.
+        Raises PgqueQueueNotFound.
         """
         return await self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
 
     async def purge_key(self, queue: str, key: str) -> int:
-        """Remove the pending message with a key: 1, or 0 when there is none. Calls `pgque.purge_key`."""
+        """Remove the pending message with a key and return 1, or 0 if there is none. Calls `pgque.purge_key`.
+        Raises PgqueQueueNotFound."""
         return await self._value(
             int, "select pgque.purge_key(%(queue)s::text, %(key)s::text)", {"queue": queue, "key": key}
         )
 
     async def list_poison(self, queue: str, limit: int = 100) -> list[PoisonMessage]:
-        """Return messages that were delivered more than once without an outcome, or died of that. Calls
-        `pgque.list_poison`."""
+        """Return messages that were delivered more than once without an outcome, or were given up for that.
+        Calls `pgque.list_poison`."""
         return await self._rows(
             f"select {columns(PoisonMessage, 'p')}"
             " from pgque.list_poison(%(queue)s::text, %(limit)s::int) as p",
@@ -1108,7 +1169,7 @@ class AsyncPgqueClient:
         )
 
     async def archive_poison(self, queue: str) -> int:
-        """Move the dead letters that `list_poison` shows to the archive, and return their count. Calls
+        """Move the dead letters that `list_poison` returns to the archive, and return their number. Calls
         `pgque.archive_poison`."""
         return await self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
 
@@ -1125,12 +1186,12 @@ class AsyncPgqueClient:
         matching: str | None = None,
         before_id: int | None = None,
     ) -> list[ArchivedMessage]:
-        """Return the newest archived messages of a queue, at most `limit`, those that satisfy all filters.
+        """Return archived messages of a queue that satisfy all filters, the newest first, at most `limit`.
         Calls `pgque.archive_list`.
 
-        `since` and `until` concern the time when they were archived; a datetime without time zone is local
-        time. `matching` is a text in payload, headers or key, in upper or lower case. To read page by page,
-        pass the last `archive_id` as `before_id`.
+        `since` and `until` filter by the time of archiving; a datetime without time zone is local time.
+        `matching` is a text in payload, headers or key, in upper or lower case. To read page by page, pass
+        the last `archive_id` as `before_id`. Raises PgqueQueueNotFound.
         """
         return await self._rows(
             f"select {columns(ArchivedMessage, 'a')}"
@@ -1153,13 +1214,13 @@ class AsyncPgqueClient:
 
     async def archive_replay(self, archive_id: int) -> int:
         """Send an archived message again and return the new id. Calls `pgque.archive_replay`. Raises
-        PgqueMessageNotFound."""
+        PgqueMessageNotFound, PgqueQueueDisabled."""
         return await self._value(
             int, "select pgque.archive_replay(%(archive)s::bigint)", {"archive": archive_id}
         )
 
     async def archive_purge(self, queue: str, before: datetime) -> int:
-        """Drop the days (UTC) of the archive that ended before a time, and return their count. Calls
+        """Delete the days (UTC) of the archive that ended before a time, and return their number. Calls
         `pgque.archive_purge`. A datetime without time zone is local time."""
         return await self._value(
             int,
@@ -1184,13 +1245,13 @@ class AsyncPgqueClient:
         matching: str | None = None,
         before_id: int | None = None,
     ) -> list[DeadLetter]:
-        """Return the newest dead letters of a queue, at most `limit`, those that satisfy all filters. Calls
+        """Return dead letters of a queue that satisfy all filters, the newest first, at most `limit`. Calls
         `pgque.dlq_inspect`.
 
-        `reason` is a reason as here or as `dlq_reasons` returns it. `since` and `until` concern the time
-        when they were given up; a datetime without time zone is local time. `matching` is a text in
+        `reason` is a reason as here or as `dlq_reasons` returns it. `since` and `until` filter by the time
+        when messages were given up; a datetime without time zone is local time. `matching` is a text in
         payload, headers or reason, in upper or lower case. To read page by page, pass the last `dl_id` as
-        `before_id`.
+        `before_id`. Raises PgqueQueueNotFound.
         """
         return await self._rows(
             f"select {columns(DeadLetter, 'd')}"
@@ -1213,7 +1274,8 @@ class AsyncPgqueClient:
         )
 
     async def dlq_reasons(self, queue: str) -> list[DeadReason]:
-        """Return why dead letters of a queue were given up, with their counts. Calls `pgque.dlq_reasons`."""
+        """Return the reasons of a queue's dead letters with their counts, the most frequent first. Calls
+        `pgque.dlq_reasons`. Raises PgqueQueueNotFound."""
         return await self._rows(
             f"select {columns(DeadReason, 'd')} from pgque.dlq_reasons(%(queue)s::text) as d",
             {"queue": queue},
@@ -1221,24 +1283,24 @@ class AsyncPgqueClient:
         )
 
     async def dlq_delete(self, dl_id: int) -> int:
-        """Delete a dead letter, a held one too, and return its message id. Calls `pgque.dlq_delete`.
-
-        Raises PgqueNotDeadLetter.
-        """
+        """Delete a dead letter, also a held one, and return its message id. Calls `pgque.dlq_delete`. Raises
+        PgqueNotDeadLetter."""
         return await self._value(int, "select pgque.dlq_delete(%(dl)s::bigint)", {"dl": dl_id})
 
     async def dlq_requeue(self, dl_id: int) -> int:
-        """Give a dead letter back to the consumer that failed it and return its message id. Calls
+        """Requeue a dead letter to the consumer that failed it, and return its message id. Calls
         `pgque.dlq_requeue`.
 
-        Raises PgqueNotDeadLetter.
+        Raises PgqueNotDeadLetter, and PgqueConsumerNotFound if that consumer was unsubscribed.
         """
         return await self._value(int, "select pgque.dlq_requeue(%(dl)s::bigint)", {"dl": dl_id})
 
     async def dlq_requeue_all(self, queue: str, limit: int | None = None, reason: str | None = None) -> int:
-        """Give dead letters back to the consumers that failed them, at most `limit`, and return their count.
+        """Requeue the oldest dead letters to the consumers that failed them, at most `limit`, and return
+        their number. Calls `pgque.dlq_requeue_all`.
 
-        `reason` is one that `dlq_reasons` returns: only dead letters with it. Calls `pgque.dlq_requeue_all`.
+        With `reason`, one that `dlq_reasons` returns, only dead letters with this reason. Raises
+        PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         return await self._value(
@@ -1246,19 +1308,21 @@ class AsyncPgqueClient:
         )
 
     async def dlq_replay(self, dl_id: int) -> int:
-        """Send a dead letter again, to every consumer, and return the new id. Calls `pgque.dlq_replay`.
+        """Send a dead letter to every consumer as a new message, and return the new id. Calls
+        `pgque.dlq_replay`.
 
-        Raises PgqueNotDeadLetter.
+        Raises PgqueNotDeadLetter, PgqueQueueDisabled.
         """
         return await self._value(int, "select pgque.dlq_replay(%(dl)s::bigint)", {"dl": dl_id})
 
     async def dlq_replay_all(
         self, queue: str, limit: int | None = None, reason: str | None = None
     ) -> ReplayResult:
-        """Send all dead letters of a queue again, or the oldest ones, at most `limit`. Calls
+        """Send the oldest dead letters of a queue again, at most `limit` (None: all). Calls
         `pgque.dlq_replay_all`.
 
-        `reason` is one that `dlq_reasons` returns: only dead letters with it.
+        Returns a ReplayResult: how many were sent, and how many stay because they failed. With `reason`, one
+        that `dlq_reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
         return await self._row(
@@ -1270,10 +1334,11 @@ class AsyncPgqueClient:
     async def dlq_purge(
         self, queue: str, older_than: Seconds = timedelta(days=30), reason: str | None = None
     ) -> int:
-        """Delete dead letters older than so many seconds and return their count. Calls
-        `pgque.dlq_purge`.
+        """Delete dead letters that were given up more than `older_than` seconds ago, and return their number.
+        Calls `pgque.dlq_purge`.
 
-        `reason` is one that `dlq_reasons` returns: only dead letters with it.
+        Held ones stay. With `reason`, one that `dlq_reasons` returns, only dead letters with this reason.
+        Raises PgqueQueueNotFound, PgqueBadArgument.
         """
         named, params = _encode.arguments({"reason": ("text", reason)})
         return await self._value(
@@ -1379,13 +1444,15 @@ async def connect_async(
     encoder: Encoder | None = None,
     decoder: Decoder | None = None,
 ) -> AsyncPgqueClient:
-    """Connect to a database with pgque in it.
+    """Connect to a database that has pgque, and return a client.
 
-    `dsn` is a connection string or URL; what it leaves out comes from the PG* environment variables. As a
-    context manager the client commits at the end of the block, rolls back after an exception, and closes.
-    With `autocommit` each call is a transaction of its own. For `encoder` and `decoder` see
-    `AsyncPgqueClient`.
+    `dsn` is a connection string or URL; the PG* environment variables fill in missing parts. As a context
+    manager the client commits at the end of the block, rolls back after an exception, and closes. With
+    `autocommit`, each call is a transaction of its own. For `encoder` and `decoder` see `AsyncPgqueClient`.
 
-    Raises PgqueConnectionError, and PgqueVersionError when the database has no pgque or an unknown version.
+    Behind a pooler in transaction mode that does not follow prepared statements, one call of each open
+    connection can fail (26000 or 42P05). Connections that are opened later prepare no statements.
+
+    Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """
     return await AsyncPgqueClient.connect(dsn, autocommit=autocommit, encoder=encoder, decoder=decoder)

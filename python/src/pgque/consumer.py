@@ -1,5 +1,5 @@
 # Generated from consumer_async.py by tools/make_sync.py: edit that file and run the script again.
-"""The consumer: receive a batch, call the handler of each message, acknowledge the batch, again and again.
+"""The consumer: receive a batch, call the handler of each message, acknowledge the batch, repeatedly.
 
 `consumer.py` is generated from `consumer_async.py` by `tools/make_sync.py`; edit the async file.
 """
@@ -70,8 +70,8 @@ from (
 """
 
 _TRANSACTION_FAILED = (
-    "the handler caught an error of the database, which left its transaction failed: let the error out, or do"
-    " what may fail in a savepoint, which conn.transaction() makes"
+    "the handler caught an error of the database, and its transaction has failed: raise the error, or run the"
+    " statement in a savepoint (with conn.transaction())"
 )
 
 _NOT_FOR_CONSUMER = (
@@ -94,7 +94,7 @@ class _HandledBatch:
 
 
 class Consumer:
-    """Feed the messages of a queue to handlers.
+    """Run a handler for each message of a queue, in order.
 
         consumer = Consumer(dsn, queue="orders", consumer="billing")
 
@@ -103,38 +103,40 @@ class Consumer:
 
         consumer.run()
 
-    Usually no transaction is open while a handler runs, and a message whose batch was interrupted comes
-    again: handlers have to bear that. With `transactional=True` a handler is called with the message and
-    the connection, and what it writes through that connection is committed together with the ack: exactly
-    once.
+    Usually no transaction is open while a handler runs, and the messages of a batch that was interrupted are
+    redelivered: handlers must bear that. With `transactional=True`, a handler gets the message and the
+    connection, and its writes through that connection are committed together with the ack: exactly once. If
+    such a handler catches an error of the database and goes on, it needs a savepoint around the statement:
+    `conn.transaction()`; otherwise the message has failed. Deferred constraints are checked after each
+    message, and only the message that violates one is rejected.
 
-    A handler that raises gets its message back after `retry_after` seconds, with the text of the error as
-    the reason; when the queue's `max_retries` are used up it becomes a dead letter. The other messages of
-    the batch are not affected.
+    If a handler raises, its message is redelivered after `retry_after` seconds, with the text of the error as
+    reason. After the queue's `max_retries` it becomes a dead letter. The other messages of the batch are not
+    affected.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in what is missing.
-        queue: name or `queue_uid` of the queue. The consumer must be subscribed to it, but for one with
-            subconsumers.
+        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        queue: name or `queue_uid` of the queue. The consumer must be subscribed to it, unless it has a
+            `subconsumer`.
         consumer: name of the consumer.
-        name: the same, under its earlier name.
+        name: the earlier name of this argument.
         poll_interval: seconds between polls of the queue when no notification comes.
         max_messages: most messages in one batch.
-        min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
+        min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. The ack comes before the pause.
-        retry_after: seconds until a failed message comes again.
-        unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
-        subconsumer: name of this worker when several share the consumer. That must not be subscribed to
-            read on its own: it is made with its first subconsumer, or `subscribe_subconsumer` with
-            `convert_normal` turns it.
-        dead_interval: seconds of silence after which the batch of another worker may be taken over.
-        transactional: whether handlers share a transaction with the ack.
-        encoder: as of a client, for what the consumer itself sends.
+        retry_after: seconds until a failed message is redelivered, whatever the queue's `retry_backoff` is.
+        unknown_handler_policy: outcome for a type that has no handler, "nack" or "ack". Such a type is logged
+            once.
+        subconsumer: name of this process if several share the consumer. The consumer must not read on its own
+            (PgqueQueueInUse): either do not subscribe it, and it begins at the newest tick with its first
+            subconsumer; or convert it with `subscribe_subconsumer(…, convert_normal=True)`.
+        dead_interval: seconds of silence after which the batch of another subconsumer may be taken over.
+        transactional: True gives handlers a transaction that is shared with the ack.
+        encoder: as of a client, for messages that the consumer itself sends.
         decoder: as of a client, for the messages that handlers get.
-        bad_payload: what to do with a message whose handler raises PgquePayloadError, as it does where the
-            payload does not fit the model that it asks for: "dead" gives it up, with the reason, "retry" is
-            as for any error.
+        bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
+            "dead" gives the message up, with the reason; "retry" treats it as any error.
     """
 
     def __init__(
@@ -200,26 +202,27 @@ class Consumer:
         self._settings = QueueSettings(queue)
 
     def handler(self, type: str) -> Callable[[H], H]:
-        """Register the decorated function as the handler of a message type; "*" takes all types without
-        one. Its first parameter may ask by annotation for a Message[Model] or a Model. Raises TypeError for
-        what cannot be a handler, and for an annotation that no payload becomes."""
+        """Register the decorated function as the handler of a message type; "*" is all types without one. The
+        annotation of its first parameter may ask for a Message[Model] or a Model. Raises TypeError for an
+        object that cannot be a handler, and for an annotation that pydantic cannot validate."""
         return self._handlers.register(type)
 
     def run(self, *, catch_signals: bool = True) -> None:
-        """Consume until `stop()`, SIGTERM or SIGINT.
+        """Receive and handle messages until `stop()`, SIGTERM or SIGINT.
 
-        The signals are caught in the main thread only, for all that run there, and their handlers put back
-        when the last of them ends; a handler that the program gave to its event loop is called as well. A
-        batch in hand is finished if that takes less than half a second, otherwise it is handed back whole; a
-        handler that runs longer is interrupted. With `catch_signals=False` they are left to the program, such
-        as a web server, which calls `stop()` when it ends.
+        Signals are caught in the main thread only, for all workers and consumers that run there. The previous
+        handlers are restored when the last of them ends; a handler that the program gave to its event loop is
+        called as well. The consumer has half a second to finish its batch. Then it releases the whole batch,
+        and a running handler is interrupted with HandlerInterrupted. With `catch_signals=False`, signals are
+        left to the program, such as a web server, which calls `stop()`.
 
-        After a fault of the database the consumer connects again, after a growing random pause, for as long
-        as it takes; the outcomes of a batch whose handlers have run are kept until then. Raises a PgqueError
-        where trying again cannot help: PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a
-        missing right; PgqueBadArgument without a handler, unless `unknown_handler_policy` is "ack", or where
-        the consumer has workers; PgqueQueueInUse where a consumer that reads on its own, or has workers, is
-        given a subconsumer.
+        After a fault of the database the consumer connects again, after a growing random pause, without
+        limit. It keeps the outcomes of handlers that have run, and reports them then.
+
+        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
+        PgqueConsumerNotFound, PgquePermissionDenied; PgqueBadArgument without a handler, unless
+        `unknown_handler_policy` is "ack", or if the consumer has workers; PgqueQueueInUse if a consumer that
+        reads on its own, or has workers, is given a subconsumer.
         """
         self._handlers.check_any(self.unknown_handler_policy)
         with self._stopper.running(catch_signals):
@@ -233,7 +236,11 @@ class Consumer:
                     is_done=self._is_done,
                 )
             except HandlerInterrupted:
-                log.warning("stopped in the middle of a batch, which comes again")
+                log.warning(
+                    "consumer %s of queue %s stopped in the middle of a batch, which is redelivered",
+                    self.consumer,
+                    self.queue,
+                )
             except PgqueError as error:
                 log.error("consumer %s of queue %s ends: %s", self.consumer, self.queue, one_line(error))
                 raise
@@ -241,8 +248,8 @@ class Consumer:
     def stop(self) -> None:
         """Make `run` return soon, for good; callable from any thread.
 
-        The batch in hand is finished if that takes less than half a second, otherwise it is handed back
-        whole, after the handler that is running has returned.
+        The batch is finished if that takes less than half a second. Otherwise the whole batch is released
+        after the running handler has returned.
         """
         self._stopper.set()
 
@@ -351,8 +358,8 @@ class Consumer:
 
     def _log_lost(self, batch_id: int) -> None:
         log.warning(
-            "batch %s of queue %s, consumer %s was taken over by another worker, or its end was lost with the"
-            " connection",
+            "batch %s of queue %s, consumer %s went to another worker, or its acknowledgement was lost with"
+            " the connection",
             batch_id,
             self.queue,
             self.consumer,

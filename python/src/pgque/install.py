@@ -13,12 +13,12 @@ from .errors import from_psycopg
 
 
 def sql_text() -> str:
-    """Return the SQL file that this package was released with."""
+    """Return the SQL file of this package's version."""
     return files("pgque").joinpath("pgque.sql").read_text(encoding="utf-8")
 
 
 def refuse_downgrade(ask: Callable[[str], object]) -> None:
-    """Raise PgqueVersionError where the database has a newer version than this package.
+    """Raise PgqueVersionError if the database has a newer version than this package.
 
     `ask` runs a query and returns the first value of the first row, or None.
     """
@@ -27,11 +27,10 @@ def refuse_downgrade(ask: Callable[[str], object]) -> None:
 
 
 def install(dsn: str = "") -> str:
-    """Install pgque, or upgrade it, in one transaction; return its version. Running it again changes
-    nothing.
+    """Install or upgrade pgque in one transaction, and return its version. A second run changes nothing.
 
-    Raises PgqueConnectionError, PgqueError when the role may not create a schema and roles, and
-    PgqueVersionError where the database has a newer version than this package.
+    Raises PgqueConnectionError, PgqueError if the role may not create a schema and roles, and
+    PgqueVersionError if the database has a newer version than this package.
     """
     try:
         with psycopg.connect(dsn) as conn:

@@ -12,9 +12,9 @@ _MAX_RETRY_AFTER = timedelta(days=3650)
 
 
 def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | None:
-    """Return when a failed message is to be delivered again.
+    """Return when a failed message is redelivered.
 
-    Raises PgqueBadArgument for what is no length of time, is negative, or over ten years.
+    Raises PgqueBadArgument for a value that is no length of time, is negative, or is over ten years.
     """
     try:
         length = interval(after)
@@ -26,7 +26,7 @@ def retry_interval(after: Seconds | None, name: str = "after") -> timedelta | No
 
 
 def reason_of(value: object) -> str | None:
-    """Return a reason as text, whatever it was given as."""
+    """Return a reason, a text or an error, as text."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, BaseException):
@@ -38,11 +38,11 @@ def reason_of(value: object) -> str | None:
 
 
 class HandlerOutcome(Exception):
-    """Be the base of what a handler says about its message."""
+    """Mark the classes that a handler may return or raise as the outcome of its message."""
 
 
 class Retry(HandlerOutcome):
-    """Have the message come again after so many seconds; None leaves that to the queue.
+    """Reject the message: it is redelivered after some seconds; None is the queue's setting.
 
     The reason may be an error. Raises PgqueBadArgument for a negative length of time, or one over ten years.
     """
@@ -62,4 +62,4 @@ class Dead(HandlerOutcome):
 
 
 class Release(HandlerOutcome):
-    """Hand the message back for any worker, at once; it does not count as failed."""
+    """Release the message: any worker can receive it at once. It does not count as failed."""

@@ -1,4 +1,4 @@
-"""A queue for tests, on a real server: send, let a worker work, look at the outcomes.
+"""A queue for tests, on a real server: send, let a worker work, read the outcomes.
 
 In conftest.py, for pytest:
 
@@ -49,7 +49,7 @@ _ALL = 1_000_000
 
 
 class TestQueue:
-    """Hold a queue with one consumer, and what became of its messages.
+    """Send to a queue with one consumer, let a worker work, and read the outcomes.
 
     Args:
         dsn: connection string of a database with pgque.
@@ -84,27 +84,27 @@ class TestQueue:
         self.client.close()
 
     def send(self, payload: Payload | Event, **options: Any) -> int:
-        """Send a message and return its id; options as for `PgqueClient.send`."""
+        """Send a message and return its id; options as of `PgqueClient.send`."""
         return self.client.send(self.name, payload, **options)
 
     def send_batch(
         self, payloads: Sequence[Payload | Event], *, type: str | None = None, **options: Any
     ) -> list[int]:
-        """Send messages and return their ids; options as for `PgqueClient.send_batch`."""
+        """Send messages and return their ids; options as of `PgqueClient.send_batch`."""
         return self.client.send_batch(self.name, payloads, type=type, **options)
 
     def retry_now(self) -> int:
-        """Make all messages that wait for another attempt due, and return their count."""
+        """Make all messages in state retry due, and return their number. Calls `pgque.retry_now`."""
         return self.client.retry_now(self.name, self.consumer)
 
     def work(self, worker: Worker | AsyncWorker, *, timeout: float = 30) -> list[Message]:
-        """Run a worker until nothing is left that it can receive, and return the messages that its handlers
+        """Run a worker until its queue has nothing left to receive, and return the messages that its handlers
         got.
 
-        A copy of the worker runs, on this queue: with its settings, handlers and hooks, but in threads or
-        tasks of this process. Messages that handlers send to this queue are handled too. Messages that are
-        delayed, or wait for another attempt, are not. Raises TimeoutError after so many seconds. In a running
-        event loop use `work_async`.
+        A copy of the worker runs on this queue: with its settings, handlers and hooks, but in threads or
+        tasks of this process. It also handles messages that handlers send to this queue. It does not handle
+        messages in state delayed or retry. Raises TimeoutError after so many seconds. In a running event loop
+        use `work_async`.
         """
         if isinstance(worker, AsyncWorker):
             return asyncio.run(self.work_async(worker, timeout=timeout))
@@ -118,7 +118,7 @@ class TestQueue:
         return handled
 
     async def work_async(self, worker: AsyncWorker, *, timeout: float = 30) -> list[Message]:
-        """Run an AsyncWorker until nothing is left that it can receive; see `work`."""
+        """Run an AsyncWorker until its queue has nothing left to receive; see `work`."""
         copy, handled = self._copy(worker, AsyncWorker)
         count = -1
         while count < len(handled):
@@ -150,7 +150,7 @@ class TestQueue:
 
     @property
     def done(self) -> list[Message]:
-        """Return the messages that were handled and are finished, but for those in the archive."""
+        """Return the messages that were acknowledged, without those in the archive."""
         unfinished = {message.msg_id for message in self.client.list_messages(self.name, None, _ALL)}
         return [message for message in self._handled.values() if message.msg_id not in unfinished]
 
@@ -165,7 +165,7 @@ class TestQueue:
 
     @property
     def retried(self) -> list[QueuedMessage]:
-        """Return the messages that wait for another attempt."""
+        """Return the messages in state retry."""
         return self.client.list_messages(self.name, "retry", _ALL)
 
     @property

@@ -54,8 +54,8 @@ WantedBy=multi-user.target
 
 
 def unit(dsn: str = "") -> str:
-    """Return a systemd unit that runs `pgque ticker` on this database: with the program that runs now, as the
-    user who runs it, or for root as postgres.
+    """Return a systemd unit that runs `pgque ticker` on this database: with the running program, as the user
+    who runs it, or as postgres for root.
 
     Raises PgqueError for a password in `dsn`: everybody can read a unit.
     """
@@ -84,14 +84,12 @@ def _word(text: str) -> str:
 
 
 def run_ticker(dsn: str = "", stop: threading.Event | None = None) -> None:
-    """Tick all queues and do all maintenance, until `stop` is set. Calls `pgque.ticker_loop` again and
-    again.
+    """Tick all queues and do all maintenance, until `stop` is set. Calls `pgque.ticker_loop` repeatedly.
 
     Several tickers at once do no harm. After a fault of the database it connects again, after a growing
-    random pause, for as long as it takes. Setting `stop` ends the running call within a fraction of a
-    second.
+    random pause, without limit. Setting `stop` ends the running call within a fraction of a second.
 
-    Raises a PgqueError where trying again cannot help: PgqueVersionError, a missing right.
+    Raises a PgqueError if trying again cannot help: PgqueVersionError, PgquePermissionDenied.
     """
     stopped = stop or threading.Event()
 

@@ -1,4 +1,4 @@
-"""The values that the client hands out and takes: frozen, slotted, and nothing but data."""
+"""The values that the client returns and takes: frozen, slotted, and nothing but data."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ class _Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Message(_Decoding, Generic[T_co]):
-    """Hold one message of a batch, as `receive` and `peek` return it.
+    """Describe one message of a batch, as `receive` and `peek` return it.
 
-    `payload` is its text, or `payload_bytes` its bytes; `value` and `into(Model)` read them. A handler that
-    asks for a `Message[Model]` gets one whose `value` is a Model.
+    `payload` is its text, or `payload_bytes` its bytes; `value` and `into(Model)` read them. A handler with a
+    `Message[Model]` gets one whose `value` is a Model.
 
-    `receive_count` is 1 at the first delivery. A message is settled by its batch: `ack(batch_id)` finishes
-    all of the batch that was not nacked before. Columns that the server does not fill yet are None.
+    `receive_count` is 1 at the first delivery. A message gets its outcome by its batch: `ack(batch_id)`
+    acknowledges all messages of the batch that were not rejected before. Columns that the server does not
+    fill are None.
 
-    `headers` are read as `json` reads a payload; if they are nested too deeply, who looks into them gets a
+    `headers` are read as `json` reads a payload. If they are nested too deeply, reading them raises
     ValueError.
     """
 
@@ -77,9 +78,9 @@ class Message(_Decoding, Generic[T_co]):
     queue: str | None = None
 
     def json(self) -> object:
-        """Parse the payload as JSON. A whole number of more than 4,300 digits is a Decimal.
+        """Return the payload parsed as JSON. A whole number of more than 4,300 digits is a Decimal.
 
-        Raises ValueError when it is not JSON or nested too deeply, and also when the message has no payload.
+        Raises ValueError if the payload is not JSON, nested too deeply, or None.
         """
         if self.payload is None:
             raise ValueError(f"message {self.msg_id} has no payload")
@@ -89,8 +90,8 @@ class Message(_Decoding, Generic[T_co]):
     def value(self) -> T_co:
         """Return the payload as a Python value.
 
-        It is a Model in the handler of a `Message[Model]`, or else what the `decoder` returns. Without
-        either it is bytes as they were sent, None for NULL, and otherwise the value of the JSON. Raises
+        In the handler of a `Message[Model]` it is a Model, otherwise the result of the `decoder`. Without
+        either it is bytes for bytes, None for NULL, and the value of the JSON for anything else. Raises
         PgquePayloadError for a payload that cannot be decoded.
         """
         try:
@@ -107,14 +108,17 @@ class Message(_Decoding, Generic[T_co]):
     def into(self, model: object) -> object: ...
 
     def into(self, model: object) -> object:
-        """Return the payload as a value of a type, validated.
+        """Return the payload as a validated value of a type.
 
         `model` is any type that pydantic validates: a dataclass, a pydantic model, `dict[str, int]`, `UUID`,
         `Order | None`; or a msgspec Struct. A text is validated as JSON, also one that was sent as bytes;
-        `str` and `bytes` take it as it is. With a `decoder` what that returns is validated.
+        `str` and `bytes`, and subclasses such as a StrEnum, take it as it is. With a `decoder`, its result
+        is validated. An Enum comes back only if its values are values of JSON.
 
-        Raises PgquePayloadError for a payload that does not fit, TypeError for a type that no payload
-        becomes, and ImportError if pydantic is missing: `pip install "pgque[typed]"`.
+        Raises PgquePayloadError for a payload that does not fit; its text names up to three problems without
+        the values, except for the tag of a discriminated union, and the library's error is its `__cause__`.
+        Raises TypeError for a type that no payload becomes, such as a list of Structs (put the list into a
+        Struct), and ImportError if pydantic is missing or older than 2.10: `pip install "pgque[typed]"`.
         """
         convert = _convert.converter(model)
         try:
@@ -163,13 +167,13 @@ def typed(message: Message, model: type[M]) -> Message[M]:
 
 
 def with_decoder(message: Message, decoder: Callable[[Message], object]) -> None:
-    """Give a new message the decoder of its payload."""
+    """Set the decoder of a new message's payload."""
     object.__setattr__(message, "_decoder", decoder)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Hold a message to be sent, with all that goes with it; for `send` and `send_batch`.
+    """Describe a message to send, with its options; for `send` and `send_batch`.
 
     `delay` and `ttl` are seconds or a timedelta; a `deliver_at` without time zone is local time. For the
     other fields see `send`.
@@ -187,8 +191,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class BatchEvent:
-    """Hold one stored event, as `get_batch_events` returns it (names as in PgQ, without the prefix
-    `ev_`)."""
+    """Describe one stored event, as `get_batch_events` returns it (PgQ's names without the prefix `ev_`)."""
 
     id: int
     time: datetime
@@ -204,7 +207,7 @@ class BatchEvent:
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """Hold the window that an open batch was cut from."""
+    """Describe the window that an open batch was cut from."""
 
     queue_name: str
     consumer_name: str
@@ -219,7 +222,7 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Say whether the outcome given for one message id counts; `reason` tells why not when `ok` is False.
+    """Report for one message id if its outcome counts; if `ok` is False, `reason` has the cause.
 
     Reasons are "not in this batch", "settled already", "lost to another worker" and "batch not open".
     """
@@ -231,7 +234,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """Hold the id of the event, and whether an earlier send with the same key made this one needless."""
+    """Report the id of the event; `deduped` is true if an earlier send with this key has sent it."""
 
     event_id: int
     deduped: bool
@@ -239,7 +242,7 @@ class SendResult:
 
 @dataclass(frozen=True, slots=True)
 class QueueInfo:
-    """Hold the settings of a queue and how busy it is."""
+    """Describe the settings of a queue and its load."""
 
     queue_name: str
     queue_ntables: int
@@ -261,7 +264,7 @@ class QueueInfo:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerInfo:
-    """Hold where a consumer stands; `pending_events` is an estimate from the ticks."""
+    """Describe the position and the lag of a consumer; `pending_events` is an estimate from the ticks."""
 
     queue_name: str
     consumer_name: str
@@ -277,9 +280,9 @@ class ConsumerInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Hold a message that used up its retries, with the reason of the last failure.
+    """Describe a dead letter, with the reason of its last failure.
 
-    `payload_size` is in bytes. `dl_held` is set when it died with `drop_policy` "hold".
+    `payload_size` is in bytes. `dl_held` is set if it was given up with `drop_policy` "hold".
     """
 
     dl_id: int
@@ -305,7 +308,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class QueueRights:
-    """Hold what a role may do with a queue, or with all queues where `queue_name` is None."""
+    """Describe the rights of a role to a queue, or to all queues if `queue_name` is None."""
 
     queue_name: str | None
     see: bool
@@ -316,7 +319,7 @@ class QueueRights:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Hold what one worker of a consumer has in hand; `lease_until` is the earliest of its deadlines."""
+    """Describe the leases of one worker of a consumer; `lease_until` is when the first of them expires."""
 
     queue: str
     consumer: str
@@ -329,10 +332,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
-    """Hold a message as `list_messages` and `get_message` show it, once for each consumer.
+    """Describe a message as `list_messages` and `get_message` return it, once for each consumer.
 
-    `status` is pending, processing, delayed, retry, expired, dead, failed or archived. `dl_id` is set when
-    it is a dead letter, and is what `dlq_requeue` takes.
+    `status` is pending, processing, delayed, retry, expired, dead, failed or archived. `dl_id` is set if it
+    is a dead letter; pass it to `dlq_requeue`.
     """
 
     msg_id: int
@@ -356,7 +359,7 @@ class QueuedMessage:
 
 @dataclass(frozen=True, slots=True)
 class MessageStatus:
-    """Hold what became of a message with one consumer; `status` as in `QueuedMessage`."""
+    """Describe the state of a message for one consumer; `status` as in `QueuedMessage`."""
 
     consumer_name: str | None
     status: str
@@ -370,9 +373,9 @@ class MessageStatus:
 
 @dataclass(frozen=True, slots=True)
 class PoisonMessage:
-    """Hold a message that was delivered more than once without an outcome, or died of that.
+    """Describe a message that was delivered more than once without an outcome, or was given up for that.
 
-    `dl_id` is set when it is a dead letter, and is what `dlq_requeue` takes.
+    `dl_id` is set if it is a dead letter; pass it to `dlq_requeue`.
     """
 
     msg_id: int
@@ -385,7 +388,7 @@ class PoisonMessage:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedMessage:
-    """Hold a message of the archive, with who handled it and how it ended."""
+    """Describe a message of the archive, with its worker and its outcome."""
 
     archive_id: int
     queue: str
@@ -405,11 +408,11 @@ class ArchivedMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecurringMessage:
-    """Hold a message that the ticker sends again and again, as `list_recurring` returns it.
+    """Describe a message that the ticker sends at its times, as `list_recurring` returns it.
 
     `status` is active, paused, failing (the last attempt failed with `last_error`; the ticker tries again) or
-    ended. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are of the last
-    message. `registered_at` is when `create_recurring` was called last, as a Worker does when it starts.
+    ended. `next_run` is None while it is paused or ended. `last_run` and `last_msg_id` are those of the last
+    message. `registered_at` is the time of the last `create_recurring`, which a Worker calls when it starts.
     """
 
     name: str
@@ -439,7 +442,7 @@ class RecurringMessage:
 
 @dataclass(frozen=True, slots=True)
 class QueueSetting:
-    """Hold a setting of a queue, as `queue_settings` returns it.
+    """Describe a setting of a queue, as `queue_settings` returns it.
 
     `value` and `default_value` are text, or None for none. `source` is "queue", "all queues"
     (`set_default_config`) or "built in".
@@ -463,7 +466,8 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class LagSample:
-    """Hold how far a consumer lagged: the age of its oldest pending message in seconds, and how many."""
+    """Describe the lag of a consumer at a time: the age of its oldest pending message in seconds, and how
+    many are pending."""
 
     at: datetime
     consumer: str
@@ -473,7 +477,7 @@ class LagSample:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Hold what somebody changed by hand: who, with which call, and its arguments without payloads."""
+    """Describe a change that a role made by hand: the role, the call, and its arguments without payloads."""
 
     at: datetime
     role_name: str
@@ -498,7 +502,7 @@ class DeadReason:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Count what `dlq_replay_all` sent again and what it could not."""
+    """Count the messages that `dlq_replay_all` sent again, and those that it could not send."""
 
     replayed: int
     failed: int
@@ -507,7 +511,7 @@ class ReplayResult:
 
 @dataclass(frozen=True, slots=True)
 class StatusRow:
-    """Hold one line of `pgque.status()`."""
+    """Describe one line of `pgque.status()`."""
 
     component: str
     status: str
@@ -516,7 +520,7 @@ class StatusRow:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Hold one figure; names ending in `_total` only grow, `_seconds` and `_bytes` are units."""
+    """Describe one figure. Names with `_total` only grow; `_seconds` and `_bytes` are units."""
 
     metric: str
     queue: str | None
@@ -526,7 +530,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class HealthCheck:
-    """Hold the result of one check: `status` is ok, warn or fail, `advice` says what to do."""
+    """Describe the result of one check: `status` is ok, warn or fail, `advice` is what to do."""
 
     check_name: str
     queue: str | None

@@ -90,24 +90,24 @@ class _Delivery:
 
 @dataclass(frozen=True, slots=True)
 class AsyncWorkMessage(Message):
-    """Hold a message that `AsyncWorkQueue.messages` gave, with its possible outcomes.
+    """Describe a message from `AsyncWorkQueue.messages`, with methods for its outcome.
 
-    Each outcome is reported to the server at once, and returns whether it counts: False when the message has
-    an outcome already, or was lost because its visibility timeout had passed.
+    A method reports the outcome at once. It returns False if the message has an outcome already, or if its
+    lease expired and the message was lost.
     """
 
     _delivery: _Delivery | None = field(default=None, repr=False, compare=False)
 
     async def ack(self) -> bool:
-        """Say that the message is done. Calls `pgque.ack`."""
+        """Acknowledge the message. Calls `pgque.ack`."""
         return await self._report(_ACK)
 
     async def archive(self) -> bool:
-        """Say that the message is done, and keep it in the archive. Calls `pgque.archive`."""
+        """Acknowledge the message, and keep it in the archive. Calls `pgque.archive`."""
         return await self._report(_ARCHIVE)
 
     async def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
-        """Have the message come again after so many seconds; None leaves that to the queue. Calls
+        """Reject the message: it is redelivered after some seconds; None is the queue's setting. Calls
         `pgque.nack`. Raises PgqueBadArgument for a negative length of time, or one over ten years."""
         return await self._report(MessageOutcome("nack", retry_interval(after), reason))
 
@@ -116,35 +116,35 @@ class AsyncWorkMessage(Message):
         return await self._report(MessageOutcome("dead", None, reason))
 
     async def release(self) -> bool:
-        """Hand the message back for any worker, at once. Calls `pgque.release`."""
+        """Release the message: any worker can receive it at once. Calls `pgque.release`."""
         return await self._report(_RELEASE)
 
     async def extend(self, seconds: Seconds) -> bool:
-        """Hide the messages of this batch for so many seconds more; False when they are lost. Calls
+        """Extend the lease of this batch by some seconds; return False if the batch is lost. Calls
         `pgque.extend`."""
         if self._delivery is None:
-            raise PgqueError("this message was not received from a work queue")
+            raise PgqueError("this message is not from WorkQueue.messages, so it has no outcome to report")
         return await self._delivery.queue._extend(self.batch_id, seconds)
 
     async def _report(self, outcome: MessageOutcome) -> bool:
         if self._delivery is None or self._delivery.batch is None:
-            raise PgqueError("this message was not received from a work queue")
+            raise PgqueError("this message is not from WorkQueue.messages, so it has no outcome to report")
         return await self._delivery.queue._report(self._delivery.batch, self.msg_id, outcome)
 
 
 class AsyncWorkQueue:
-    """Send to a queue, and take its messages one at a time.
+    """Send to a queue, and receive its messages one at a time.
 
         async with AsyncWorkQueue(dsn, "emails", consumer="mailers") as queue:
             await queue.send({"to": "ann@example.com"})
             async for message in queue.messages():
                 ...
 
-    It opens a connection of its own when it is first used, in which each call is a transaction, and again
-    after that connection was lost. It is for one thread or task at a time.
+    The first call opens a connection, and so does the first call after a lost connection. Each call is a
+    transaction. Use a work queue in one thread or task at a time.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in what is missing.
+        dsn: connection string or URL; PG* environment variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed; not needed for sending.
         encoder: as of a client.
@@ -190,7 +190,7 @@ class AsyncWorkQueue:
         await self.close()
 
     async def close(self) -> None:
-        """Hand back what `messages` received and did not give, and close the connection."""
+        """Release the messages that `messages` received and did not yield, and close the connection."""
         if self._client is not None:
             for delivery in list(self._deliveries):
                 await self._end_delivery(delivery)
@@ -259,26 +259,26 @@ class AsyncWorkQueue:
         visibility_timeout: Seconds | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[AsyncWorkMessage, None]:
-        """Give messages one at a time, as they come. Calls `pgque.receive`.
+        """Yield messages one at a time, as they arrive. Calls `pgque.receive`.
 
-        A message is acked when the next one is asked for, unless an outcome was chosen for it: `ack`,
-        `nack`, `dead`, `release` or `archive`. These acks are reported together, after a second or
-        at the end of a batch. A loop that is left by `break` or an exception does not ack its last
-        message, which comes again when its visibility timeout has passed; messages that were received but
-        not given yet are released then.
+        The next step of the loop acknowledges a message without an outcome (`ack`, `nack`, `dead`, `release`
+        or `archive`). These acks are reported together, after a second or at the end of a batch. A loop that
+        ends by `break` or an exception does not acknowledge its last message: it is redelivered when its
+        lease has expired. Messages that were received but not yielded are released then.
 
-        The visibility timeout is extended between messages; for one that may take longer than that
+        The lease is extended between messages. For a message that may take longer than `visibility_timeout`,
         call its `extend`.
 
         Args:
-            worker: name of this worker; without it one that no other has.
-            max_messages: most messages received in one call.
-            visibility_timeout: seconds until messages without an outcome go to others; None is the
+            worker: name of this worker; None makes up a unique one.
+            max_messages: most messages in one receive.
+            visibility_timeout: seconds until the lease of messages without an outcome expires; None is the
                 queue's setting.
-            timeout: seconds without a message after which the loop ends; None waits for ever, 0 ends it
+            timeout: seconds without a message after which the loop ends; None waits forever, 0 ends the loop
                 when the queue is empty.
 
-        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError; another call connects again.
+        Raises PgqueQueueNotFound, PgqueConsumerNotFound, PgqueConnectionError. After a lost connection, call
+        again.
         """
         if self.consumer is None:
             raise ValueError("to receive, a work queue needs the name of its consumer")
@@ -348,7 +348,7 @@ class AsyncWorkQueue:
                     with stopper.stop_deadline(client.conn, _LAST_REPORT_TIMEOUT):  # a lock may keep it
                         await _report_and_receive(client, self.consumer, [batch], None, delivery.message)
             except PgqueError as error:
-                log.warning("batch %s could not be handed back: %s", batch.batch_id, one_line(error))
+                log.warning("batch %s could not be released: %s", batch.batch_id, one_line(error))
                 if self._client is not None:
                     await self._client.close()  # it may be broken
             finally:
@@ -389,7 +389,7 @@ class AsyncWorkQueue:
 
 
 class AsyncWorker:
-    """Feed the messages of a queue to handlers, several at a time.
+    """Run handlers for the messages of a queue, several at a time.
 
         worker = AsyncWorker(dsn, queue="emails", consumer="mailers", concurrency=8)
 
@@ -398,48 +398,52 @@ class AsyncWorker:
 
         await worker.run()
 
-    A handler that returns acks its message. One that raises gets it back, with the text of the error as the
-    reason, after `retry_after` seconds; when the queue's attempts are used up it goes the way of the
-    queue's `drop_policy`. A handler may also return or raise `Retry(after=…)`, `Dead(…)` or `Release()`.
+    If a handler returns, its message is acknowledged. If it raises, the message is rejected with the text of
+    the error as reason, and redelivered after `retry_after` seconds; after the last attempt it goes the way
+    of the queue's `drop_policy`. A handler may also return or raise `Retry(after=…)`, `Dead(…)` or
+    `Release()`.
 
-    A message is hidden from other workers while its handler runs, however long that takes: the visibility
-    timeout is extended every half of it. Only when this process dies or loses the database for so long
-    do others get it; messages that it received and did not start by then it does not start. No transaction
-    is open while a handler runs, and a message may come twice.
+    The worker extends the lease of a message every half `visibility_timeout` while its handler runs, however
+    long that takes. If the process dies, or loses the database for longer than `visibility_timeout`, other
+    workers get its messages; it does not start messages whose lease has expired. No transaction is open while
+    a handler runs. A message may be delivered twice.
 
     Any number of workers may share a consumer, in any number of processes and machines.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in what is missing.
+        dsn: connection string or URL; PG* environment variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         queues: several queues with their weights, instead of `queue`: {"urgent": 5, "bulk": 1}. A handler
             finds the name of the queue in `message.queue`.
-        priority: what weights mean. "weighted" shares the messages of queues that have a backlog by their
+        priority: meaning of weights. "weighted" shares the messages of queues that have a backlog by their
             weights, so that no queue starves. "strict" receives from a queue only while those with a greater
             weight are empty; queues of equal weight take turns.
         consumer: name of the consumer, which must be subscribed to each queue.
-        concurrency: how many handlers run at a time.
+        concurrency: number of handlers that run at a time.
         use: "tasks".
-        prefetch: most messages received in one call; None is twice `concurrency`, but at least 20. It starts
-            with `concurrency`, and grows up to this while batches are handled within a moment. Then messages
-            are also received before a handler is free for them. A worker never has more messages than
-            `concurrency` and `prefetch` together.
-        min_interval: least seconds from the receive of one batch to the next receive, up to a day: larger
+        prefetch: most messages in one receive; None is twice `concurrency`, but at least 20. It starts with
+            `concurrency`, and grows to this while batches take less than 0.2 seconds. Then messages are also
+            received before a handler is free for them. A worker never has more messages than `concurrency`
+            and `prefetch` together.
+        min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
-            `min_interval` after it was sent. Outcomes do not wait for the pause to end.
-        visibility_timeout: seconds.
-        retry_after: seconds until a failed message comes again; None leaves that to the queue.
-        archive: whether messages that are done go to the archive.
-        unknown_handler_policy: what to do with a type that has no handler, "nack" or "ack".
-        worker: name of this worker; without it one that no other has.
+            `min_interval` after it was sent. Outcomes do not wait for the pause to end. Each process has its
+            own pause.
+        visibility_timeout: seconds of a lease, whatever the queue's setting is.
+        retry_after: seconds until a failed message is redelivered; None is the queue's setting.
+        archive: True archives acknowledged messages.
+        unknown_handler_policy: outcome for a type that has no handler, "nack" or "ack". Such a type is logged
+            once.
+        worker: name of this worker; None makes up a unique one.
         shutdown_timeout: seconds that handlers have to finish after a stop.
-        encoder: as of a client, for what the worker itself sends.
-        decoder: as of a client, for the messages that handlers get.
-        bad_payload: what to do with a message whose handler raises PgquePayloadError, as it does where the
-            payload does not fit the model that it asks for: "dead" gives it up, with the reason, "retry" is
-            as for any error.
-        liveness_file: a file to touch every second while the worker is alive and the database answers. Its
-            age says whether the worker hangs.
+        encoder: as of a client, for messages that the worker itself sends.
+        decoder: as of a client, for the messages that handlers get. With use="processes" encoder and decoder
+            are functions of a module.
+        bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
+            "dead" gives the message up, with the reason, as `drop_policy` has it; "retry" treats it as any
+            error. The log has no traceback of it, which might show the payload.
+        liveness_file: a file to touch every second while the worker is alive and the database answers. An old
+            file means that the worker hangs.
     """
 
     def __init__(
@@ -519,8 +523,8 @@ class AsyncWorker:
 
     def handler(self, type: str) -> Callable[[H], H]:
         """Register the decorated function as the handler of a message type; "*" takes all types without
-        one. It may ask by annotation for a Message[Model] or a Model. Raises TypeError for what cannot be a
-        handler, and for an annotation that no payload becomes."""
+        one. Its annotation may ask for a Message[Model] or a Model. It is read here, and may be text. Raises
+        TypeError for an object that cannot be a handler, and for an annotation that cannot be validated."""
         return self._handlers.register(type)
 
     def every(
@@ -534,18 +538,21 @@ class AsyncWorker:
         timezone: str = "UTC",
         catch_up: str = "one",
     ) -> Callable[[H], H]:
-        """Register the decorated function as the handler of a message type that the ticker sends at the times
-        of `cron`; see `AsyncPgqueClient.create_recurring`, which the worker calls when it starts.
+        """Register the decorated function as the handler of a recurring message, which the ticker sends at
+        the times of `cron`. See `AsyncPgqueClient.create_recurring`, which the worker calls when it
+        starts.
 
-        The role of the worker needs the right to send to the queue. The recurring message stays when the
-        decorator goes: `drop_recurring` ends it, and `list_recurring` shows when a worker last registered it.
+        Any number of workers may have the decorator: each run is sent once. The role of the worker needs the
+        right to send to the queue. The recurring message stays when you remove the decorator: drop it with
+        `drop_recurring`, or `pgque recurring drop NAME`. `list_recurring` shows when a worker last registered
+        it.
 
         Args:
-            queue: the queue of the message; needed where the worker has several.
+            queue: the queue of the message; required if the worker has several.
             name: name of the recurring message, once in the database; None is "queue/type".
 
-        Raises ValueError where the worker has one of this name, or does not receive from the queue, and
-        TypeError for what cannot be a handler.
+        Raises ValueError if the worker has one of this name, or does not receive from the queue, and
+        TypeError for an object that cannot be a handler.
         """
         queue = recurring_queue(self.queues, queue)
         recurring = Recurring(
@@ -564,7 +571,8 @@ class AsyncWorker:
         return self._middleware.add("before", hook)
 
     def after(self, hook: AfterHook) -> AfterHook:
-        """Register the decorated function to be called with a message and what its handler returned.
+        """Register the decorated function to be called with a message and the value that its handler
+        returned.
 
         An outcome that the handler raised, such as `Retry`, counts as returned. If the hook raises, the
         message has failed.
@@ -577,23 +585,27 @@ class AsyncWorker:
         return self._middleware.add("error", hook)
 
     async def run(self, *, until_idle: bool = False, catch_signals: bool = True) -> None:
-        """Work until `stop()`, SIGTERM or SIGINT; with `until_idle` until no message is left that can be
-        received now, without the pauses of `min_interval`.
+        """Work until `stop()`, SIGTERM or SIGINT. With `until_idle`, return when no message is left that can
+        be received now, without the pauses of `min_interval`, and without waiting for delayed messages and
+        retries.
 
-        The signals are caught in the main thread only, for all that run there, and their handlers put back
-        when the last of them ends; a handler that the program gave to its event loop is called as well. With
-        `catch_signals=False` they are left to the program, such as a web server, which calls `stop()` when it
-        ends.
+        Signals are caught in the main thread only, for all workers and consumers that run there. The previous
+        handlers are restored when the last of them ends; a handler that the program gave to its event loop is
+        called as well. With `catch_signals=False`, signals are left to the program, such as a web server,
+        which calls `stop()`.
 
-        After a stop no more messages are taken, those that were not started are released, and handlers that
-        run have `shutdown_timeout` seconds to finish.
+        After a stop the worker receives no more messages and releases those that were not started. Running
+        handlers have `shutdown_timeout` seconds to finish; one second later the worker cancels a statement
+        that still waits for a lock or for the server.
 
-        After a fault of the database the worker connects again, after a growing random pause, for as long
-        as it takes; after a stop for as long as handlers run or have outcomes that were not reported, and no
-        longer than `shutdown_timeout`, and a second to hand messages back. Raises a PgqueError where trying
-        again cannot help: PgqueVersionError, PgqueQueueNotFound, PgqueConsumerNotFound, a missing right;
-        PgqueQueueInUse where the consumer reads on its own; PgqueBadArgument without a handler, unless
-        `unknown_handler_policy` is "ack". Handlers that run then have `shutdown_timeout` seconds to finish.
+        After a fault of the database the worker connects again, after a growing random pause, without limit.
+        After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
+        and a second more to release messages.
+
+        Raises a PgqueError if trying again cannot help: PgqueVersionError, PgqueQueueNotFound,
+        PgqueConsumerNotFound, PgquePermissionDenied; PgqueQueueInUse if the consumer reads on its own;
+        PgqueBadArgument without a handler, unless `unknown_handler_policy` is "ack". Running handlers have
+        `shutdown_timeout` seconds to finish then.
         """
         self._handlers.check_any(self.unknown_handler_policy)
         check_until_idle(self, until_idle)
@@ -610,7 +622,7 @@ class AsyncWorker:
                 raise
 
     def stop(self) -> None:
-        """Make `run` finish what is begun and return, for good; callable from any thread."""
+        """Make `run` finish its running handlers and return, for good; callable from any thread."""
         self._first_stopper.set()
         self._stopper.set()
 
@@ -653,11 +665,11 @@ class AsyncWorker:
         try:
             if self._is_done():
                 return
-            log.error("worker %s finishes what is begun, and ends: %s", self.worker, one_line(error))
+            log.error("worker %s finishes its running handlers, and ends: %s", self.worker, one_line(error))
             async with self._stopper.running(False):
                 await self._run_sessions()
         except PgqueError as another:
-            log.warning("worker %s cannot report what it finished: %s", self.worker, one_line(another))
+            log.warning("worker %s cannot report its outcomes: %s", self.worker, one_line(another))
         finally:
             self._stopper = self._first_stopper
 
@@ -868,7 +880,7 @@ class AsyncWorker:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
-        log.warning("%s handlers did not finish in time, their messages are handed back", unfinished)
+        log.warning("%s handlers did not finish in time, their messages are released", unfinished)
         for batch in self._batches.values():
             batch.record(batch.open_messages(), _RELEASE)
         return False
@@ -920,8 +932,8 @@ class AsyncWorker:
         if not batch.expiry_logged:
             batch.expiry_logged = True
             log.warning(
-                "batch %s: the visibility timeout of %g s passed before all of its messages were"
-                " started; those that were not are handed back",
+                "batch %s: its lease of %g s expired before all of its messages were started;"
+                " the others are released",
                 batch.batch_id,
                 self._lease_seconds,
             )
@@ -977,7 +989,7 @@ async def _extend_if_due(client: AsyncPgqueClient, batch: Batch[M], visibility_t
     batch.lost = not held
     batch.extended_at = now
     if batch.lost:
-        log.warning("batch %s was lost: its visibility timeout had passed", batch.batch_id)
+        log.warning("batch %s is lost: its lease expired", batch.batch_id)
     return not batch.lost
 
 

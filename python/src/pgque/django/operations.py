@@ -50,7 +50,7 @@ class _Operation(RunSQL):
 class Install(_Operation):
     """Install pgque. Reversed, it removes pgque with all queues and messages.
 
-    Raises PgqueVersionError where the database has a newer version than the package.
+    Raises PgqueVersionError if the database has a newer version than the package.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Upgrade(Install):
 
 
 class CreateQueue(_Operation):
-    """Create a queue, with settings. Reversed, it drops the queue, which fails with PQ006 while it is in
+    """Create a queue, with settings. Reversed, it drops the queue, and fails with PQ006 while the queue is in
     use."""
 
     def __init__(self, queue: str, config: Mapping[str, Setting] | None = None) -> None:

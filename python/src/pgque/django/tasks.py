@@ -71,7 +71,13 @@ class PgqueBackend(_Backend):
         database: the alias of the database that has pgque, "default".
         consumer: the name of the consumer that runs tasks, "tasks".
         priorities: the priorities that tasks may have besides 0, [] by default. A queue named mail with the
-            priorities [10, -10] needs the queues of pgque mail+10, mail and mail-10.
+            priorities [10, -10] needs the queues of pgque mail+10, mail and mail-10. A worker starts a task
+            only while none with a higher priority waits. Of two queues of one priority the first one in
+            QUEUES goes first: to share, start a worker for each.
+
+    Routers are not asked: a task is sent over the connection of `database`, whatever transaction is open on
+    another one. `manage.py check` finds a database that is not PostgreSQL, and two queues with one name, such
+    as mail-10 beside mail with priority -10; `check --deploy --database default` finds missing queues.
     """
 
     supports_defer = True
@@ -101,8 +107,8 @@ class PgqueBackend(_Backend):
         }
 
     def validate_task(self, task: Any) -> None:
-        """Raise InvalidTask for what cannot be enqueued, such as a task with a priority that the settings do
-        not name."""
+        """Raise InvalidTask for a task that cannot be enqueued, such as one with a priority that the settings
+        do not name."""
         super().validate_task(task)
         if task.priority not in self.priorities:
             raise _InvalidTask(
@@ -111,11 +117,12 @@ class PgqueBackend(_Backend):
             )
 
     def enqueue(self, task: Any, args: Sequence[object], kwargs: dict[str, object]) -> Any:
-        """Send a task in the transaction that is open on Django's connection, and return its TaskResult.
+        """Send a task in the open transaction of Django's connection, and return its TaskResult. Calls
+        `pgque.send`.
 
-        In autocommit the task is enqueued at once. Calls `pgque.send`. Raises InvalidTask, TypeError for
-        arguments that are no JSON, and the errors of `pgque.send`: PgqueQueueNotFound, PgqueVersionError
-        where the database has no pgque, …
+        In autocommit the task is enqueued at once. Raises InvalidTask, TypeError for arguments that are no
+        JSON, and the errors of `pgque.send`: PgqueQueueNotFound, PgqueVersionError if the database has no
+        pgque, …
         """
         self.validate_task(task)
         result = self._result(
@@ -137,11 +144,12 @@ class PgqueBackend(_Backend):
         return result
 
     def perform(self, message: Message, worker: str) -> object:
-        """Run the task of a message, and return what it returns, for the handler of a worker.
+        """Run the task of a message, and return its result, for the handler of a worker.
 
         The signal task_started is sent for each attempt, and task_finished for each that returns or fails;
         not for one that asks for another attempt or gives up. The id of a result is that of `enqueue`. Of its
-        workers only the last one is known: an earlier one is "".
+        workers only the last one is known: an earlier one is "". No transaction is open around the task. Each
+        thread has a connection of Django as in a request, which CONN_MAX_AGE keeps.
         """
         close_old_connections()
         try:

@@ -26,8 +26,8 @@ def text(name: str) -> str:
 
 
 def export(folder: Path) -> list[Path]:
-    """Write the files into a folder, which is made if it is missing, and return their paths. Files of the
-    same names are replaced. Raises OSError."""
+    """Write the files into a folder and return their paths. A missing folder is created, files of the same
+    names are replaced. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in FILES]
     for path in paths:

@@ -299,6 +299,8 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
             else "options queue and queues exclude each other"
         )
     for name, at in (("startingAt", options.startingAt), ("endingAt", options.endingAt)):
+        if options.servers is not None and at == "archive":
+            raise PgqueBadArgument(f"option {name} cannot be archive with option servers: it reads one queue")
         if at is None or not at.isdecimal():
             continue
         if options.queues is not None:

@@ -161,7 +161,7 @@ class Frame(Screen[None]):
     async def _pause(self, queue: Figures) -> None:
         name, paused = queue.name, not queue.paused
         question = (
-            f"Pause queue {name}? Senders are refused until it is resumed. Consumers go on."
+            f"Pause queue {name}? Senders are refused until it is resumed. Consumers still receive."
             if paused
             else f"Resume queue {name}? It is paused. Senders can send again."
         )
@@ -374,7 +374,7 @@ class Queue(Frame):
 
     def _summary(self, queue: Figures | None) -> Text:
         if queue is None:
-            return Text("There is no such queue any more." if self.state.taken else "", "red")
+            return Text("There is no queue of this name now." if self.state.taken else "", "red")
         facts = [
             "paused" if queue.paused else "",
             f"in {count(queue.rate)}/s",
@@ -421,12 +421,12 @@ class Queue(Frame):
         held = [] if opened is None or isinstance(opened.workers, PgqueError) else opened.workers
         mine = [row for row in held if row["consumer"] == consumer]
         if not mine:
-            self.state.say(f"No worker of consumer {consumer} holds messages.", failed=True)
+            self.state.say(f"No worker of consumer {consumer} has leased messages.", failed=True)
             return
         batches, messages = sum(row["batches"] for row in mine), sum(row["messages"] for row in mine)
         if await self.app.push_screen_wait(
             Question(
-                f"Release {plural(batches, 'batch', 'batches')} with {plural(messages, 'message')}, held by"
+                f"Release {plural(batches, 'batch', 'batches')} with {plural(messages, 'message')}, leased by"
                 f" {plural(len(mine), 'worker')} of consumer {consumer}? The messages are redelivered."
             )
         ):

@@ -123,7 +123,7 @@ class Source:
         await self._ask(lambda client: client.pause(queue) if paused else client.resume(queue))
 
     async def reclaim(self, queue: str, consumer: str) -> int:
-        """Release what the workers of a consumer hold, and return the number of batches."""
+        """Release the batches of a consumer's workers, and return their number."""
         return await self._ask(lambda client: client.reclaim(queue, consumer))
 
     async def requeue(

@@ -109,7 +109,11 @@ class State:
             self.say(f"Requeued {number(done)} of {plural(count, 'dead letter')} of queue {queue} …")
 
         def done(moved: int) -> str:
-            rest = "" if moved == count else f" of {number(count)}; the others are taken, or have no consumer"
+            rest = (
+                ""
+                if moved == count
+                else f" of {number(count)}; the others were requeued elsewhere, or have no consumer"
+            )
             return f"Requeued {plural(moved, 'dead letter')} of queue {queue}{rest}."
 
         await self._change(self.source.requeue(queue, count, reason, progress), done)

@@ -78,7 +78,7 @@ class Connections:
 def _need_password(connection: psycopg.Connection[Any]) -> None:
     """Refuse a server that did not ask for the password: it would let anybody in as this role."""
     if not connection.pgconn.used_password:
-        raise LoginRefused("The server lets this role in without a password, so the page does not.")
+        raise LoginRefused("The server accepts this role without a password, so this page refuses it.")
 
 
 def log_in(database: Database, user: str, password: str, statement_timeout: int) -> Connections:
@@ -110,7 +110,7 @@ def log_in(database: Database, user: str, password: str, statement_timeout: int)
         raise LoginRefused("pgque is not installed in this database. Install it: pgque install --dsn …")
     if not row[1]:
         raise LoginRefused(
-            "This role has no right to look at queues of pgque. Grant it pgque_reader or pgque_admin,"
+            "This role has no right to read queues of pgque. Grant it pgque_reader or pgque_admin,"
             " or a right to one queue with pgque.grant_queue(queue, role, right)."
         )
     return Connections(conninfo, statement_timeout)

@@ -41,7 +41,7 @@ _CHOSEN: LiteralString = "select d.dl_id " + _INSPECTED + " order by d.dl_id"
 VERBS = {
     "requeue": ("Requeue", "requeued", "Only the consumer that failed them receives them again."),
     "replay": ("Replay", "replayed", "They are sent as new messages to every consumer of the queue."),
-    "delete": ("Delete", "deleted", "They cannot be requeued any more. Held ones are deleted too."),
+    "delete": ("Delete", "deleted", "They cannot be requeued. Held ones are deleted too."),
 }
 
 _CALLS: dict[str, LiteralString] = {

@@ -30,7 +30,7 @@ _BUTTONS = (
         re.compile(
             rf"select \* from pgque\.dlq_inspect\({_QUOTED}\), then dlq_requeue, dlq_replay or dlq_purge"
         ),
-        "look at the dead letters, then requeue, replay or delete them",
+        "open the dead letters, then requeue, replay or delete them",
     ),
     (
         re.compile(rf"select pgque\.set_queue_config\({_QUOTED}, '(\w+)', '([^']*)'\)"),

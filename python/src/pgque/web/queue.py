@@ -112,7 +112,9 @@ def pause(page: Page) -> Response:
     """Close the queue for senders."""
     name = page.form.need("queue")
     page.value("select pgque.pause(%s)", [name])
-    return page.done("The queue is paused: senders get an error, consumers go on.", "/queue", queue=name)
+    return page.done(
+        "The queue is paused: senders get an error, consumers still receive.", "/queue", queue=name
+    )
 
 
 def resume(page: Page) -> Response:
@@ -132,8 +134,8 @@ def ask_purge(page: Page) -> Response:
         queue=info["queue_name"],
         title="Purge this queue?",
         facts=[("Messages that the slowest consumer has ahead of it", pending)],
-        text="Every message of the queue is removed for all consumers: pending, leased, delayed and to be"
-        " retried. Dead letters and the archive stay. This cannot be undone.",
+        text="Every message of the queue is removed for all consumers: pending, processing, delayed, retry."
+        " Dead letters and the archive stay. This cannot be undone.",
         action="/queue/purge",
         fields=[("queue", name)],
         button="Purge the queue",
@@ -153,7 +155,7 @@ def purge(page: Page) -> Response:
 
 
 def reclaim(page: Page) -> Response:
-    """Release what workers of a consumer hold."""
+    """Release the batches of a consumer's workers."""
     name, consumer = page.form.need("queue"), page.form.need("consumer")
     count = page.value("select pgque.reclaim(%s, %s)", [name, consumer])
     return page.done(
@@ -165,7 +167,7 @@ def reclaim(page: Page) -> Response:
 
 
 def reclaim_worker(page: Page) -> Response:
-    """Release what one worker of a consumer holds. A batch that it has finished meanwhile is left out."""
+    """Release the batches of one worker. A batch that it has finished meanwhile is left out."""
     name, consumer, worker = (page.form.need(field) for field in ("queue", "consumer", "worker"))
     batches = page.rows(
         "select distinct m.batch_id from pgque.list_messages(%s, 'processing', %s, only_consumer => %s)"
@@ -180,7 +182,7 @@ def reclaim_worker(page: Page) -> Response:
         f"Released {count:,} {'message' if count == 1 else 'messages'} of worker {worker}."
         " They are redelivered at once."
         if count
-        else f"Worker {worker} has no lease any more. What it had is redelivered without further help.",
+        else f"Worker {worker} has no lease now. Its messages are redelivered.",
         "/queue",
         queue=name,
     )

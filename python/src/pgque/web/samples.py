@@ -128,10 +128,10 @@ def _refresh(kept: _Kept[T], ask: Callable[[], T], pause: float) -> None:
     try:
         kept.take(ask, pause)
     except PgqueError as error:
-        log.info("figures cannot be taken: %s", one_line(error))
+        log.info("figures cannot be read: %s", one_line(error))
         kept.error = error
     except psycopg.Error as error:  # the session ended meanwhile: the next viewer asks
-        log.info("figures were not taken: %s", error)
+        log.info("figures were not read: %s", error)
     finally:
         kept.lock.release()
         kept.ready.set()

@@ -189,8 +189,8 @@ class Site(Shared):
             form = Form.read(fields)
             if not reads and form.get("once") and not session.once(sent):
                 raise PgqueBadArgument(
-                    "this form was sent already, and it is done once only",
-                    hint="Look at what it did; it may take a while. Then reload the page to send it again.",
+                    "this form was sent already, and it runs only once",
+                    hint="Check its result; it may take a while. Then reload the page to send it again.",
                 )
             timeout = None if reads else f"{self.config.change_timeout}s"
             with session.connections.take(reads, timeout) as connection:

@@ -13,7 +13,7 @@ from ....workers import Worker
 
 
 class Command(BaseCommand):
-    """Run the tasks of a PgqueBackend."""
+    """Run the tasks of a PgqueBackend, over a connection of its own with the settings of DATABASES."""
 
     help = "Run the tasks of a PgqueBackend until SIGTERM or SIGINT; tasks that have begun are finished."
 
