@@ -533,8 +533,8 @@ def test_a_commit_that_fails_halfway_is_completed_by_its_replay_whatever_the_lis
 
 def test_a_list_that_was_stored_halfway_gives_way_to_one_that_counts(farm: Farm) -> None:
     zombie, other = [farm.name(0), farm.name(1)], [farm.name(1), farm.name(2)]
-    stored = value(farm.conns[0], "select pgque.sink_servers(%s, 0, %s)", farm.target, zombie)
-    assert stored == zombie
+    with psycopg.connect(farm.servers[0].dsn_for("app", "spark")) as conn:
+        assert value(conn, "select pgque.sink_servers(%s, 0, %s)", farm.target, zombie) == zombie
     second = farm.writer(1, 2)
     second.commit(write(second, *PAYLOADS))
     third = farm.writer(0, 1)
