@@ -96,8 +96,7 @@ class Farm:
             conn.execute(
                 f"create role spark login password '{PASSWORD}' in role pgque_reader, pgque_writer".encode()
             )
-            conn.execute("select pgque.create_queue('source'), pgque.create_queue('target')")
-            conn.execute("select pgque.subscribe('source', 'keeps')")
+            conn.execute("select pgque.create_queue('target')")
 
     def options(self, count: int) -> dict[str, str]:
         """Return Spark's options for the first servers."""
@@ -105,19 +104,23 @@ class Farm:
         return {"servers": names, "dbname": "postgres", "user": "spark", "password": PASSWORD}
 
     def fill(self, rows: int) -> None:
-        """Send as many rows to each server."""
-        for conn in self.conns:
-            for _ in range(10):
-                conn.execute(
-                    "select pgque.send_batch('source', 'default', array(select"
-                    ' format(\'{"id": %%s, "pad": "%%s"}\', n, repeat(\'x\', 170)) from generate_series(1, %s) as n))',
-                    [rows // 10],
-                )
-                conn.execute("select pgque.force_next_tick('source'), pgque.ticker('source')")
+        """Send the rows to queues that one, two and three servers share."""
+        for count in (1, 2, 3):
+            for conn in self.conns[:count]:
+                conn.execute("select pgque.create_queue(%s)", [f"source{count}"])
+                conn.execute("select pgque.subscribe(%s, 'keeps')", [f"source{count}"])
+                for _ in range(10):
+                    conn.execute(
+                        "select pgque.send_batch(%s, 'default', array(select"
+                        ' format(\'{"id": %%s, "pad": "%%s"}\', n, repeat(\'x\', 170)) from generate_series(1, %s) as n))',
+                        [f"source{count}", rows // 10 // count],
+                    )
+                    conn.execute("select pgque.force_next_tick(%s)", [f"source{count}"])
+                    conn.execute("select pgque.ticker(%s)", [f"source{count}"])
 
 
 def read(session: SparkSession, farm: Farm, count: int, rows: int, per_trigger: int) -> None:
-    """Read a stream of some servers, with as many rows in all."""
+    """Read a stream of some servers, which has as many rows in all."""
     found = 0
 
     def each(frame: DataFrame, number: int) -> None:
@@ -128,7 +131,7 @@ def read(session: SparkSession, farm: Farm, count: int, rows: int, per_trigger: 
     with tempfile.TemporaryDirectory() as checkpoint:
         session.readStream.format("pgque").options(
             **farm.options(count),
-            queue="source",
+            queue=f"source{count}",
             consumer=consumer,
             startingAt="earliest",
             maxEventsPerTrigger=str(per_trigger),
@@ -136,8 +139,8 @@ def read(session: SparkSession, farm: Farm, count: int, rows: int, per_trigger: 
             availableNow=True
         ).start().awaitTermination()
     for conn in farm.conns[:count]:
-        conn.execute("select pgque.unsubscribe('source', %s)", [consumer])
-    assert found == rows * count, found
+        conn.execute("select pgque.unsubscribe(%s, %s)", [f"source{count}", consumer])
+    assert found == rows, found
 
 
 def write(session: SparkSession, farm: Farm, frame: DataFrame, count: int) -> None:
@@ -182,7 +185,7 @@ def lines(what: str, note: str, found: dict[int, tuple[float, float]]) -> Iterat
 def main() -> None:
     """Measure both ways and write the rows."""
     quick = "--quick" in sys.argv
-    rounds = 2 if quick else 5
+    rounds = 2 if quick else 3
     rows = 60_000 if quick else 300_000
     with ExitStack() as stack, started() as session:
         farm = Farm(stack)
@@ -191,7 +194,7 @@ def main() -> None:
 
         def reads(count: int) -> int:
             read(session, farm, count, rows, 100_000)
-            return rows * count
+            return rows
 
         found = [*lines("stream of", "micro-batches of 100,000 rows", measured(meter, rounds, reads))]
         frame = session.range(0, rows, 1, 2).selectExpr(
