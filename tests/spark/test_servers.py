@@ -252,6 +252,7 @@ def test_a_list_of_servers_has_full_names_in_one_order(
         ({"servers": "db1", "url": "postgresql://u:s3cret@db2/app"}, "exclude each other"),
         ({"servers": "db1", "dbname": ""}, "which database"),
         ({"servers": "db1", "startingAt": "17"}, "a tick is of one server"),
+        ({"servers": "db1", "startingAt": "archive", "archiveOf": "b"}, "cannot be archive"),
         ({"columns": "server"}, "needs option servers"),
     ],
 )

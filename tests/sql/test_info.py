@@ -17,6 +17,7 @@ from sql.helpers import (
     move_clock,
     nack,
     need_prepared_transactions,
+    post,
     queue_bytes,
     receive,
     refused,
@@ -391,6 +392,21 @@ def test_health_counts_the_wait_for_a_tick_from_the_message_and_not_from_the_las
     assert rows(own, CHECK, "ticks")[0][0] == "ok"
 
 
+def test_the_delivery_of_a_message_with_a_key_leaves_nothing_that_waits_for_a_tick(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    post(own, "q", key="k")
+    tick(own, "q")
+    assert drain(own, "q") == [1]
+    configure(own, "q", health_tick_warn="1 second")
+    move_clock(own, "59 seconds")
+    status, *_ = rows(own, CHECK, "ticks")[0]
+    assert status == "ok"
+    send(own, "q")
+    move_clock(own, "70 seconds")
+    assert rows(own, CHECK, "ticks")[0][0] == "warn"
+
+
 def test_thresholds_are_settings_for_all_queues_too(own: Connection) -> None:
     for name in ("q", "own"):
         value(own, "select pgque.create_queue(%s)", name)
@@ -684,6 +700,26 @@ def test_what_waits_for_workers_again_is_pending_and_makes_them_lag(own: Connect
     assert retries == "0 due, 4 wait for their consumers"
     assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 10, 'c')")] == sent[1:]
     assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 2, 'c')")] == sent[1:3]
+
+
+def test_what_was_redelivered_to_a_consumer_on_its_own_is_pending_until_it_is_done(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    (sent,) = send_many(own, "q", 1)
+    forced_tick(own, "q")
+    (message,) = receive(own, "q", "c")
+    nack(own, message)
+    ack(own, message.batch_id)
+    info = "select pending_events, lag > '1 hour' from pgque.get_consumer_info('q', 'c')"
+    (again,) = receive(own, "q", "c")
+    assert again.msg_id == sent
+    assert rows(own, info) == [(1, False)]
+    move_clock(own, "2 hours")
+    value(own, "select pgque.ticker()")
+    assert rows(own, info) == [(1, True)]
+    assert rows(own, CHECK, "consumers")[0][0] == "fail"
+    ack(own, again.batch_id)
+    assert rows(own, info) == [(0, False)]
 
 
 def test_a_table_that_is_full_of_large_payloads_is_worth_a_warning(own: Connection) -> None:

@@ -25,6 +25,9 @@ AT_LEAST_ONCE = "at-least-once"
 FAIL = "fail"
 WAIT = "wait"
 
+# Of startingAt
+ARCHIVE = "archive"
+
 KEEP = "keep"
 DEAD = "dead"
 BY_KEY = "key"
@@ -163,7 +166,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them, `*` stands for any text", _words, "0.7"),
     Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream; one query each", _text),
     Option("consumer", "none", frozenset({BATCH_READ}), "reads the retries of this consumer of a stream, too", _text),
-    Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time. An existing consumer starts at its position", _text),
+    Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time; archive (see From the archive to now). An existing consumer starts at its position", _text),
+    Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
     Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _text),
     Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages in a micro-batch: whole ticks, at least one", _count),
@@ -202,6 +206,7 @@ class Options:
     queue: str | None = None
     consumer: str | None = None
     startingAt: str | None = None
+    archiveOf: str | None = None
     endingAt: str = "latest"
     maxEventsPerTrigger: int | None = None
     maxTicksPerTrigger: int | None = None
@@ -299,7 +304,7 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
             else "options queue and queues exclude each other"
         )
     for name, at in (("startingAt", options.startingAt), ("endingAt", options.endingAt)):
-        if options.servers is not None and at == "archive":
+        if options.servers is not None and at == ARCHIVE:
             raise PgqueBadArgument(f"option {name} cannot be archive with option servers: it reads one queue")
         if at is None or not at.isdecimal():
             continue
@@ -316,6 +321,8 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
             "option consumer is missing: a stream needs a consumer of its own, which keeps what it has still"
             " to read"
         )
+    if modes == (STREAM_READ,):
+        _check_archive(options)
     if modes == (BATCH_READ,) and "committed" in (options.startingAt, options.endingAt):
         raise PgqueBadArgument("startingAt and endingAt of a batch read cannot be committed")
     if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
@@ -339,6 +346,28 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
                 " epoch, so that the same write, made again, completes what failed halfway; or"
                 " delivery=at-least-once"
             )
+
+
+def _check_archive(options: Options) -> None:
+    if (options.startingAt == ARCHIVE) != (options.archiveOf is not None):
+        raise PgqueBadArgument(
+            "startingAt=archive needs option archiveOf: the consumer whose archive is read, and then the queue"
+            if options.archiveOf is None
+            else "option archiveOf needs startingAt=archive"
+        )
+    if options.archiveOf is None:
+        return
+    if options.queue is None:
+        raise PgqueBadArgument("startingAt=archive needs option queue: it reads one queue")
+    if options.archiveOf == options.consumer:
+        raise PgqueBadArgument(
+            f"options consumer and archiveOf are both {options.consumer}: the stream needs a consumer of its own"
+        )
+    if options.badRecords == DEAD:
+        raise PgqueBadArgument(
+            "badRecords=dead and startingAt=archive exclude each other: an archived message is not the"
+            " stream's to reject. Keep what does not parse in column _corrupt"
+        )
 
 
 def markdown() -> str:
