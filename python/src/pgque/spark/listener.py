@@ -74,7 +74,7 @@ class PgqueListener(StreamingQueryListener):
             where Spark's progress has none, that is on PySpark 4.0 and 4.1, and while a query is idle.
         registry: where the figures are registered for Prometheus, such as `prometheus_client.REGISTRY`; the
             program serves them. None registers none. Needs prometheus-client:
-            `pip install "pgque[metrics]"`.
+            `pip install "./python[metrics]"`.
     """
 
     def __init__(self, dsn: str | None = None, *, registry: CollectorRegistry | None = None) -> None:
