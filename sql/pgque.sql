@@ -634,6 +634,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 -- locked to serialise its owner's calls and hardly ever updated on that path.
 -- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
 -- log.
+-- sub_archived: what it passed since it was subscribed is in the archive, in the retry
+-- queue or a dead letter.  sub_history: the subscriber whose archive it reads first.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -650,6 +652,8 @@ create table if not exists pgque.subscriber (
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
   sub_keyed     boolean not null default false,
   sub_offsets   boolean not null default false,
+  sub_archived  boolean not null default false,
+  sub_history   int,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
@@ -1240,6 +1244,14 @@ begin
   drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
 end
 $$;
+-- Of consumers that are older than this column nobody knows what they archived.
+do $$
+begin
+  perform pgque._add_columns('pgque.subscriber', $c$
+    sub_archived boolean not null default false;
+    sub_history int$c$);
+end
+$$;
 comment on column pgque.config.keep_actions is
   'How long list_actions() goes back at least; none: actions are not recorded. Set by set_history(''actions'', interval).';
 comment on column pgque.config.keep_lags is
@@ -1710,7 +1722,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. retry_backoff is a JSON object: {"base": 1, "factor": 2, "cap": 3600, "jitter": 0}, base and cap in seconds. null restores the default.'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
@@ -1744,7 +1756,7 @@ begin
     execute 'update pgque.queue q set ' || v_sets
       || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id, alter_queue.config;
-    perform pgque._note_expiring(v_queue.queue_id);
+    perform pgque._note_expiring(v_queue.queue_id), pgque._note_unarchived(v_queue.queue_id);
     perform pgque._did('alter_queue', v_queue.queue_name, alter_queue.config);
   end if;
   return cardinality(v_settings.columns);
@@ -1847,6 +1859,14 @@ language sql volatile as $$
   where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
+-- Notes for good that the archive of a queue's consumers lacks messages.
+create or replace function pgque._note_unarchived(p_queue_id int) returns void
+language sql volatile as $$
+  update pgque.subscriber s set sub_archived = false
+  from pgque.queue q
+  where q.queue_id = p_queue_id and not q.queue_archive_on_ack and s.sub_queue = q.queue_id and s.sub_archived
+$$;
+
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 comment on function pgque.set_queue_config(text, text, text) is
@@ -1933,7 +1953,7 @@ begin
   update pgque.config c set defaults = pgque._own_settings(c.defaults, jsonb_build_object(v_param, case when v_value <> 'default' then $2 end));
   execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
   get diagnostics v_count = row_count;
-  perform pgque._note_expiring(q.queue_id) from pgque.queue q;
+  perform pgque._note_expiring(q.queue_id), pgque._note_unarchived(q.queue_id) from pgque.queue q;
   perform pgque._did('set_default_config', null, jsonb_build_object(v_param, $2));
   return v_count;
 exception
@@ -1979,7 +1999,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Pauses a queue: senders get PQ013, and consumers still receive its messages. Errors: PQ001 no such queue.';
+  'Pauses a queue: sending fails, and consumers still receive its messages. Errors: PQ001 no such queue; senders get PQ013.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
@@ -6126,8 +6146,9 @@ begin
       and not exists (select from pgque.position p where p.pos_sub = v_id)
       and not exists (select from pgque.retry_queue r where r.ev_owner = v_id)
     then
-      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
-      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker)
+      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker, sub_archived)
+      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker,
+        p_main is null and (select q.queue_archive_on_ack from pgque.queue q where q.queue_id = p_queue_id))
       on conflict ((sub_id & 1048575)) do nothing
       returning sub_id into v_position.pos_sub;
       exit when found;
@@ -6287,6 +6308,7 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
 -- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
+-- What it is moved past is in no archive.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
 language plpgsql as $$
 begin
@@ -6294,6 +6316,8 @@ begin
     perform pgque._drop_batch(p_sub, o.token) from pg_catalog.unnest(p_position.pos_open) o (token);
     p_position.pos_open := '{}';
   end if;
+  update pgque.subscriber s set sub_archived = s.sub_archived and p_tick.tick_id <= p_position.pos_tick, sub_history = null
+  where s.sub_id = p_sub.sub_id and (s.sub_archived and p_tick.tick_id > p_position.pos_tick or s.sub_history is not null);
   p_position.pos_high := greatest(p_position.pos_high, p_position.pos_tick, p_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(p_position, p_tick));
 end
@@ -7456,7 +7480,7 @@ begin
 end
 $$;
 comment on function pgque.unregister_subconsumer(text, text, text, int, pgque.caller) is
-  'Removes a worker (subconsumer) and returns 1, or 0 if there is none. batch_handling: for a worker with an open batch, 0 raises PQ006, and 1 '
+  'Removes a worker (subconsumer) and returns 1, or 0 if there is none. batch_handling: for a worker with an open batch, 0 is an error, and 1 '
   'rejects the messages of the batch, which are retried or become dead letters. Errors: PQ001 no such queue; PQ006 the worker has an open batch; '
   'PQ011 not subscribed.';
 
@@ -9540,6 +9564,8 @@ begin
     where pgque._stream_pid(v_sub) is distinct from pg_backend_pid();
     return $3;
   end if;
+  -- A stream that commits a tick has read its archive.
+  update pgque.subscriber s set sub_history = null where s.sub_id = v_sub.sub_id and s.sub_history is not null;
   return v_tick;
 end
 $$;
@@ -9624,7 +9650,8 @@ comment on function pgque.dead(text, text, bigint[], text[], pgque.caller) is
   'message that is dead already stays as it is, so the call can be repeated. Errors: PQ001 no such queue; PQ005 not as many reasons as msg_ids; PQ011 '
   'not subscribed.';
 -- ---------------------------------------------------------------------------
--- stream: how far behind a reader of offsets is, and what it could not parse
+-- stream: how far behind a reader of offsets is, what it could not parse, and what it
+-- reads of the archive first
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.stream_lag(
@@ -9742,6 +9769,195 @@ begin
   end loop;
 end
 $$;
+
+-- The archive of a consumer, and then the queue, as one stream: the reader subscribes at
+-- the tick before the oldest message that the other consumer has not finished.  What came
+-- before this tick, the other consumer has passed: so the message is in its archive, in its
+-- retry queue or a dead letter of it, and stays among the three whatever becomes of it.
+-- All the rest is read from the log.
+
+create or replace function pgque.subscribe_archive(
+  queue_name text, consumer_name text, archive_of text, incomplete boolean default false, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_of     pgque.subscriber;
+  v_tick   bigint;
+begin
+  if $2 = $3 then
+    perform pgque._fail('PQ005', format('consumer %I of queue %I can not read its own archive', $2, v_queue.queue_name),
+      'Pass the name of a new consumer, and the one whose archive it reads.');
+  elsif exists (
+    select from pgque.subscriber s
+    join pgque.consumer c on c.co_id = s.sub_consumer
+    where s.sub_queue = v_queue.queue_id and s.sub_main is null and c.co_name = $2 collate "default")
+  then
+    return 0;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  v_of := pgque._subscriber(v_queue.queue_name, $3);
+  v_tick := (pgque._oldest_need(v_of.sub_id)).pos_tick;
+  -- Only now: what the consumer was moved past before that is noted.
+  perform pgque._need_archived(v_queue.queue_name, v_of.sub_id, $4);
+  if pgque._subscribe(v_queue.queue_name, $2, 'normal', v_tick::text, caller) = 0 then
+    return 0;
+  end if;
+  update pgque.subscriber s set sub_history = v_of.sub_id where s.sub_id = (pgque._subscriber(v_queue.queue_name, $2)).sub_id;
+  perform pgque._did('subscribe_archive', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'archive_of', $3, 'incomplete', nullif($4, false)));
+  return 1;
+end
+$$;
+comment on function pgque.subscribe_archive(text, text, text, boolean, pgque.caller) is
+  'Subscribes a consumer that reads first the archive of another one (archive_of), with archive_next() and archive_read(), and then the queue. Returns 1, or 0 if the consumer was '
+  'subscribed already: nothing changes then. The consumer stands at the tick from which on archive_of has not finished. Needs the right admin, as archive_list() does. '
+  'incomplete: also if the archive lacks messages. Errors: PQ001 no such queue; PQ005 both names are the same, or the archive lacks messages that archive_of has passed since it was '
+  'subscribed: archive_on_ack was not on all the time, or the consumer was moved forward; PQ011 archive_of is not subscribed.';
+
+-- Refuses an archive that lacks messages that its subscriber has passed.
+create or replace function pgque._need_archived(p_queue text, p_sub int, p_incomplete boolean) returns void
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where s.sub_id = p_sub;
+  if not v_sub.sub_archived and p_incomplete is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('the archive of consumer %I of queue %I lacks messages', pgque._subscriber_name(v_sub), p_queue),
+      'Read what is there with incomplete => true (Spark: option failOnDataLoss=false). An archive has all messages since its consumer was subscribed if '
+      'archive_on_ack is set before, and stays on.',
+      'Since the consumer was subscribed, archive_on_ack was off for a time, or the consumer was moved forward, or pgque was upgraded from 0.6 or earlier.');
+  end if;
+end
+$$;
+
+create or replace function pgque.archive_of(queue_name text, consumer_name text, caller pgque.caller default current_user) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
+begin
+  if v_sub.sub_history is null then
+    return null;
+  end if;
+  return pgque._subscriber_name(pgque._archives(v_sub));
+end
+$$;
+comment on function pgque.archive_of(text, text, pgque.caller) is
+  'Returns the name of the consumer whose archive a consumer still has to read (see subscribe_archive()), or NULL if there is none. It reads none once seek() was called for it. '
+  'Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed.';
+
+-- The subscriber whose archive another one reads.
+create or replace function pgque._archives(p_sub pgque.subscriber) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_of  pgque.subscriber;
+begin
+  select s.* into v_of from pgque.subscriber s where s.sub_id = p_sub.sub_history;
+  if not found then
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue any more: the consumer whose archive consumer %s reads', pgque._subscriber_name(p_sub)),
+      'Its pending retries are lost. select * from pgque.archive_list(queue) lists what is there.');
+  end if;
+  return v_of;
+end
+$$;
+
+-- The query for what a consumer reads before it reads the log, with ids above p_after, up
+-- to p_upto.  late are the ids that come from the log: their transactions were still open
+-- at the tick, or the messages were delayed then, or replaced since.  They are few, and
+-- _span() bounds where they are, but where old ids may enter the log at any time.  All is
+-- one statement, so that no message moves while it looks for it.  p_first ends the queries
+-- for each of the three.
+create or replace function pgque._archived_sql(
+  p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
+) returns text
+language plpgsql set datestyle = 'ISO' as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber(p_queue.queue_name, p_consumer);
+  v_of     pgque.subscriber;
+  v_tick   pgque.tick := pgque._need_tick(p_queue, p_tick_id);
+  v_upto   bigint := p_upto;
+  v_ids    text;
+  v_late   text;
+  v_which  text;
+begin
+  if v_sub.sub_history is null or (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick <> p_tick_id then
+    perform pgque._fail('PQ015', pg_catalog.format('consumer %I of queue %I has no archive to read at tick %s', p_consumer, p_queue.queue_name, p_tick_id),
+      'It has read it, or was subscribed anew or moved since. Begin again: subscribe another consumer with subscribe_archive().');
+  end if;
+  v_of := pgque._archives(v_sub);
+  if not pgque._noted(p_queue.queue_id, '{external}') then
+    v_upto := least(p_upto, v_tick.tick_event_seq);
+  end if;
+  v_ids := pg_catalog.format('e.ev_id > %s', coalesce(p_after, 0)) || coalesce(' and e.ev_id <= ' || v_upto, '');
+  v_late := pg_catalog.format('(e.ev_txid >= %L::xid8 or e.ev_txid = any (%L::xid8[])) and (e.ev_owner is null or e.ev_owner = 0) and ',
+    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot))) || v_ids;
+  v_which := v_ids || ' and e.ev_id not in (select l.ev_id from late l)'
+    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end || p_first;
+  return pg_catalog.format(
+    $q$
+    with late as materialized (
+      select e.ev_id from (%1$s) e
+      union all
+      select e.ev_id from (%2$s) e where (select q.queue_keyed or pgque._noted(q.queue_id, '{moved,key}') from pgque.queue q where q.queue_id = %3$s)
+    )
+    select distinct on (e.ev_id) %4$s
+    from (
+      (select %5$s from pgque.archive e where e.bucket >= %3$s * 100000::bigint and e.bucket < (%3$s + 1) * 100000::bigint and e.arc_consumer = %6$s and %7$s)
+      union all
+      (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
+      union all
+      (select %8$s from pgque.retry_queue e where e.ev_owner = %9$s and e.ev_queue = %3$s and %7$s)
+    ) e
+    order by e.ev_id
+    $q$,
+    pgque._rows_sql(p_queue.queue_id, pgque._span(p_queue, null, v_upto) || ' and ' || v_late, '{true,true,true}'),
+    pgque._rows_sql(p_queue.queue_id, v_late, '{true,true,true}'),
+    p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
+    v_which, pgque._event_columns(), v_of.sub_id);
+end
+$$;
+
+-- The settings make it merge the indexes of the days, and read no further than it has to.
+create or replace function pgque.archive_next(
+  queue_name text, consumer_name text, tick_id bigint, after_id bigint default 0, max_events bigint default null, incomplete boolean default false,
+  caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_bitmapscan = off set enable_seqscan = off set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_next   bigint;
+begin
+  if $5 < 1 then
+    perform pgque._fail('PQ005', format('max_events must be at least 1, for queue %I', v_queue.queue_name), 'Leave it out, or null, for no limit.');
+  end if;
+  execute format('select max(e.ev_id) from (select e.ev_id from (%s) e order by e.ev_id limit %s) e',
+    pgque._archived_sql(v_queue, $2, $3, $4, null, null, 'e.ev_id', coalesce(' order by e.ev_id limit ' || $5, '')), coalesce($5::text, 'all'))
+  into v_next;
+  -- Only now: what was not archived, before that, is noted.
+  perform pgque._need_archived(v_queue.queue_name, (pgque._subscriber(v_queue.queue_name, $2)).sub_history, $6);
+  return v_next;
+end
+$$;
+comment on function pgque.archive_next(text, text, bigint, bigint, bigint, boolean, pgque.caller) is
+  'Returns the id of the last of the next max_events messages (NULL: of all) above after_id in the archive that a consumer reads first, for archive_read(); NULL if there are none. tick_id: where the '
+  'consumer stands. Messages of the other consumer that wait for a retry, and its dead letters, count as archived. incomplete as in subscribe_archive(). Errors: PQ001 no such queue; '
+  'PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id.';
+
+create or replace function pgque.archive_read(
+  queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, caller pgque.caller default current_user,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+begin
+  return query execute pgque._archived_sql(pgque._queue($1, caller, 'admin'), $2, $3, $4, $5, $6, pgque._event_columns());
+end
+$$;
+comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], pgque.caller) is
+  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see subscribe_archive(). The columns are those of read_window(); '
+  'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
+  'drop_policy drop, or because they expire. Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
+  'stand at tick_id.';
 -- ---------------------------------------------------------------------------
 -- maintain: rotation, compaction, retention, restore
 -- ---------------------------------------------------------------------------
@@ -11415,7 +11631,7 @@ begin
   return next;
 end
 $$;
-comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: version, scheduler, ticker, queues.';
+comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: pgque (its version), scheduler, ticker, queues.';
 
 -- Returns tables and columns outside the schema that would be dropped with its types
 -- and tables.
@@ -11740,6 +11956,16 @@ begin
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
           from pgque._lapsed(v_sub.sub_id, v_pos) l
+          union all
+          -- Redelivered to a consumer whose leases never expire, and not finished
+          select r.n, l.pos_time, r.behind
+          from (
+            select count(*) as n, r.ev_batch, r.ev_id <= v_pos.pos_event_seq as behind
+            from pgque.retry_queue r
+            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+            group by 2, 3
+          ) r
+          cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
         ) w;
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
@@ -11810,7 +12036,7 @@ end
 $$;
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'Returns one row for each consumer and worker, of all queues or of one, or for one consumer: lag (age of the oldest pending message; 0 if none is '
-  'pending), last_seen, ticks, open batch, pending_events (with workers also what may be redelivered) and skipped_events (lost to retention). lag and '
+  'pending), last_seen, ticks, open batch, pending_events (also messages that may be redelivered, without those that a worker has leased) and skipped_events (lost to retention). lag and '
   'pending_events are NULL if another session has a table of the queue locked. A worker is named consumer.worker. Errors: PQ001 no such queue; PQ011 '
   'not subscribed.';
 
@@ -12697,7 +12923,7 @@ begin
       case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
-        else format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L).', v_late.consumer_name, p_queue.queue_name, v_late.consumer_name)
+        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
       end,
       case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
@@ -12805,7 +13031,7 @@ begin
   return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
   return query
     select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),
-      case when d.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end
+      case when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue) end
     from (select count(*) as n, max(l.dl_time) as newest from pgque.dead_letter l where l.dl_queue_id = p_queue.queue_id) d;
 end
 $$;
@@ -13432,7 +13658,7 @@ language sql immutable as $$
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
       next_batch_custom get_batch_events get_batch_info event_retry batch_retry register_subconsumer
       subscribe_subconsumer unregister_subconsumer unsubscribe_subconsumer touch_subconsumer receive_coop peek
-      tick_for next_tick split_window read_window read_window_cursor seek open_stream stream_lag stage_dead unstage_dead dead get_queue_info
+      tick_for next_tick split_window read_window read_window_cursor seek open_stream subscribe_archive archive_of archive_next archive_read stream_lag stage_dead unstage_dead dead get_queue_info
       get_consumer_info queue_config queue_settings queue_rates consumer_lags metrics health status share_consumer unshare_consumer
       _ack _dead _next_batch'),
     ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue

@@ -310,6 +310,8 @@ comment on column pgque.consumer.co_name is 'Name of the consumer.';
 -- locked to serialise its owner's calls and hardly ever updated on that path.
 -- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
 -- log.
+-- sub_archived: what it passed since it was subscribed is in the archive, in the retry
+-- queue or a dead letter.  sub_history: the subscriber whose archive it reads first.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
 -- sequence begins again after 2^31 numbers (see pgque._add_subscriber).
 create table if not exists pgque.subscriber (
@@ -326,6 +328,8 @@ create table if not exists pgque.subscriber (
     constraint subscriber_worker_length check (octet_length(sub_worker) between 1 and 1000),
   sub_keyed     boolean not null default false,
   sub_offsets   boolean not null default false,
+  sub_archived  boolean not null default false,
+  sub_history   int,
   constraint subscriber_member check ((sub_role = 'coop_member') = (sub_main is not null and sub_worker is not null))
 );
 comment on table pgque.subscriber is 'Identity of consumers and workers, locked to serialise their calls. Internal: see the view subscription.';
@@ -914,6 +918,14 @@ begin
   from pgque.subscriber s
   where s.sub_id = p.pos_sub and s.sub_main is not null;
   drop table if exists pgque.roster, pgque.roster_0, pgque.roster_1;
+end
+$$;
+-- Of consumers that are older than this column nobody knows what they archived.
+do $$
+begin
+  perform pgque._add_columns('pgque.subscriber', $c$
+    sub_archived boolean not null default false;
+    sub_history int$c$);
 end
 $$;
 comment on column pgque.config.keep_actions is

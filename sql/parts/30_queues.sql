@@ -304,7 +304,7 @@ $$;
 
 create or replace function pgque._settings_hint() returns text
 language sql immutable as $$
-  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. null restores the default.'
+  select 'Counts are integers. Periods are intervals such as ''2 hours'', of at most a year (retention_period and message_ttl: 100 years; tick_gap: 1 millisecond to 1 minute). tick_storage is at least 1048576 bytes. Switches are true or false. retry_backoff is a JSON object: {"base": 1, "factor": 2, "cap": 3600, "jitter": 0}, base and cap in seconds. null restores the default.'
 $$;
 
 create or replace function pgque._bad_setting(p_queue text, p_config jsonb, p_error text) returns void
@@ -338,7 +338,7 @@ begin
     execute 'update pgque.queue q set ' || v_sets
       || 'queue_own = pgque._own_settings(q.queue_own, $2), queue_xid = pgque._queue_xid(q) where q.queue_id = $1'
     using v_queue.queue_id, alter_queue.config;
-    perform pgque._note_expiring(v_queue.queue_id);
+    perform pgque._note_expiring(v_queue.queue_id), pgque._note_unarchived(v_queue.queue_id);
     perform pgque._did('alter_queue', v_queue.queue_name, alter_queue.config);
   end if;
   return cardinality(v_settings.columns);
@@ -441,6 +441,14 @@ language sql volatile as $$
   where q.queue_id = p_queue_id and q.queue_message_ttl > '0' and not q.queue_expiring
 $$;
 
+-- Notes for good that the archive of a queue's consumers lacks messages.
+create or replace function pgque._note_unarchived(p_queue_id int) returns void
+language sql volatile as $$
+  update pgque.subscriber s set sub_archived = false
+  from pgque.queue q
+  where q.queue_id = p_queue_id and not q.queue_archive_on_ack and s.sub_queue = q.queue_id and s.sub_archived
+$$;
+
 create or replace function pgque.set_queue_config(queue_name text, param_name text, param_value text) returns int
 language sql as $$ select pgque.alter_queue($1, pg_catalog.jsonb_build_object(coalesce($2, ''), $3)) $$;
 comment on function pgque.set_queue_config(text, text, text) is
@@ -527,7 +535,7 @@ begin
   update pgque.config c set defaults = pgque._own_settings(c.defaults, jsonb_build_object(v_param, case when v_value <> 'default' then $2 end));
   execute format('update pgque.queue q set %I = %s, queue_xid = pgque._queue_xid(q) where not q.queue_own ? %L', v_column, v_value, v_param);
   get diagnostics v_count = row_count;
-  perform pgque._note_expiring(q.queue_id) from pgque.queue q;
+  perform pgque._note_expiring(q.queue_id), pgque._note_unarchived(q.queue_id) from pgque.queue q;
   perform pgque._did('set_default_config', null, jsonb_build_object(v_param, $2));
   return v_count;
 exception
@@ -573,7 +581,7 @@ begin
 end
 $$;
 comment on function pgque.pause(text, pgque.caller) is
-  'Pauses a queue: senders get PQ013, and consumers still receive its messages. Errors: PQ001 no such queue.';
+  'Pauses a queue: sending fails, and consumers still receive its messages. Errors: PQ001 no such queue; senders get PQ013.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$

@@ -110,8 +110,9 @@ begin
       and not exists (select from pgque.position p where p.pos_sub = v_id)
       and not exists (select from pgque.retry_queue r where r.ev_owner = v_id)
     then
-      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker)
-      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker)
+      insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker, sub_archived)
+      values (v_id, p_queue_id, p_consumer, p_role, p_main, p_worker,
+        p_main is null and (select q.queue_archive_on_ack from pgque.queue q where q.queue_id = p_queue_id))
       on conflict ((sub_id & 1048575)) do nothing
       returning sub_id into v_position.pos_sub;
       exit when found;
@@ -271,6 +272,7 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
 -- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
+-- What it is moved past is in no archive.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
 language plpgsql as $$
 begin
@@ -278,6 +280,8 @@ begin
     perform pgque._drop_batch(p_sub, o.token) from pg_catalog.unnest(p_position.pos_open) o (token);
     p_position.pos_open := '{}';
   end if;
+  update pgque.subscriber s set sub_archived = s.sub_archived and p_tick.tick_id <= p_position.pos_tick, sub_history = null
+  where s.sub_id = p_sub.sub_id and (s.sub_archived and p_tick.tick_id > p_position.pos_tick or s.sub_history is not null);
   p_position.pos_high := greatest(p_position.pos_high, p_position.pos_tick, p_position.pos_next_tick);
   perform pgque._append_position(pgque._at_tick(p_position, p_tick));
 end

@@ -219,6 +219,8 @@ begin
     where pgque._stream_pid(v_sub) is distinct from pg_backend_pid();
     return $3;
   end if;
+  -- A stream that commits a tick has read its archive.
+  update pgque.subscriber s set sub_history = null where s.sub_id = v_sub.sub_id and s.sub_history is not null;
   return v_tick;
 end
 $$;

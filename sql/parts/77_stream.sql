@@ -1,5 +1,6 @@
 -- ---------------------------------------------------------------------------
--- stream: how far behind a reader of offsets is, and what it could not parse
+-- stream: how far behind a reader of offsets is, what it could not parse, and what it
+-- reads of the archive first
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.stream_lag(
@@ -117,3 +118,192 @@ begin
   end loop;
 end
 $$;
+
+-- The archive of a consumer, and then the queue, as one stream: the reader subscribes at
+-- the tick before the oldest message that the other consumer has not finished.  What came
+-- before this tick, the other consumer has passed: so the message is in its archive, in its
+-- retry queue or a dead letter of it, and stays among the three whatever becomes of it.
+-- All the rest is read from the log.
+
+create or replace function pgque.subscribe_archive(
+  queue_name text, consumer_name text, archive_of text, incomplete boolean default false, caller pgque.caller default current_user
+) returns int
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_of     pgque.subscriber;
+  v_tick   bigint;
+begin
+  if $2 = $3 then
+    perform pgque._fail('PQ005', format('consumer %I of queue %I can not read its own archive', $2, v_queue.queue_name),
+      'Pass the name of a new consumer, and the one whose archive it reads.');
+  elsif exists (
+    select from pgque.subscriber s
+    join pgque.consumer c on c.co_id = s.sub_consumer
+    where s.sub_queue = v_queue.queue_id and s.sub_main is null and c.co_name = $2 collate "default")
+  then
+    return 0;
+  end if;
+  perform pgque._rebase(v_queue.queue_id);
+  v_of := pgque._subscriber(v_queue.queue_name, $3);
+  v_tick := (pgque._oldest_need(v_of.sub_id)).pos_tick;
+  -- Only now: what the consumer was moved past before that is noted.
+  perform pgque._need_archived(v_queue.queue_name, v_of.sub_id, $4);
+  if pgque._subscribe(v_queue.queue_name, $2, 'normal', v_tick::text, caller) = 0 then
+    return 0;
+  end if;
+  update pgque.subscriber s set sub_history = v_of.sub_id where s.sub_id = (pgque._subscriber(v_queue.queue_name, $2)).sub_id;
+  perform pgque._did('subscribe_archive', v_queue.queue_name, jsonb_build_object('consumer_name', $2, 'archive_of', $3, 'incomplete', nullif($4, false)));
+  return 1;
+end
+$$;
+comment on function pgque.subscribe_archive(text, text, text, boolean, pgque.caller) is
+  'Subscribes a consumer that reads first the archive of another one (archive_of), with archive_next() and archive_read(), and then the queue. Returns 1, or 0 if the consumer was '
+  'subscribed already: nothing changes then. The consumer stands at the tick from which on archive_of has not finished. Needs the right admin, as archive_list() does. '
+  'incomplete: also if the archive lacks messages. Errors: PQ001 no such queue; PQ005 both names are the same, or the archive lacks messages that archive_of has passed since it was '
+  'subscribed: archive_on_ack was not on all the time, or the consumer was moved forward; PQ011 archive_of is not subscribed.';
+
+-- Refuses an archive that lacks messages that its subscriber has passed.
+create or replace function pgque._need_archived(p_queue text, p_sub int, p_incomplete boolean) returns void
+language plpgsql as $$
+declare
+  v_sub  pgque.subscriber;
+begin
+  select s.* into v_sub from pgque.subscriber s where s.sub_id = p_sub;
+  if not v_sub.sub_archived and p_incomplete is not true then
+    perform pgque._fail('PQ005', pg_catalog.format('the archive of consumer %I of queue %I lacks messages', pgque._subscriber_name(v_sub), p_queue),
+      'Read what is there with incomplete => true (Spark: option failOnDataLoss=false). An archive has all messages since its consumer was subscribed if '
+      'archive_on_ack is set before, and stays on.',
+      'Since the consumer was subscribed, archive_on_ack was off for a time, or the consumer was moved forward, or pgque was upgraded from 0.6 or earlier.');
+  end if;
+end
+$$;
+
+create or replace function pgque.archive_of(queue_name text, consumer_name text, caller pgque.caller default current_user) returns text
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+declare
+  v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
+begin
+  if v_sub.sub_history is null then
+    return null;
+  end if;
+  return pgque._subscriber_name(pgque._archives(v_sub));
+end
+$$;
+comment on function pgque.archive_of(text, text, pgque.caller) is
+  'Returns the name of the consumer whose archive a consumer still has to read (see subscribe_archive()), or NULL if there is none. It reads none once seek() was called for it. '
+  'Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed.';
+
+-- The subscriber whose archive another one reads.
+create or replace function pgque._archives(p_sub pgque.subscriber) returns pgque.subscriber
+language plpgsql as $$
+declare
+  v_of  pgque.subscriber;
+begin
+  select s.* into v_of from pgque.subscriber s where s.sub_id = p_sub.sub_history;
+  if not found then
+    perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue any more: the consumer whose archive consumer %s reads', pgque._subscriber_name(p_sub)),
+      'Its pending retries are lost. select * from pgque.archive_list(queue) lists what is there.');
+  end if;
+  return v_of;
+end
+$$;
+
+-- The query for what a consumer reads before it reads the log, with ids above p_after, up
+-- to p_upto.  late are the ids that come from the log: their transactions were still open
+-- at the tick, or the messages were delayed then, or replaced since.  They are few, and
+-- _span() bounds where they are, but where old ids may enter the log at any time.  All is
+-- one statement, so that no message moves while it looks for it.  p_first ends the queries
+-- for each of the three.
+create or replace function pgque._archived_sql(
+  p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
+) returns text
+language plpgsql set datestyle = 'ISO' as $$
+declare
+  v_sub    pgque.subscriber := pgque._subscriber(p_queue.queue_name, p_consumer);
+  v_of     pgque.subscriber;
+  v_tick   pgque.tick := pgque._need_tick(p_queue, p_tick_id);
+  v_upto   bigint := p_upto;
+  v_ids    text;
+  v_late   text;
+  v_which  text;
+begin
+  if v_sub.sub_history is null or (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick <> p_tick_id then
+    perform pgque._fail('PQ015', pg_catalog.format('consumer %I of queue %I has no archive to read at tick %s', p_consumer, p_queue.queue_name, p_tick_id),
+      'It has read it, or was subscribed anew or moved since. Begin again: subscribe another consumer with subscribe_archive().');
+  end if;
+  v_of := pgque._archives(v_sub);
+  if not pgque._noted(p_queue.queue_id, '{external}') then
+    v_upto := least(p_upto, v_tick.tick_event_seq);
+  end if;
+  v_ids := pg_catalog.format('e.ev_id > %s', coalesce(p_after, 0)) || coalesce(' and e.ev_id <= ' || v_upto, '');
+  v_late := pg_catalog.format('(e.ev_txid >= %L::xid8 or e.ev_txid = any (%L::xid8[])) and (e.ev_owner is null or e.ev_owner = 0) and ',
+    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot))) || v_ids;
+  v_which := v_ids || ' and e.ev_id not in (select l.ev_id from late l)'
+    || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end || p_first;
+  return pg_catalog.format(
+    $q$
+    with late as materialized (
+      select e.ev_id from (%1$s) e
+      union all
+      select e.ev_id from (%2$s) e where (select q.queue_keyed or pgque._noted(q.queue_id, '{moved,key}') from pgque.queue q where q.queue_id = %3$s)
+    )
+    select distinct on (e.ev_id) %4$s
+    from (
+      (select %5$s from pgque.archive e where e.bucket >= %3$s * 100000::bigint and e.bucket < (%3$s + 1) * 100000::bigint and e.arc_consumer = %6$s and %7$s)
+      union all
+      (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
+      union all
+      (select %8$s from pgque.retry_queue e where e.ev_owner = %9$s and e.ev_queue = %3$s and %7$s)
+    ) e
+    order by e.ev_id
+    $q$,
+    pgque._rows_sql(p_queue.queue_id, pgque._span(p_queue, null, v_upto) || ' and ' || v_late, '{true,true,true}'),
+    pgque._rows_sql(p_queue.queue_id, v_late, '{true,true,true}'),
+    p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
+    v_which, pgque._event_columns(), v_of.sub_id);
+end
+$$;
+
+-- The settings make it merge the indexes of the days, and read no further than it has to.
+create or replace function pgque.archive_next(
+  queue_name text, consumer_name text, tick_id bigint, after_id bigint default 0, max_events bigint default null, incomplete boolean default false,
+  caller pgque.caller default current_user
+) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_bitmapscan = off set enable_seqscan = off set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_next   bigint;
+begin
+  if $5 < 1 then
+    perform pgque._fail('PQ005', format('max_events must be at least 1, for queue %I', v_queue.queue_name), 'Leave it out, or null, for no limit.');
+  end if;
+  execute format('select max(e.ev_id) from (select e.ev_id from (%s) e order by e.ev_id limit %s) e',
+    pgque._archived_sql(v_queue, $2, $3, $4, null, null, 'e.ev_id', coalesce(' order by e.ev_id limit ' || $5, '')), coalesce($5::text, 'all'))
+  into v_next;
+  -- Only now: what was not archived, before that, is noted.
+  perform pgque._need_archived(v_queue.queue_name, (pgque._subscriber(v_queue.queue_name, $2)).sub_history, $6);
+  return v_next;
+end
+$$;
+comment on function pgque.archive_next(text, text, bigint, bigint, bigint, boolean, pgque.caller) is
+  'Returns the id of the last of the next max_events messages (NULL: of all) above after_id in the archive that a consumer reads first, for archive_read(); NULL if there are none. tick_id: where the '
+  'consumer stands. Messages of the other consumer that wait for a retry, and its dead letters, count as archived. incomplete as in subscribe_archive(). Errors: PQ001 no such queue; '
+  'PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id.';
+
+create or replace function pgque.archive_read(
+  queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, caller pgque.caller default current_user,
+  out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
+  out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
+  out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
+) returns setof record
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
+begin
+  return query execute pgque._archived_sql(pgque._queue($1, caller, 'admin'), $2, $3, $4, $5, $6, pgque._event_columns());
+end
+$$;
+comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], pgque.caller) is
+  'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see subscribe_archive(). The columns are those of read_window(); '
+  'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
+  'drop_policy drop, or because they expire. Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
+  'stand at tick_id.';

@@ -649,7 +649,7 @@ begin
   return next;
 end
 $$;
-comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: version, scheduler, ticker, queues.';
+comment on function pgque.status() is 'Returns what is installed, scheduled and running, one row each: pgque (its version), scheduler, ticker, queues.';
 
 -- Returns tables and columns outside the schema that would be dropped with its types
 -- and tables.

@@ -277,6 +277,16 @@ begin
           union all
           select (l.lease).pos_done_count - l.settled, l.until, (l.lease).pos_tick < v_pos.pos_tick
           from pgque._lapsed(v_sub.sub_id, v_pos) l
+          union all
+          -- Redelivered to a consumer whose leases never expire, and not finished
+          select r.n, l.pos_time, r.behind
+          from (
+            select count(*) as n, r.ev_batch, r.ev_id <= v_pos.pos_event_seq as behind
+            from pgque.retry_queue r
+            where v_sub.sub_role <> 'pool' and r.ev_owner = v_sub.sub_id and r.ev_batch is not null and r.ev_retry_after > pgque.clock()
+            group by 2, 3
+          ) r
+          cross join lateral pgque._lease(v_sub.sub_id, r.ev_batch) l
         ) w;
         pending_events := pending_events + v_due.n;
         lag := greatest(lag, pgque.clock() - v_due.since);
@@ -347,7 +357,7 @@ end
 $$;
 comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'Returns one row for each consumer and worker, of all queues or of one, or for one consumer: lag (age of the oldest pending message; 0 if none is '
-  'pending), last_seen, ticks, open batch, pending_events (with workers also what may be redelivered) and skipped_events (lost to retention). lag and '
+  'pending), last_seen, ticks, open batch, pending_events (also messages that may be redelivered, without those that a worker has leased) and skipped_events (lost to retention). lag and '
   'pending_events are NULL if another session has a table of the queue locked. A worker is named consumer.worker. Errors: PQ001 no such queue; PQ011 '
   'not subscribed.';
 
@@ -1234,7 +1244,7 @@ begin
       case when v_late.lag > v_soon then format('It misses messages older than %s. To keep them longer: select pgque.set_queue_config(%L, ''retention_period'', %L).',
         p_queue.queue_retention_period, p_queue.queue_name, 2 * p_queue.queue_retention_period) end,
       case when p_cause is not null then format('First follow the advice of the check %s of this queue: its consumers wait for that.', p_cause)
-        else format('Start consumer %s, or unsubscribe it: select pgque.unsubscribe(%L, %L).', v_late.consumer_name, p_queue.queue_name, v_late.consumer_name)
+        else format('Start consumer %1$s. Only if nobody needs its messages any more, discard them with pgque.unsubscribe(%2$L, %1$L).', v_late.consumer_name, p_queue.queue_name)
       end,
       case when v_late.lag <= v_soon then format('It misses messages older than %s (retention_period).', p_queue.queue_retention_period) end);
   end if;
@@ -1342,7 +1352,7 @@ begin
   return query select 'leases', queue, h.* from pgque._health_leases(p_queue, v_back.subs) h;
   return query
     select 'dead letters', queue, case when d.n > 0 then 'warn' else 'ok' end, d.n || coalesce(', newest at ' || d.newest, ''),
-      case when d.n > 0 then format('select * from pgque.dlq_inspect(%L), then dlq_requeue, dlq_replay or dlq_purge', queue) end
+      case when d.n > 0 then format('Read the reasons: select * from pgque.dlq_inspect(%1$L). When the cause is mended: select pgque.dlq_requeue_all(%1$L)', queue) end
     from (select count(*) as n, max(l.dl_time) as newest from pgque.dead_letter l where l.dl_queue_id = p_queue.queue_id) d;
 end
 $$;

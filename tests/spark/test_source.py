@@ -678,7 +678,7 @@ def test_lost_messages_fail_the_query_and_are_named(source: Source, conn: Connec
     told = failure(source.run, source.stream())
     assert f"behind tick {tick} of queue {source.queue} are lost" in told
     assert str(earliest) in told
-    assert "to read. Start again with another checkpoint" in told
+    assert "all consumers have passed. Start again with another checkpoint" in told
     assert "failOnDataLoss" in told
 
 

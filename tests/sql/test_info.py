@@ -702,6 +702,26 @@ def test_what_waits_for_workers_again_is_pending_and_makes_them_lag(own: Connect
     assert [w[0] for w in rows(own, "select msg_id from pgque.peek('q', 2, 'c')")] == sent[1:3]
 
 
+def test_what_was_redelivered_to_a_consumer_on_its_own_is_pending_until_it_is_done(own: Connection) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q")
+    (sent,) = send_many(own, "q", 1)
+    forced_tick(own, "q")
+    (message,) = receive(own, "q", "c")
+    nack(own, message)
+    ack(own, message.batch_id)
+    info = "select pending_events, lag > '1 hour' from pgque.get_consumer_info('q', 'c')"
+    (again,) = receive(own, "q", "c")
+    assert again.msg_id == sent
+    assert rows(own, info) == [(1, False)]
+    move_clock(own, "2 hours")
+    value(own, "select pgque.ticker()")
+    assert rows(own, info) == [(1, True)]
+    assert rows(own, CHECK, "consumers")[0][0] == "fail"
+    ack(own, again.batch_id)
+    assert rows(own, info) == [(0, False)]
+
+
 def test_a_table_that_is_full_of_large_payloads_is_worth_a_warning(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q", "gone")

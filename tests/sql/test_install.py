@@ -254,6 +254,34 @@ def test_an_upgrade_adds_columns_to_the_sinks_and_keeps_grants_views_and_what_is
     value(own, "select pgque.uninstall()")
 
 
+def test_the_archive_of_before_an_upgrade_is_read_on_demand(
+    fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    """Nobody knows if archive_on_ack was on all the time. What is there is told from what is in the queue."""
+    install_earlier(fresh_dsn, "0.6.0")
+    own = connect(fresh_dsn)
+    value(own, "select pgque.create_queue('q', '{\"archive_on_ack\": true}')")
+    subscribe(own, "q")
+    sent = [send(own, "q") for _ in range(4)]
+    forced_tick(own, "q")
+    batch = receive(own, "q", count=2)
+    value(own, "select pgque.ack(%s)", batch[0].batch_id)
+    batch = receive(own, "q")
+    rows(own, "select * from pgque.ack(%s, %s)", batch[0].batch_id, sent[2:3])
+    install(fresh_dsn)
+    archive = "select pgque.subscribe_archive('q', %s, %s, %s)"
+    refused("PQ005", value, own, archive, "s", "c", False)
+    assert value(own, archive, "s", "c", True) == 1
+    subscribe(own, "q", "young")
+    assert value(own, archive, "s2", "young", False) == 1
+    rows(own, "select * from pgque.dead(%s, %s)", batch[0].batch_id, sent[3:])
+    start = value(own, "select pgque.open_stream('q', 's')")
+    found = [row[0] for row in rows(own, "select * from pgque.archive_read('q', 's', %s, 0, null)", start)]
+    window = "select * from pgque.read_window('q', %s, pgque.tick_for('q', 'latest'))"
+    assert found + [row[0] for row in rows(own, window, start)] == sent
+    value(own, "select pgque.uninstall()")
+
+
 def test_an_upgrade_that_would_drop_a_view_on_the_sinks_is_refused_whole(
     fresh_dsn: str, connect: Callable[..., Connection]
 ) -> None:

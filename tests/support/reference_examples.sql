@@ -17,6 +17,9 @@ select pgque.subscribe('orders', 'mailers');                    -- shared by wor
 select pgque.subscribe('orders', 'spark');                      -- a stream
 select pgque.register_consumer('orders', 'audit');              -- reads by PgQ's names
 select pgque.register_subconsumer('orders', 'team', 'w1');
+select pgque.create_queue('sales', '{"archive_on_ack": true}');
+select pgque.subscribe('sales', 'billing');
+select pgque.subscribe_archive('sales', 'report', archive_of => 'billing');
 create role shop;
 select pgque.grant_queue('orders', 'shop', 'consume');
 create table customers (id int primary key, name text);
@@ -380,6 +383,18 @@ select pgque.stage_dead('orders', 'spark', :to_tick, array[:msg_id], array['no J
 
 -- unstage_dead
 select pgque.unstage_dead('orders', 'spark', :from_tick);
+
+-- subscribe_archive
+select pgque.subscribe_archive('sales', 'audit', archive_of => 'billing');
+
+-- archive_of
+select pgque.archive_of('sales', 'report');
+
+-- archive_next
+select pgque.archive_next('sales', 'report', pgque.open_stream('sales', 'report'), after_id => 0, max_events => 1000);
+
+-- archive_read
+select ev_id, ev_type, ev_data from pgque.archive_read('sales', 'report', pgque.open_stream('sales', 'report'), after_id => 0, upto_id => 1000);
 
 -- sink
 insert into pgque.sink (queue, type, payload, headers) values ('orders', 'order.created', '{"id": 5}', '{"trace": "4bf9"}');

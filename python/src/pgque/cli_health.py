@@ -40,6 +40,7 @@ _COMMANDS = {
     "subscribe": "subscribe {0} {1} --from {2}",
     "unsubscribe": "unsubscribe {0} {1}",
     "dlq_inspect": "dlq list {0}",
+    "dlq_requeue_all": "dlq requeue --all {0}",
     "drop_queue": "drop {0} --force",
 }
 

@@ -19,6 +19,8 @@ from .errors import PgqueError
 from .workers import Worker
 from .workers_async import AsyncWorker
 
+log = logging.getLogger("pgque")
+
 
 @click.command(epilog=EXIT_CODES)
 @dsn_option
@@ -63,6 +65,10 @@ def work(
     )
     if metrics is not None:
         _serve(metrics)
+    log.info(
+        "worker %s: consumer %s of %s, %s handlers at a time",
+        *(worker.worker, worker.consumer, ", ".join(worker.queues), worker.concurrency),
+    )
     if isinstance(worker, AsyncWorker):
         asyncio.run(worker.run(until_idle=until_idle))
     else:

@@ -165,6 +165,47 @@ class Window(InputPartition):
         self.parts = parts
         self.part = part
 
+    def rows(self, parsed: Options) -> sql.Composed:
+        """Return the call that reads the messages."""
+        return _call(
+            "read_window",
+            *(
+                self.queue,
+                self.from_tick,
+                self.to_tick,
+                parsed.consumer,
+                _types(parsed),
+                self.parts,
+                self.part,
+            ),
+        )
+
+
+class Archived(Window):
+    """Name messages that a consumer reads before those of the log, by their ids."""
+
+    def __init__(self, queue: str, tick: int, after: int, upto: int) -> None:
+        super().__init__(queue, tick, tick)
+        self.value = (queue, tick, after, upto)
+        self.after = after
+        self.upto = upto
+
+    def rows(self, parsed: Options) -> sql.Composed:
+        """Return the call that reads the messages."""
+        return _call(
+            "archive_read",
+            *(self.queue, parsed.consumer, self.from_tick, self.after, self.upto, _types(parsed)),
+        )
+
+
+def _types(parsed: Options) -> list[str] | None:
+    return None if parsed.types is None else list(parsed.types)
+
+
+def _call(name: str, *arguments: Any) -> sql.Composed:
+    listed = sql.SQL(", ").join(sql.Literal(argument) for argument in arguments)
+    return sql.SQL("pgque.{}({})").format(sql.SQL(name), listed)
+
 
 class Task(InputPartition):
     """Name what one task reads, window after window."""
@@ -181,7 +222,8 @@ def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator
         try:
             yield from _read(parsed, wanted, window)
         except PgqueTickNotFound as error:
-            if parsed.failOnDataLoss:
+            # Messages of the archive are not lost, but their reader was moved.
+            if parsed.failOnDataLoss or isinstance(window, Archived):
                 raise
             log.warning("pgque: %s: its messages are left out", error)
 
@@ -255,23 +297,8 @@ def _query(parsed: Options, wanted: Layout, window: Window) -> str:
         fields += ["w.ev_data as text", "w.ev_bytes as bytes"]
         if parsed.badRecords == DEAD:
             fields.append("w.ev_id as id")
-    arguments: list[Any] = [
-        window.queue,
-        window.from_tick,
-        window.to_tick,
-        parsed.consumer,
-        None if parsed.types is None else list(parsed.types),
-        window.parts,
-        window.part,
-    ]
-    return (
-        sql.SQL("select {} from pgque.read_window({}) as w")
-        .format(
-            sql.SQL(", ".join(fields or ["1 as one"])),
-            sql.SQL(", ").join(sql.Literal(argument) for argument in arguments),
-        )
-        .as_string(None)
-    )
+    columns = sql.SQL(", ".join(fields or ["1 as one"]))
+    return sql.SQL("select {} from {} as w").format(columns, window.rows(parsed)).as_string(None)
 
 
 class _BatchMaker:

@@ -24,6 +24,9 @@ AT_LEAST_ONCE = "at-least-once"
 FAIL = "fail"
 WAIT = "wait"
 
+# Of startingAt
+ARCHIVE = "archive"
+
 KEEP = "keep"
 DEAD = "dead"
 
@@ -145,7 +148,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them, `*` stands for any text", _words, "0.7"),
     Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream; one query each", _text),
     Option("consumer", "none", frozenset({BATCH_READ}), "reads the retries of this consumer of a stream, too", _text),
-    Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time. An existing consumer starts at its position", _text),
+    Option("startingAt", "committed", frozenset({STREAM_READ}), "start of a new consumer: committed or latest (from now on), earliest, a tick id, a time; archive (see From the archive to now). An existing consumer starts at its position", _text),
+    Option("archiveOf", "none", frozenset({STREAM_READ}), "with `startingAt=archive`: consumer of the queue whose archive is read first", _text, "0.7"),
     Option("startingAt", "earliest", frozenset({BATCH_READ}), "earliest, latest, a tick id, a time", _text),
     Option("endingAt", "latest", frozenset({BATCH_READ}), "end: latest, earliest, a tick id, a time; see Limits", _text),
     Option("maxEventsPerTrigger", "none", frozenset({STREAM_READ}), "messages in a micro-batch: whole ticks, at least one", _count),
@@ -181,6 +185,7 @@ class Options:
     queue: str | None = None
     consumer: str | None = None
     startingAt: str | None = None
+    archiveOf: str | None = None
     endingAt: str = "latest"
     maxEventsPerTrigger: int | None = None
     maxTicksPerTrigger: int | None = None
@@ -274,12 +279,36 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
             "option consumer is missing: a stream needs a consumer of its own, which keeps what it has still"
             " to read"
         )
+    if modes == (STREAM_READ,):
+        _check_archive(options)
     if modes == (BATCH_READ,) and "committed" in (options.startingAt, options.endingAt):
         raise PgqueBadArgument("startingAt and endingAt of a batch read cannot be committed")
     if modes == (BATCH_WRITE,) and (options.sinkId is None) != (options.epoch is None):
         raise PgqueBadArgument("options sinkId and epoch of a batch write need each other")
     if options.sinkId is not None and options.delivery == AT_LEAST_ONCE:
         raise PgqueBadArgument("option sinkId needs delivery exactly-once")
+
+
+def _check_archive(options: Options) -> None:
+    if (options.startingAt == ARCHIVE) != (options.archiveOf is not None):
+        raise PgqueBadArgument(
+            "startingAt=archive needs option archiveOf: the consumer whose archive is read, and then the queue"
+            if options.archiveOf is None
+            else "option archiveOf needs startingAt=archive"
+        )
+    if options.archiveOf is None:
+        return
+    if options.queue is None:
+        raise PgqueBadArgument("startingAt=archive needs option queue: it reads one queue")
+    if options.archiveOf == options.consumer:
+        raise PgqueBadArgument(
+            f"options consumer and archiveOf are both {options.consumer}: the stream needs a consumer of its own"
+        )
+    if options.badRecords == DEAD:
+        raise PgqueBadArgument(
+            "badRecords=dead and startingAt=archive exclude each other: an archived message is not the"
+            " stream's to reject. Keep what does not parse in column _corrupt"
+        )
 
 
 def markdown() -> str:

@@ -69,7 +69,12 @@ class PgqueDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> PgqueStreamReader:
         """Return a reader of a stream."""
-        return PgqueStreamReader(options.parse(self.options, options.STREAM_READ), schema)
+        parsed = options.parse(self.options, options.STREAM_READ)
+        if parsed.startingAt == options.ARCHIVE:
+            from ._history import PgqueHistoryReader
+
+            return PgqueHistoryReader(parsed, schema)
+        return PgqueStreamReader(parsed, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> PgqueWriter:
         """Return a writer of a batch."""
@@ -156,6 +161,11 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
     def _ticks(self, offset: Mapping[str, Any]) -> Ticks:
         queue = self._options.queue
+        if "archive" in offset:
+            raise PgqueBadArgument(
+                "the checkpoint stands in an archive: go on with options startingAt=archive and archiveOf"
+                " until the stream has read it"
+            )
         if ("tick" if queue is not None else "ticks") not in offset:
             raise PgqueBadArgument(
                 "the checkpoint was written with option"
@@ -290,6 +300,10 @@ class _Driver:
             self._reported = reached, found
         return found
 
+    def forget_report(self) -> None:
+        """Take the figures anew when they are asked for next, even if the stream has not moved."""
+        self._reported = ({}, {})
+
     def next_ticks(self, after: Ticks, limited: bool, upto: Ticks) -> Ticks:
         """Return the ends of the next micro-batch behind `after`. The queues that have something new share
         the limit of messages."""
@@ -418,11 +432,16 @@ class _Stream:
         # A consumer that was dropped meanwhile begins where this stream stands.
         stands = max(self._committed, self.position)
         start = parsed.startingAt or "committed" if stands < 0 else str(stands)
-        named = [self._queue, parsed.consumer, "latest" if start == "committed" else start]
+        at = "latest" if start in ("committed", options.ARCHIVE) else start
+        named = [self._queue, parsed.consumer, at]
+        subscribe: tuple[bytes, list[Any]] = (b"select pgque.subscribe(%s, %s, %s)", [*named])
+        if start == options.ARCHIVE:
+            given = [self._queue, parsed.consumer, parsed.archiveOf, not parsed.failOnDataLoss]
+            subscribe = (b"select pgque.subscribe_archive(%s, %s, %s, %s)", given)
         while True:
             try:
                 with _connect.errors(self._queue):
-                    made = _connect.one(conn.execute("select pgque.subscribe(%s, %s, %s)", named))[0]
+                    made = _connect.one(conn.execute(*subscribe))[0]
                     row = _connect.one(conn.execute("select pgque.open_stream(%s, %s, %s)", named))
                 break
             except PgqueQueueInUse:

@@ -28,7 +28,8 @@ _BUTTONS = (
     (re.compile(rf"select pgque\.resume\({_QUOTED}\)"), "press Resume sending on the page of the queue"),
     (
         re.compile(
-            rf"select \* from pgque\.dlq_inspect\({_QUOTED}\), then dlq_requeue, dlq_replay or dlq_purge"
+            rf"Read the reasons: select \* from pgque\.dlq_inspect\({_QUOTED}\)\. When the cause is mended: "
+            rf"select pgque\.dlq_requeue_all\({_QUOTED}\)"
         ),
         "open the dead letters, then requeue, replay or delete them",
     ),

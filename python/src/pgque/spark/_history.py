@@ -1,0 +1,108 @@
+"""Read the archive of a consumer, and then its queue, as one stream.
+
+The offset in the archive is the tick where the stream's consumer stands, and the id of the last message that
+was read. Which messages belong to the archive, `archive_next` and `archive_read` decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspark.sql.datasource import InputPartition
+
+from ..errors import PgqueBadArgument
+from . import _window
+from ._compat import ReadLimit
+from .source import PgqueStreamReader, Ticks
+
+# Messages of a micro-batch without maxEventsPerTrigger: the server sorts those of a task.
+_PIECE = 1_000_000
+
+
+class PgqueHistoryReader(PgqueStreamReader):
+    """Read a stream that begins in an archive.
+
+    There, the offset is {"consumer": "spark", "queue": "orders", "tick": 17, "archive": {"of": "billing",
+    "after": 4711}}. When the archive is read, the offset is that of any stream of one queue.
+    """
+
+    # The offset that was planned last
+    _at: Mapping[str, Any] | None = None
+
+    def initialOffset(self) -> dict[str, Any]:
+        """Return the consumer's position: before the archive, if it has not read it yet."""
+        offset = super().initialOffset()
+        wanted = self._options.archiveOf
+        of = self._ask("select pgque.archive_of(%s, %s)", self._options.queue, self._options.consumer)
+        if of is None:
+            return offset
+        if of != wanted:
+            raise PgqueBadArgument(
+                f"consumer {self._options.consumer} reads the archive of {of}, not of {wanted}:"
+                f" set archiveOf={of}, or take a new consumer"
+            )
+        return {**offset, "archive": {"of": of, "after": 0}}
+
+    def latestOffset(
+        self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None
+    ) -> dict[str, Any]:
+        """Return the end of the next piece of the archive; behind it, that of the next micro-batch."""
+        at = start or self._at or self.initialOffset()
+        self._reached = self._ticks(at)
+        upto = self._next(at, self._options.maxEventsPerTrigger or _PIECE) if "archive" in at else None
+        if upto is None:
+            found = super().latestOffset(_without(at), limit)
+        else:
+            found = {**at, "archive": {**at["archive"], "after": upto}}
+            # The queue goes on meanwhile.
+            self._connected().forget_report()
+        self._at = found
+        return found
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """Split a piece of the archive by the ids of its messages, or what lies between two ticks."""
+        if "archive" not in end:
+            self._at = end
+            return super().partitions(_without(start), end)
+        if end != self._at:
+            self._replayed += 1
+        self._at = end
+        self._reached = self._ticks(end)
+        after, upto = start["archive"]["after"], end["archive"]["after"]
+        first = self._next(start, 1)
+        if first is None or first > upto:
+            return []
+        count = min(self._options.numPartitions, upto - first + 1)
+        bounds = [first - 1 + (upto - first + 1) * part // count for part in range(count + 1)]
+        bounds[0] = after
+        ((queue, tick),) = self._reached.items()
+        return [_window.Task([_window.Archived(queue, tick, *piece)]) for piece in itertools.pairwise(bounds)]
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Move the consumer's position, once the archive is read."""
+        if "archive" not in end:
+            super().commit(end)
+
+    def _ticks(self, offset: Mapping[str, Any]) -> Ticks:
+        return super()._ticks(_without(offset))
+
+    def _next(self, offset: Mapping[str, Any], count: int) -> int | None:
+        """Return the end of the next `count` messages of the archive; None if there are none."""
+        parsed = self._options
+        ((queue, tick),) = self._ticks(offset).items()
+        after = offset["archive"]["after"]
+        found: int | None = self._ask(
+            "select pgque.archive_next(%s, %s, %s, %s, %s, %s)",
+            *(queue, parsed.consumer, tick, after, count, not parsed.failOnDataLoss),
+        )
+        return found
+
+    def _ask(self, query: str, *arguments: Any) -> Any:
+        return self._connected().do(lambda conn: conn.execute(query, arguments).fetchone())[0]
+
+
+def _without(offset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an offset as that of a stream which has read the archive."""
+    return {name: part for name, part in offset.items() if name != "archive"}
