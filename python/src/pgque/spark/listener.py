@@ -76,7 +76,7 @@ class PgqueListener(StreamingQueryListener):
             Of a stream of several servers, each is asked, as this role.
         registry: where the figures are registered for Prometheus, such as `prometheus_client.REGISTRY`; the
             program serves them. None registers none. Needs prometheus-client:
-            `pip install "pgque[metrics]"`.
+            `pip install "./python[metrics]"`.
     """
 
     def __init__(self, dsn: str | None = None, *, registry: CollectorRegistry | None = None) -> None:
