@@ -3313,11 +3313,13 @@ $$;
 -- The lookup is lateral, so that rows keep their order.  It is cached for the rows of
 -- one queue, so the limit is checked outside of it.  A row without an open queue is
 -- left to _open_slot(), or it would be lost silently.  The functions run with the
--- rights of the inserting role.
+-- rights of the inserting role.  The transaction has its id before it draws that of a
+-- message, see _span().
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
-      pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
+      pgque._open_slot(n.queue, q.event_seq is not null)),
+    case when pg_catalog.pg_current_xact_id() is not null then pg_catalog.nextval(q.event_seq) end, pgque.clock(), pg_catalog.pg_current_xact_id(),
     coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
   from (select new.queue, new.type, new.payload, new.headers offset 0) n
   left join lateral (
@@ -9918,10 +9920,11 @@ $$;
 
 -- The query for what a consumer reads before it reads the log, with ids above p_after, up
 -- to p_upto.  late are the ids that come from the log: their transactions were still open
--- at the tick, or the messages were delayed then, or replaced since.  They are few, and
--- _span() bounds where they are, but where old ids may enter the log at any time.  All is
--- one statement, so that no message moves while it looks for it.  p_first ends the queries
--- for each of the three.
+-- at the tick, or the messages were delayed then, or replaced since, or the repair of a
+-- restored queue made them retries of this consumer.  They are few, and _span() bounds
+-- where they are, but where old ids may enter the log at any time.  Retries of the other
+-- consumer may be in the log too, see _pumped().  All is one statement, so that no message
+-- moves while it looks for it.  p_first ends the queries for each place.
 create or replace function pgque._archived_sql(
   p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
 ) returns text
@@ -9932,6 +9935,7 @@ declare
   v_tick   pgque.tick := pgque._need_tick(p_queue, p_tick_id);
   v_upto   bigint := p_upto;
   v_ids    text;
+  v_since  text;
   v_late   text;
   v_which  text;
 begin
@@ -9944,8 +9948,9 @@ begin
     v_upto := least(p_upto, v_tick.tick_event_seq);
   end if;
   v_ids := pg_catalog.format('e.ev_id > %s', coalesce(p_after, 0)) || coalesce(' and e.ev_id <= ' || v_upto, '');
-  v_late := pg_catalog.format('(e.ev_txid >= %L::xid8 or e.ev_txid = any (%L::xid8[])) and (e.ev_owner is null or e.ev_owner = 0) and ',
-    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot))) || v_ids;
+  v_since := pg_catalog.format('(e.ev_txid >= %L::xid8 or e.ev_txid = any (%L::xid8[])) and ',
+    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot)));
+  v_late := v_since || pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and ', v_sub.sub_id) || v_ids;
   v_which := v_ids || ' and e.ev_id not in (select l.ev_id from late l)'
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end || p_first;
   return pg_catalog.format(
@@ -9954,6 +9959,8 @@ begin
       select e.ev_id from (%1$s) e
       union all
       select e.ev_id from (%2$s) e where (select q.queue_keyed or pgque._noted(q.queue_id, '{moved,key}') from pgque.queue q where q.queue_id = %3$s)
+      union all
+      select e.ev_id from pgque.retry_queue e where e.ev_owner = %10$s and e.ev_queue = %3$s and %11$s
     )
     select distinct on (e.ev_id) %4$s
     from (
@@ -9962,13 +9969,16 @@ begin
       (select %8$s from pgque.dead_letter e where e.dl_queue_id = %3$s and e.dl_consumer_id = %6$s and %7$s)
       union all
       (select %8$s from pgque.retry_queue e where e.ev_owner = %9$s and e.ev_queue = %3$s and %7$s)
+      union all
+      (select %8$s from (%12$s) e where %7$s)
     ) e
     order by e.ev_id
     $q$,
     pgque._rows_sql(p_queue.queue_id, pgque._span(p_queue, null, v_upto) || ' and ' || v_late, '{true,true,true}'),
     pgque._rows_sql(p_queue.queue_id, v_late, '{true,true,true}'),
     p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
-    v_which, pgque._event_columns(), v_of.sub_id);
+    v_which, pgque._event_columns(), v_of.sub_id, v_sub.sub_id, v_ids,
+    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then v_since || 'e.ev_owner = ' || v_of.sub_id else 'false' end));
 end
 $$;
 
@@ -12915,8 +12925,8 @@ declare
   v_waits  interval;   -- how long a message has waited for a tick
 begin
   if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
-    -- The seal of a message with a key is no message.
-    execute format('select $1 - greatest($2, e.ev_time) from (%s) e where e.ev_owner is distinct from -1 limit 1',
+    -- The seal or the purge of a message with a key is no message.
+    execute format('select $1 - greatest($2, e.ev_time) from (%s) e where (e.ev_owner < 0) is not true limit 1',
       pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(p_last.tick_snapshot, pg_current_snapshot()), 'false')))
     into v_waits using pgque.clock(), p_last.tick_time;
     if p_last.tick_time > pgque.clock() then

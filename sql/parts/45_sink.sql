@@ -108,11 +108,13 @@ $$;
 -- The lookup is lateral, so that rows keep their order.  It is cached for the rows of
 -- one queue, so the limit is checked outside of it.  A row without an open queue is
 -- left to _open_slot(), or it would be lost silently.  The functions run with the
--- rights of the inserting role.
+-- rights of the inserting role.  The transaction has its id before it draws that of a
+-- message, see _span().
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
-      pgque._open_slot(n.queue, q.event_seq is not null)), pg_catalog.nextval(q.event_seq), pgque.clock(), pg_catalog.pg_current_xact_id(),
+      pgque._open_slot(n.queue, q.event_seq is not null)),
+    case when pg_catalog.pg_current_xact_id() is not null then pg_catalog.nextval(q.event_seq) end, pgque.clock(), pg_catalog.pg_current_xact_id(),
     coalesce(n.type, 'default'), n.payload, pgque._headers(n.queue, n.headers), q.ends
   from (select new.queue, new.type, new.payload, new.headers offset 0) n
   left join lateral (

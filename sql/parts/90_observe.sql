@@ -1180,8 +1180,8 @@ declare
   v_waits  interval;   -- how long a message has waited for a tick
 begin
   if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
-    -- The seal of a message with a key is no message.
-    execute format('select $1 - greatest($2, e.ev_time) from (%s) e where e.ev_owner is distinct from -1 limit 1',
+    -- The seal or the purge of a message with a key is no message.
+    execute format('select $1 - greatest($2, e.ev_time) from (%s) e where (e.ev_owner < 0) is not true limit 1',
       pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(p_last.tick_snapshot, pg_current_snapshot()), 'false')))
     into v_waits using pgque.clock(), p_last.tick_time;
     if p_last.tick_time > pgque.clock() then

@@ -49,11 +49,13 @@ def archived(conn: Connection, queue: str) -> str:
 class Stream:
     """A reader of the archive of c, and then of the queue."""
 
-    def __init__(self, conn: Connection, queue: str, name: str = "s", incomplete: bool = False) -> None:
+    def __init__(
+        self, conn: Connection, queue: str, name: str = "s", incomplete: bool = False, new: int = 1
+    ) -> None:
         self.conn = conn
         self.queue = queue
         self.name = name
-        assert subscribe_archive(conn, queue, name, incomplete=incomplete) == 1
+        assert subscribe_archive(conn, queue, name, incomplete=incomplete) == new
         self.tick: int = value(conn, "select pgque.open_stream(%s, %s)", queue, name)
         self.after = 0
 
@@ -390,6 +392,47 @@ def test_a_message_that_was_acknowledged_twice_comes_once(conn: Connection, arch
     stream = Stream(conn, archived)
     assert [number for number, _ in stream.archive()] == sent
     assert stream.log() == []
+
+
+def restore(conn: Connection, queue: str) -> None:
+    """Let the queue look as one that was loaded from a dump, and let its first use repair it."""
+    conn.execute("update pgque.queue set queue_xid = '1' where queue_name = %s", (queue,))
+    value(conn, "select pgque.ticker(%s)", queue)
+
+
+@pytest.mark.parametrize("pumped", [False, True], ids=["waiting", "in the log"])
+def test_a_reader_in_a_dump_reads_each_message_once(conn: Connection, archived: str, pumped: bool) -> None:
+    """The repair makes retries of what was ahead of the reader and of the other consumer."""
+    sent = send_many(conn, archived, 3)
+    forced_tick(conn, archived)
+    drain(conn, archived)
+    Stream(conn, archived)
+    sent += send_many(conn, archived, 3)
+    forced_tick(conn, archived)
+    drain(conn, archived)
+    sent += send_many(conn, archived, 2)
+    restore(conn, archived)
+    stream = Stream(conn, archived, new=0)
+    if pumped:
+        pump(conn)
+        forced_tick(conn, archived)
+    found = stream.archive(2)
+    pump(conn)
+    forced_tick(conn, archived)
+    assert [number for number, _ in found + stream.log()] == sent
+
+
+def test_a_retry_that_is_in_the_log_is_not_lost(conn: Connection, archived: str) -> None:
+    """The pump puts retries of a consumer that never received into the log."""
+    sent = send_many(conn, archived, 3)
+    restore(conn, archived)
+    pump(conn)
+    stream = Stream(conn, archived)
+    first = [number for number, _ in stream.slice(2) or []]
+    assert first == sent[:2]
+    forced_tick(conn, archived)
+    drain(conn, archived)
+    assert first + stream.all() == sent
 
 
 def test_an_archive_that_lacks_messages_is_refused(conn: Connection, queue: str) -> None:

@@ -392,12 +392,18 @@ def test_health_counts_the_wait_for_a_tick_from_the_message_and_not_from_the_las
     assert rows(own, CHECK, "ticks")[0][0] == "ok"
 
 
-def test_the_delivery_of_a_message_with_a_key_leaves_nothing_that_waits_for_a_tick(own: Connection) -> None:
+@pytest.mark.parametrize("purged", [False, True])
+def test_the_end_of_a_message_with_a_key_leaves_nothing_that_waits_for_a_tick(
+    own: Connection, purged: bool
+) -> None:
     value(own, "select pgque.create_queue('q')")
     subscribe(own, "q")
     post(own, "q", key="k")
     tick(own, "q")
-    assert drain(own, "q") == [1]
+    if purged:
+        assert value(own, "select pgque.purge_key('q', 'k')") == 1
+    else:
+        assert drain(own, "q") == [1]
     configure(own, "q", health_tick_warn="1 second")
     move_clock(own, "59 seconds")
     status, *_ = rows(own, CHECK, "ticks")[0]

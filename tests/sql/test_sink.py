@@ -618,6 +618,31 @@ def test_a_row_written_with_a_snapshot_older_than_rotations_is_delivered_or_refu
         assert payloads(conn, subscribed) == ["old"], (way, rotations)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transaction_has_its_id_before_it_draws_that_of_a_message(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    way: str,
+) -> None:
+    """Whoever looks for a message by its id relies on that (see _span in the SQL)."""
+    blocker = transaction()
+    sequence = value(
+        conn, "select q.queue_event_seq::text from pgque.queue as q where q.queue_name = %s", subscribed
+    )
+    blocker.execute(f"alter sequence {sequence} cache 1".encode())
+    sender = background(lambda c: WAYS[way](c, subscribed))
+    wait_for_lock(sender.pid)
+    has_id = "select a.backend_xid is not null from pg_catalog.pg_stat_activity as a where a.pid = %s"
+    assert value(conn, has_id, sender.pid)
+    blocker.execute("rollback")
+    sender.result()
+    tick(conn, subscribed)
+    assert payloads(conn, subscribed) == ["old"]
+
+
 @VIEWS
 @OLD
 def test_a_writer_that_began_before_rotations_and_goes_on_loses_nothing(
