@@ -897,7 +897,7 @@ comment on table pgque.sink_stage is 'Messages that sinks have staged and not co
 -- What sinks committed: whole epochs (part -1), and parts of epochs that were
 -- written row by row, by which transaction of which session.  Only a sink's
 -- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
--- own, once.
+-- own, once.  Part -2 is the list of servers that the epoch is spread over.
 create table if not exists pgque.sink_epoch (
   sink_id       text not null,
   epoch         bigint not null,
@@ -1123,6 +1123,9 @@ begin
     delay text;
     deliver_at timestamptz;
     ttl text$c$);
+  perform pgque._add_columns('pgque.sink_epoch', $c$
+    servers text[];
+    servers_by text$c$);
   -- Whether an attempt has rows with options.
   create index if not exists sink_stage_options on pgque.sink_stage (attempt)
     where key is not null or delay is not null or deliver_at is not null or ttl is not null;
@@ -3425,12 +3428,23 @@ begin
 end
 $$;
 
+-- Locks a part of an epoch until the transaction ends; the whole and its list of
+-- servers have one lock.
+create or replace function pgque._lock_epoch(p_sink text, p_epoch bigint, p_part int) returns void
+language plpgsql as $$
+begin
+  perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.sink'),
+    pg_catalog.hashtext(pg_catalog.concat_ws(' ', p_epoch, greatest(p_part, -1), p_sink)));
+end
+$$;
+
 -- Remembers a part of an epoch, part -1 for the whole, if nobody did yet, and
--- returns what is remembered.  Two who try at once follow each other.  A
+-- returns what is remembered.  Part -2 is the list of servers that the whole is
+-- spread over.  Two who try at once follow each other.  A
 -- snapshot that is older than what somebody wrote gets 40001 for it, in
 -- whichever leaf it is.
 create or replace function pgque._claim_epoch(
-  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, out claim pgque.sink_epoch, out is_new boolean
+  p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, p_servers text[] default null, out claim pgque.sink_epoch, out is_new boolean
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -3438,8 +3452,7 @@ declare
   v_other         text;
 begin
   if not p_once then
-    perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.sink'),
-      pg_catalog.hashtext(pg_catalog.concat_ws(' ', p_epoch, p_part, p_sink)));
+    perform pgque._lock_epoch(p_sink, p_epoch, p_part);
   end if;
   -- Takes the share lock of an old snapshot: 40001 if the leaves rotated since, and
   -- older epochs may have been deleted.
@@ -3449,7 +3462,7 @@ begin
     coalesce(e.parts::text, 'any number of'), coalesce(p_parts::text, 'any number')) end
   into v_other
   from pgque.sink_epoch e
-  where e.sink_id = p_sink and e.epoch = p_epoch and (e.parts is distinct from p_parts or (e.part = -1) <> (p_part = -1))
+  where e.sink_id = p_sink and e.epoch = p_epoch and p_part > -2 and e.part > -2 and (e.parts is distinct from p_parts or (e.part = -1) <> (p_part = -1))
   limit 1;
   if found then
     perform pgque._refuse_epoch(p_sink, p_epoch, 'it was written ' || v_other,
@@ -3464,8 +3477,8 @@ begin
   end if;
   v_leaf := coalesce((select j.journal_epoch_cur from pgque.journal j), 0);
   with new as (
-    insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, leaf)
-    select p_sink, p_epoch, p_part, p_parts, p_once, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, once, servers, servers_by, leaf)
+    select p_sink, p_epoch, p_part, p_parts, p_once, p_servers, case when p_part = -2 then session_user end, l.leaf from pg_catalog.unnest(pgque._leaves_for(v_leaf)) l (leaf)
     on conflict do nothing
     returning *
   )
@@ -3598,7 +3611,44 @@ begin
 end
 $$;
 
-create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint) returns text
+-- The servers that an epoch is spread over; null if it is not.
+create or replace function pgque._epoch_servers(p_sink text, p_epoch bigint) returns text[]
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return (select e.servers from pgque.sink_epoch e where e.sink_id = p_sink and e.epoch = p_epoch and e.part = -2 limit 1);
+end
+$$;
+
+create or replace function pgque.sink_servers(sink_id text, epoch bigint, servers text[]) returns text[]
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
+declare
+  v_claim  pgque.sink_epoch;
+begin
+  perform pgque._need_read_committed('sink_servers');
+  if $2 is null or coalesce(cardinality($3), 0) = 0 or cardinality($3) <> (select count(distinct s.name) from unnest($3) s (name)) then
+    perform pgque._fail('PQ005', format('sink_servers of sink %L needs an epoch and a list of different servers', left($1, 200)),
+      'select pgque.sink_servers(''nightly'', 7, array[''db1:5432/app'', ''db2:5432/app'']);');
+  end if;
+  perform pgque._lock_epoch($1, $2, -2);
+  if pgque._epoch_servers($1, $2) is null and exists (select from pgque.sink_epoch e where e.sink_id = $1 and e.epoch = $2) then
+    return '{}';
+  end if;
+  v_claim := (pgque._claim_epoch($1, $2, -2, null, false, $3)).claim;
+  -- Who asks connects to these servers with a password, and writes to them.
+  if v_claim.servers_by <> session_user then
+    perform pgque._refuse_epoch($1, $2, format('its list of servers was stored by role %I, and is not for role %I', v_claim.servers_by, session_user),
+      'Repeat it as the role that began it, or give the new query another sink_id.');
+  end if;
+  return v_claim.servers;
+end
+$$;
+comment on function pgque.sink_servers(text, bigint, text[]) is
+  'Stores the list of servers that an epoch is spread over, and returns the stored list, which is that of the first call. Call it with the same list on '
+  'each server of the list, in the order of their names, before anything is committed; if a server returns another list, begin again with that list. An '
+  'empty list is returned if this epoch was committed without a list: then the whole epoch is on this server. Errors: PQ005 no epoch, an empty list, or a '
+  'server twice; PQ016 the epoch is older than the sink''s newest, or another role stored its list; 25000 not READ COMMITTED.';
+
+create or replace function pgque.sink_commit(sink_id text, epoch bigint, attempts uuid[], row_count bigint, servers text[] default null) returns text
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_txid     xid8 := pg_current_xact_id();
@@ -3611,6 +3661,12 @@ begin
   perform pgque._check_epoch($1, $2);
   if $2 is not null then
     v_new := (pgque._claim_epoch($1, $2, -1, null, false)).is_new::int;
+    if pgque._epoch_servers($1, $2) is distinct from $5 then
+      perform pgque._refuse_epoch($1, $2, format('it is spread over %s, not over %s',
+          coalesce('the servers ' || array_to_string(pgque._epoch_servers($1, $2), ', '), 'this server alone'),
+          coalesce('the servers ' || array_to_string($5, ', '), 'this server alone')),
+        'Repeat it as it was begun: a stream of Spark keeps option servers until its micro-batch is complete.');
+    end if;
   else
     -- Each attempt counts once.
     perform pg_advisory_xact_lock(hashtext('pgque.sink'), hashtext($1));
@@ -3671,11 +3727,11 @@ begin
   return 'applied';
 end
 $$;
-comment on function pgque.sink_commit(text, bigint, uuid[], bigint) is
+comment on function pgque.sink_commit(text, bigint, uuid[], bigint, text[]) is
   'Sends the messages that these attempts staged, in one transaction and so in one tick. Returns applied, or duplicate if the sink committed this '
-  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. Attempts of the epoch that are not named are invalid '
+  'epoch before; then nothing is sent. row_count: the number of messages that must be staged. servers: what sink_servers() returned, if the epoch is spread over several servers. Attempts of the epoch that are not named are invalid '
   'afterwards. Staged rows are kept for a day, also through a crash of the server. Errors: PQ001 no such queue; PQ003 a queue is full; PQ013 a queue '
-  'is paused; PQ005 invalid option; PQ016 rows are missing, or the epoch is older than the sink''s newest; 25000 not READ COMMITTED.';
+  'is paused; PQ005 invalid option; PQ016 rows are missing, the epoch is older than the sink''s newest, or servers is not the stored list; 25000 not READ COMMITTED.';
 
 -- Returns the attempts that may still be committed.
 create or replace function pgque._live_attempts() returns setof pgque.sink_attempt
@@ -3758,8 +3814,8 @@ begin
     v_cur := 1 - v_cur;
   else
     execute format('lock table pgque.sink_epoch_%s in access exclusive mode nowait', 1 - v_cur);
-    insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, leaf)
-    select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, v_cur
+    insert into pgque.sink_epoch (sink_id, epoch, part, parts, txid, session, once, committed_at, servers, servers_by, leaf)
+    select o.sink_id, o.epoch, o.part, o.parts, o.txid, o.session, o.once, o.committed_at, o.servers, o.servers_by, v_cur
     from pgque.sink_epoch o
     where o.leaf = 1 - v_cur and o.committed_at > pgque.clock() - pgque._epoch_life(o.once)
       and o.epoch >= (select max(e.epoch) from pgque.sink_epoch e where e.sink_id = o.sink_id)
@@ -13663,7 +13719,7 @@ language sql immutable as $$
       _row_event _url_encode _headers _bad_headers _no_payloads _no_headers'),
     ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring drop_recurring pause_recurring
       resume_recurring run_recurring list_recurring _create_recurring current_event_table jsontriga logutriga sqltriga sink_begin
-      sink_commit
+      sink_servers sink_commit
       _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _url_encode _send_as
       _send_all _send_many _no_payloads'),
     ('pgque_reader', 'version clock _fail my_rights list_recurring subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack

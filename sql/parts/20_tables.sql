@@ -573,7 +573,7 @@ comment on table pgque.sink_stage is 'Messages that sinks have staged and not co
 -- What sinks committed: whole epochs (part -1), and parts of epochs that were
 -- written row by row, by which transaction of which session.  Only a sink's
 -- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
--- own, once.
+-- own, once.  Part -2 is the list of servers that the epoch is spread over.
 create table if not exists pgque.sink_epoch (
   sink_id       text not null,
   epoch         bigint not null,
@@ -799,6 +799,9 @@ begin
     delay text;
     deliver_at timestamptz;
     ttl text$c$);
+  perform pgque._add_columns('pgque.sink_epoch', $c$
+    servers text[];
+    servers_by text$c$);
   -- Whether an attempt has rows with options.
   create index if not exists sink_stage_options on pgque.sink_stage (attempt)
     where key is not null or delay is not null or deliver_at is not null or ttl is not null;

@@ -48,6 +48,7 @@ DATABASE = "pgque_bench"
 SUBJECTS = {
     **measure.SUBJECTS,
     "spark": spark.spark,
+    "spark-servers": spark.servers,
     "workers": handlers.workers,
     "workers-long": workers.workers_long,
     "peers": peers.peers,
@@ -57,7 +58,7 @@ SUBJECTS = {
     "soak": soak.soak,
     "web": web.web,
 }
-ONLY_IF_NAMED = {"workers-long", "peers", "drain", "latency", "idle", "soak", "web"}
+ONLY_IF_NAMED = {"spark-servers", "workers-long", "peers", "drain", "latency", "idle", "soak", "web"}
 BESIDE_PEERS = {"peers", "drain", "latency"}
 # What --against measures: the same names, another way.
 AGAINST = {"small": cycle.small, "held": cycle.held, "latency": versions.latency}
@@ -244,7 +245,7 @@ def main() -> int:
         for name in names:
             with progress.status(f"{name} …"):
                 found[name] = subjects[name](bench)
-    if "spark" in names:
+    if {"spark", "spark-servers"} & set(names):
         machine["spark"] = spark.missing() or spark.versions()
     if beside_peers:
         machine["peers"] = elsewhere.missing() or elsewhere.versions()

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,16 @@ def versions() -> str:
 
 def spark(bench: Bench) -> list[Row]:
     """All of the below, in a Python with PySpark."""
+    return elsewhere(bench, "bench.spark")
+
+
+def servers(bench: Bench) -> list[Row]:
+    """Streams and sinks of one to three servers."""
+    return elsewhere(bench, "bench.spark_servers")
+
+
+def elsewhere(bench: Bench, module: str) -> list[Row]:
+    """Run a module in a Python with PySpark."""
     if missing():
         return []
     with tempfile.TemporaryDirectory(prefix="pgque-bench-") as scratch:
@@ -58,7 +69,7 @@ def spark(bench: Bench) -> list[Row]:
         log = Path(scratch) / "log"
         with log.open("wb") as out:
             done = subprocess.run(
-                [str(PYTHON), "-m", "bench.spark", str(result), *(["--quick"] if bench.quick else [])],
+                [str(PYTHON), "-m", module, str(result), *(["--quick"] if bench.quick else [])],
                 env={
                     **os.environ,
                     "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
@@ -356,11 +367,11 @@ def latency(session: Session) -> Iterator[Row]:
     )
 
 
-def main() -> None:
-    """Measure everything and write the rows."""
+@contextmanager
+def started() -> Iterator[SparkSession]:
+    """Start Spark, with a folder of its own."""
     from pyspark.sql import SparkSession
 
-    dsn = make_conninfo(os.environ["PGQUE_BENCH_DSN"])
     with tempfile.TemporaryDirectory(prefix="pgque-bench-", ignore_cleanup_errors=True) as scratch:
         builder: Any = SparkSession.builder
         for name, value in {
@@ -376,11 +387,18 @@ def main() -> None:
             "spark.log.level": "ERROR",
         }.items():
             builder = builder.config(name, value)
-        session = Session(dsn, "--quick" in sys.argv, builder.getOrCreate())
-        rows: list[Row] = []
+        session: SparkSession = builder.getOrCreate()
+        yield session
+        session.stop()
+
+
+def main() -> None:
+    """Measure everything and write the rows."""
+    rows: list[Row] = []
+    with started() as spark_session:
+        session = Session(make_conninfo(os.environ["PGQUE_BENCH_DSN"]), "--quick" in sys.argv, spark_session)
         for subject in (jdbc_writes, reads, sinks, latency):
             rows += subject(session)
-        session.session.stop()
     Path(sys.argv[1]).write_text(json.dumps([asdict(row) for row in rows]))
 
 

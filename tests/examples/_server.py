@@ -23,7 +23,7 @@ def database() -> Iterator[str]:
         with _ticking(sys.argv[1]):
             yield sys.argv[1]
     else:
-        with embedded.start(embedded.find_server("embedded").bindir) as server:
+        with embedded.start() as server:
             install(server.dsn)
             with _ticking(server.dsn):
                 yield server.dsn

@@ -27,13 +27,13 @@ PAGES = [*FROM_NOTHING, *DOCS]
 LINKED = [*PAGES, ROOT / "python" / "SPARK.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "sql").glob("*.md"))]
 
 # Of all pages that people write. A page that grows is a decision: another becomes shorter.
-WORDS = 33_500
+WORDS = 25_000
 
 # One more block that nobody runs is a decision: change the number together with the page.
 NOT_RUN = {
-    "README.md": 3,
+    "README.md": 4,
     "python/README.md": 1,
-    "python/SPARK.md": 4,
+    "python/SPARK.md": 5,
     "python/docs/benchmarks.md": 1,
     "python/docs/docker.md": 3,
     "python/docs/frameworks.md": 1,

@@ -330,4 +330,4 @@ def test_without_prometheus_client_the_command_tells_what_is_missing(tmp_path: P
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert 'pip install "pgque[metrics]"' in done.stderr
+    assert 'pip install "./python[metrics]"' in done.stderr

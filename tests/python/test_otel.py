@@ -122,7 +122,7 @@ def test_without_opentelemetry_nothing_changes_and_enabling_it_tells_what_is_mis
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
-    assert 'pip install "pgque[otel]"' in done.stdout
+    assert 'pip install "./python[otel]"' in done.stdout
 
 
 def test_nothing_is_added_to_headers_unless_it_was_enabled(

@@ -1198,7 +1198,7 @@ def test_only_other_types_than_text_need_pydantic() -> None:
     missing = "import sys; sys.modules.update(pydantic=None, msgspec=None)\n"
     plain, *refused = _python(missing + TYPED).splitlines()
     assert plain.startswith(sent)
-    assert refused == ['Item needs pydantic 2.10 or newer: pip install "pgque[typed]"'] * 2
+    assert refused == ['Item needs pydantic 2.10 or newer: pip install "./python[typed]"'] * 2
 
 
 def test_async_handlers_of_a_model_pass_type_checkers(dsn: str) -> None:

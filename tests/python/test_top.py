@@ -283,7 +283,7 @@ def test_a_frame_is_printed_where_there_is_no_terminal(database: str) -> None:
     with terminal(*bare) as shown:
         assert shown.ended() == 1
         assert "pgque top needs Textual" in shown.text
-        assert 'pip install "pgque[top]"' in shown.text
+        assert 'pip install "./python[top]"' in shown.text
 
 
 def test_wrong_options_and_a_missing_database_are_told(dsn: str) -> None:

@@ -337,4 +337,4 @@ def _text(url: str) -> str:
 def test_without_prometheus_client_enabling_tells_what_is_missing() -> None:
     code = "import sys; sys.modules['prometheus_client'] = None; import pgque; pgque.enable_prometheus()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert 'pip install "pgque[metrics]"' in done.stderr
+    assert 'pip install "./python[metrics]"' in done.stderr

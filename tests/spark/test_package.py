@@ -58,7 +58,7 @@ except ImportError as error:
 """
     name, told = python(code, NOTHING_BUT_PYSPARK).splitlines()
     assert name == "pgque"
-    assert "pip install 'pgque[spark]'" in told
+    assert "pip install './python[spark]'" in told
     assert "psycopg" in told
 
 
@@ -75,7 +75,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "pgque[spark]" in python(code)
+    assert "./python[spark]" in python(code)
 
 
 def test_the_module_needs_neither_pyarrow_nor_a_connection_to_be_imported() -> None:

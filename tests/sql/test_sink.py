@@ -13,6 +13,7 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from conftest import Role
 from sql.helpers import (
     Connection,
     Message,
@@ -98,13 +99,30 @@ def stage(conn: Connection, sink: str, queue: str, texts: Iterable[str], epoch: 
 
 
 def commit(
-    conn: Connection, sink: str, attempts: Sequence[Any], count: int | None, epoch: int | None = 0
+    conn: Connection,
+    sink: str,
+    attempts: Sequence[Any],
+    count: int | None,
+    epoch: int | None = 0,
+    servers: list[str] | None = None,
 ) -> str:
-    """Commit an epoch."""
+    """Commit an epoch, or a server's share of it."""
     done: str = value(
-        conn, "select pgque.sink_commit(%s, %s, %s::uuid[], %s)", sink, epoch, list(attempts), count
+        conn,
+        "select pgque.sink_commit(%s, %s, %s::uuid[], %s, %s)",
+        sink,
+        epoch,
+        list(attempts),
+        count,
+        servers,
     )
     return done
+
+
+def listed(conn: Connection, sink: str, servers: list[str], epoch: int = 0) -> list[str]:
+    """Store the servers of an epoch; return those that are stored."""
+    found: list[str] = value(conn, "select pgque.sink_servers(%s, %s, %s::text[])", sink, epoch, servers)
+    return found
 
 
 def numbers(count: int, first: int = 0) -> list[str]:
@@ -1237,6 +1255,92 @@ def test_two_who_commit_one_epoch_follow_each_other(
     one.execute(end.encode())
     assert two.result() == ("duplicate" if end == "commit" else "applied")
     assert sent_texts(conn, subscribed) == ["first" if end == "commit" else "second"]
+
+
+def test_an_epoch_keeps_the_first_list_of_servers_and_takes_no_commit_with_another(
+    conn: Connection, subscribed: str
+) -> None:
+    first, other = ["a", "b"], ["b", "c"]
+    assert listed(conn, subscribed, first, 4) == first
+    assert listed(conn, subscribed, other, 4) == first
+    attempt = stage(conn, subscribed, subscribed, ["x"], 4)
+    for wrong in (None, other, ["b", "a"]):
+        error = refused("PQ016", commit, conn, subscribed, [attempt], 1, 4, wrong)
+        assert "spread over the servers a, b" in str(error)
+    assert commit(conn, subscribed, [attempt], 1, 4, first) == "applied"
+    assert commit(conn, subscribed, [attempt], 1, 4, first) == "duplicate"
+    # Rows of other servers would be lost without a word.
+    refused("PQ016", commit, conn, subscribed, [attempt], 1, 4, None)
+    assert listed(conn, subscribed, other, 4) == first
+    refused("PQ016", listed, conn, subscribed, other, 3)
+    assert listed(conn, subscribed, other, 5) == other
+    refused("PQ016", commit, conn, subscribed, [attempt], 1, 4, first)
+    assert sent_texts(conn, subscribed) == ["x"]
+
+
+def test_a_list_of_servers_is_for_the_role_that_stored_it(
+    conn: Connection, subscribed: str, roles: Callable[..., Role], connect: Callable[..., Connection]
+) -> None:
+    """Who could store one for others would have them connect to a server of theirs."""
+    first, second = (connect(roles("writer").dsn) for _ in range(2))
+    assert listed(first, subscribed, ["elsewhere"]) == ["elsewhere"]
+    assert "was stored by role" in str(refused("PQ016", listed, second, subscribed, ["a", "b"]))
+    assert listed(first, subscribed, ["a", "b"]) == ["elsewhere"]
+    assert listed(second, subscribed, ["a", "b"], 1) == ["a", "b"]
+
+
+def test_an_epoch_that_was_committed_without_a_list_gets_none(conn: Connection, subscribed: str) -> None:
+    attempt = stage(conn, subscribed, subscribed, ["x"])
+    assert commit(conn, subscribed, [attempt], 1) == "applied"
+    assert listed(conn, subscribed, ["a", "b"]) == []
+    refused("PQ016", commit, conn, subscribed, [attempt], 1, 0, ["a", "b"])
+    assert commit(conn, subscribed, [attempt], 1) == "duplicate"
+
+
+@pytest.mark.parametrize("first", ["list", "commit"])
+def test_a_list_and_a_commit_without_one_follow_each_other(
+    conn: Connection,
+    subscribed: str,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+    first: str,
+) -> None:
+    attempt = stage(conn, subscribed, subscribed, ["x"])
+    one = transaction()
+    if first == "list":
+        listed(one, subscribed, ["a", "b"])
+        two = background(lambda c: refused("PQ016", commit, c, subscribed, [attempt], 1))
+    else:
+        commit(one, subscribed, [attempt], 1)
+        two = background(lambda c: listed(c, subscribed, ["a", "b"]))
+    wait_for_lock(two.pid)
+    one.commit()
+    assert two.result() == [] if first == "commit" else two.result()
+    assert sent_texts(conn, subscribed) == (["x"] if first == "commit" else [])
+
+
+def test_compaction_keeps_the_list_of_the_newest_epoch(ready: Connection) -> None:
+    for epoch in range(3):
+        assert listed(ready, "s", ["a", "b"], epoch) == ["a", "b"]
+    for number in range(4):
+        for epoch in (2 * number, 2 * number + 1):
+            with ready.transaction():
+                for part in range(12):
+                    insert(ready, "sink", part_of("q", "x", epoch, part) | {"sink_id": "d"})
+        before = epoch_bytes(ready)
+        maintain(ready, 2)
+        assert epoch_bytes(ready) != before
+        assert listed(ready, "s", ["c"], 2) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "servers"), [(None, ["a"]), (0, []), (0, None), (0, ["a", "a"]), (0, ["a", None])]
+)
+def test_a_list_of_servers_that_is_none_is_refused(
+    conn: Connection, subscribed: str, epoch: int | None, servers: list[str] | None
+) -> None:
+    assert refused("PQ005", listed, conn, subscribed, servers, epoch).diag.message_hint
 
 
 @OLD

@@ -405,6 +405,9 @@ insert into pgque.sink_bulk (queue, type, payload) select 'orders', 'customer', 
 -- sink_begin
 select attempt, stage from pgque.sink_begin('nightly', 2);
 
+-- sink_servers
+select pgque.sink_servers('spread', 1, array['db1:5432/app', 'db2:5432/app']);
+
 -- sink_commit
 insert into :stage (attempt, n, queue, payload) values (:'attempt', 0, 'orders', '{"id": 5}');
 select pgque.sink_commit('nightly', 1, array[:'attempt'::uuid], 1);

@@ -83,7 +83,7 @@ def _pydantic(kind: Any) -> Converter:
         rebuild = TypeAdapter.rebuild
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f'{name_of(kind)} needs pydantic 2.10 or newer: pip install "pgque[typed]"'
+            f'{name_of(kind)} needs pydantic 2.10 or newer: pip install "./python[typed]"'
         ) from error
     try:
         adapter = TypeAdapter[object](kind)

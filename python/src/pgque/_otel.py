@@ -163,7 +163,7 @@ def enable_opentelemetry(enabled: bool = True) -> None:
 
     Headers that a message has already are kept. Exporters, propagators and meters are those that the process
     has set up. Holds for the whole process, and for the processes of a `Worker`. Raises ImportError without
-    the package opentelemetry-api: `pip install "pgque[otel]"`.
+    the package opentelemetry-api: `pip install "./python[otel]"`.
     """
     global _enabled
     _telemetry.remove(_enabled)
@@ -173,7 +173,7 @@ def enable_opentelemetry(enabled: bool = True) -> None:
     try:
         from opentelemetry import metrics, propagate, trace
     except ImportError as error:
-        raise ImportError('OpenTelemetry is missing: pip install "pgque[otel]"') from error
+        raise ImportError('OpenTelemetry is missing: pip install "./python[otel]"') from error
     _enabled = _OpenTelemetry(propagate, trace, metrics)
     _telemetry.add(_enabled)
 

@@ -17,7 +17,7 @@ from .types import Message
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_MISSING = 'prometheus-client is missing: pip install "pgque[metrics]"'
+_MISSING = 'prometheus-client is missing: pip install "./python[metrics]"'
 
 
 class _Prometheus:
@@ -119,7 +119,7 @@ def enable_prometheus(enabled: bool = True, *, registry: CollectorRegistry | Non
         enabled: False takes the figures out of the registry.
         registry: where the figures are registered; None is the registry of prometheus-client.
 
-    Raises ImportError without the package prometheus-client: `pip install "pgque[metrics]"`.
+    Raises ImportError without the package prometheus-client: `pip install "./python[metrics]"`.
     """
     global _enabled
     if not enabled:

@@ -59,7 +59,8 @@ def _for_prometheus(dsn: str, address: Address | None, token: str | None) -> Non
         from . import exporter as exporters
     except ImportError as error:
         raise PgqueError(
-            f"prometheus-client is missing: {error}", hint='pip install "pgque[metrics]"'
+            f"prometheus-client is missing: {error}",
+            hint='pip install "./python[metrics]" (in the repository of pgque)',
         ) from error
     if address is None:
         echo(exporters.render(dsn).decode().removesuffix("\n"))

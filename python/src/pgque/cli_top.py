@@ -68,7 +68,8 @@ def top(dsn: str, interval: timedelta, read_only: bool, once: bool) -> None:
         from .top import app
     except ImportError as error:
         raise PgqueError(
-            f"pgque top needs Textual: {error}", hint='pip install "pgque[top]", or print one frame: --once'
+            f"pgque top needs Textual: {error}",
+            hint='pip install "./python[top]" (in the repository of pgque), or print one frame: --once',
         ) from error
     sys.exit(app.run(dsn, interval.total_seconds(), read_only))
 

@@ -1,6 +1,6 @@
 """Figures of a database for Prometheus: `pgque metrics --serve`, `render`, and a collector for a registry.
 
-Needs the package prometheus-client: `pip install "pgque[metrics]"`.
+Needs the package prometheus-client: `pip install "./python[metrics]"`.
 """
 
 from __future__ import annotations

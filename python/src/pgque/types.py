@@ -118,7 +118,7 @@ class Message(_Decoding, Generic[T_co]):
         Raises PgquePayloadError for a payload that does not fit; its text names up to three problems without
         the values, except for the tag of a discriminated union, and the library's error is its `__cause__`.
         Raises TypeError for a type that no payload becomes, such as a list of Structs (put the list into a
-        Struct), and ImportError if pydantic is missing or older than 2.10: `pip install "pgque[typed]"`.
+        Struct), and ImportError if pydantic is missing or older than 2.10: `pip install "./python[typed]"`.
         """
         convert = _convert.converter(model)
         try:

@@ -16,7 +16,7 @@ except Exception as error:
         """Say what is missing."""
 
         def __init__(self, options: object) -> None:
-            raise ImportError(f"the data source pgque needs: pip install 'pgque[spark]' ({_reason})")
+            raise ImportError(f"the data source pgque needs: pip install './python[spark]' ({_reason})")
 
         @classmethod
         def name(cls) -> str:

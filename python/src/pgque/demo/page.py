@@ -42,7 +42,7 @@ class Page:
                 self._serve()
                 self.tell()
             else:
-                self._console.print("No web page: it needs pip install 'pgque[web]'")
+                self._console.print("No web page: it needs pip install './python[web]'")
         return self
 
     def tell(self) -> None:

@@ -7,10 +7,10 @@ what is raised here has no cause and no context.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -72,6 +72,85 @@ def _from_jdbc(url: str) -> dict[str, str]:
         **{name: str(value) for name, value in found.items() if value is not None},
         **{name: given[name] for name in _JDBC_PROPERTIES if given.get(name)},
     }
+
+
+def servers(given: Sequence[str], connection: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of servers, host:port/dbname, sorted. Raises PgqueBadArgument."""
+    shared = parameters(connection)
+    if "host" in shared or "hostaddr" in shared:
+        raise PgqueBadArgument("options servers and host exclude each other, also in option url")
+    port = shared.get("port") or os.environ.get("PGPORT") or "5432"
+    dbname = shared.get("dbname") or os.environ.get("PGDATABASE")
+    found = [_server_name(server, port, dbname) for server in given]
+    for name in found:
+        if found.count(name) > 1:
+            raise PgqueBadArgument(f"option servers has {name} twice")
+    return tuple(sorted(found))
+
+
+def _server_name(server: str, port: str, dbname: str | None) -> str:
+    # What may hold a password is not shown.
+    shown = "an entry" if "@" in server else repr(server)
+    bad = PgqueBadArgument(
+        f"option servers: {shown} is not host, host:port or host:port/dbname; user and password are options"
+        " of their own, and the same for all servers"
+    )
+    try:
+        parts = urlsplit(f"//{server}")
+        host, own_port, path = parts.hostname, parts.port, parts.path
+    except ValueError:
+        raise bad from None
+    rest = (parts.username, parts.query, parts.fragment, path.count("/") > 1)
+    if not host or any(rest) or any(c.isspace() or c == "," for c in server):
+        raise bad
+    database = unquote(path[1:]) or dbname
+    if not database:
+        raise PgqueBadArgument(
+            f"option servers: which database of {shown}? Give option dbname, or host:port/dbname"
+        )
+    where = f"[{host}]" if ":" in host else host
+    return f"{where}:{own_port or port}/{quote(database, safe='')}"
+
+
+def at(connection: Mapping[str, str], server: str) -> dict[str, str]:
+    """Return the connection options of one of several servers, by its name."""
+    parts = urlsplit(f"//{server}")
+    own = {"host": str(parts.hostname), "port": str(parts.port), "dbname": unquote(parts.path[1:])}
+    return {**connection, **own}
+
+
+@contextmanager
+def of(server: str | None) -> Iterator[None]:
+    """Put the name of a server into our errors, where there are several."""
+    try:
+        yield
+    except PgqueError as error:
+        text = str(error)
+        if server is None or text.startswith(f"server {server}:"):
+            raise
+        named = type(error)(
+            f"server {server}: {text}", sqlstate=error.sqlstate, hint=error.hint, queue=error.queue
+        )
+    else:
+        return
+    raise named
+
+
+def tell_apart(seen: dict[str, str], server: str, conn: Connection) -> None:
+    """Refuse a database that has two names in the list of servers: it would be read or written twice.
+
+    `seen` has the databases before. A copy of a server has its identifiers, but was not started in the same
+    microsecond.
+    """
+    row = conn.execute(
+        "select extract(epoch from pg_postmaster_start_time()) || ' ' || d.oid from pg_database as d"
+        " where d.datname = current_database()"
+    )
+    other = seen.setdefault(str(one(row)[0]), server)
+    if other != server:
+        raise PgqueBadArgument(
+            f"servers {other} and {server} are one database with two names: use one of them"
+        )
 
 
 def session_name(queue: str | None, consumer: str | None) -> str:

@@ -31,6 +31,7 @@ _BINARY = "binary"
 _MAP = "map<string,string>"
 # Name, Spark's type, and the expression over a row of read_window(). A payload and headers have more below.
 _COLUMNS = {
+    "server": (_TEXT, ""),
     "queue": (_TEXT, ""),
     "msg_id": ("bigint", "w.ev_id"),
     "type": (_TEXT, "w.ev_type"),
@@ -61,6 +62,7 @@ def names(parsed: Options) -> tuple[str, ...]:
     if parsed.columns is not None:
         return parsed.columns
     wanted = {
+        "server": parsed.servers is not None,
         "queue": parsed.queues is not None,
         "payload": parsed.payloadSchema is None,
         "headers": parsed.includeHeaders,
@@ -103,16 +105,17 @@ def layout(parsed: Options, schema: StructType) -> Layout:
                 " message's columns with option columns"
             )
         seen.add(column.name.lower())
+    ours = [name for name in READ_COLUMNS if name != "server" or parsed.servers is not None]
     if parsed.payloadSchema is not None:
         given = names(parsed)
         message, payload = fields[: len(given)], fields[len(given) :]
         if [column.name for column in message] != list(given):
             raise PgqueBadArgument("schema() and option payloadSchema exclude each other")
     else:
-        message = [column for column in fields if column.name in _COLUMNS]
-        payload = [column for column in fields if column.name not in _COLUMNS]
+        message = [column for column in fields if column.name in ours]
+        payload = [column for column in fields if column.name not in ours]
         for column in payload:
-            if column.name.lower() in _COLUMNS:
+            if column.name.lower() in ours:
                 raise PgqueBadArgument(
                     f"column {column.name}: the message's is {column.name.lower()}; a column of the payload"
                     " with this name needs option payloadSchema"
@@ -136,7 +139,7 @@ def layout(parsed: Options, schema: StructType) -> Layout:
         )
     if wanted and len(wanted) == len(payload) and parsed.badRecords != DEAD:
         raise PgqueBadArgument(
-            f"column {wanted[0].name} is of the payload (those of a message are {', '.join(READ_COLUMNS)}):"
+            f"column {wanted[0].name} is of the payload (those of a message are {', '.join(ours)}):"
             f" schema() then needs a column {_typed.CORRUPT} string too, for payloads that do not parse. A"
             " stream can make dead letters of these with option badRecords=dead instead"
         )
@@ -157,13 +160,26 @@ def _check_payload_column(column: StructField) -> None:
 class Window(InputPartition):
     """Name the messages of a queue between two ticks whose id leaves the rest `part`."""
 
-    def __init__(self, queue: str, from_tick: int, to_tick: int, parts: int = 1, part: int = 0) -> None:
-        super().__init__((queue, from_tick, to_tick, parts, part))
+    def __init__(
+        self,
+        queue: str,
+        from_tick: int,
+        to_tick: int,
+        parts: int = 1,
+        part: int = 0,
+        server: str | None = None,
+    ) -> None:
+        super().__init__((queue, from_tick, to_tick, parts, part, server))
+        self.server = server
         self.queue = queue
         self.from_tick = from_tick
         self.to_tick = to_tick
         self.parts = parts
         self.part = part
+
+    def at(self, server: str | None) -> Window:
+        """Return the window on one of several servers."""
+        return Window(self.queue, self.from_tick, self.to_tick, self.parts, self.part, server)
 
     def rows(self, parsed: Options) -> sql.Composed:
         """Return the call that reads the messages."""
@@ -220,7 +236,8 @@ def read(parsed: Options, wanted: Layout, partition: InputPartition) -> Iterator
     # Spark gives a partition without a window where a batch read has none.
     for window in partition.windows if isinstance(partition, Task) else ():
         try:
-            yield from _read(parsed, wanted, window)
+            with _connect.of(window.server):
+                yield from _read(parsed.at(window.server), wanted, window)
         except PgqueTickNotFound as error:
             # Messages of the archive are not lost, but their reader was moved.
             if parsed.failOnDataLoss or isinstance(window, Archived):
@@ -232,7 +249,7 @@ def _read(parsed: Options, wanted: Layout, window: Window) -> Iterator[pa.Record
     import adbc_driver_manager as adbc
     from adbc_driver_manager._reader import AdbcRecordBatchReader
 
-    make = _BatchMaker(parsed, wanted, window.queue)
+    make = _BatchMaker(parsed, wanted, window)
     failed: PgqueError
     try:
         with _connection(parsed, window.queue) as conn, adbc.AdbcStatement(conn) as statement:
@@ -275,7 +292,7 @@ def _connection(parsed: Options, queue: str) -> AdbcConnection:
     return adbc.AdbcConnection(_database(dsn), **{"adbc.connection.autocommit": "false"})
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def _database(dsn: str) -> AdbcDatabase:
     """Return where ADBC connects to. It reads all types and columns of the database for that, and keeps no
     connection: once for each of Spark's worker processes is enough."""
@@ -291,7 +308,7 @@ def _query(parsed: Options, wanted: Layout, window: Window) -> str:
             fields += [f"{_HEADERS.format(part)} as {part}" for part in ("key", "value")]
         elif name == "payload" and parsed.payloadFormat == "binary":
             fields.append(f"{_PAYLOAD_BYTES} as payload")
-        elif name != "queue":
+        elif name not in {"server", "queue"}:
             fields.append(f"{_COLUMNS[name][1]} as {name}")
     if wanted.payload:
         fields += ["w.ev_data as text", "w.ev_bytes as bytes"]
@@ -304,8 +321,8 @@ def _query(parsed: Options, wanted: Layout, window: Window) -> str:
 class _BatchMaker:
     """Make the record batches that Spark expects of those that ADBC makes."""
 
-    def __init__(self, parsed: Options, wanted: Layout, queue: str) -> None:
-        self._queue = queue
+    def __init__(self, parsed: Options, wanted: Layout, window: Window) -> None:
+        self._same = {"server": window.server, "queue": window.queue}
         self._wanted = wanted
         self._schema = _arrow_schema(wanted.schema)
         self._leaves_bad_out = parsed.badRecords == DEAD
@@ -321,8 +338,8 @@ class _BatchMaker:
         arrays: dict[str, pa.Array] = {}
         for name in self._wanted.message:
             kind = self._schema.field(name).type
-            if name == "queue":
-                arrays[name] = pa.repeat(pa.scalar(self._queue, kind), found.num_rows)
+            if name in self._same:
+                arrays[name] = pa.repeat(pa.scalar(self._same[name], kind), found.num_rows)
             elif name == "headers":
                 arrays[name] = _map(next(columns), next(columns), kind)
             else:

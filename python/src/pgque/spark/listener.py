@@ -53,9 +53,10 @@ _FAMILIES = {
 
 
 class _Seen(NamedTuple):
-    """One queue of a running query."""
+    """One queue of a running query, on one of its servers if it has several."""
 
     query: str
+    server: str | None
     queue: str
     consumer: str
     tick: int
@@ -72,14 +73,15 @@ class PgqueListener(StreamingQueryListener):
     Args:
         dsn: connection string or URL of a role that may consume the queues. The figures are then asked for
             where Spark's progress has none, that is on PySpark 4.0 and 4.1, and while a query is idle.
+            Of a stream of several servers, each is asked, as this role.
         registry: where the figures are registered for Prometheus, such as `prometheus_client.REGISTRY`; the
             program serves them. None registers none. Needs prometheus-client:
-            `pip install "pgque[metrics]"`.
+            `pip install "./python[metrics]"`.
     """
 
     def __init__(self, dsn: str | None = None, *, registry: CollectorRegistry | None = None) -> None:
         self._dsn = dsn
-        self._conn: _connect.Connection | None = None
+        self._conns: dict[str | None, _connect.Connection] = {}
         self._seen: dict[str, list[_Seen]] = {}  # by the run of the query
         if registry is not None:
             registry.register(_collector(self._seen))
@@ -97,10 +99,11 @@ class PgqueListener(StreamingQueryListener):
         self._seen[str(progress.runId)] = seen
         for one in seen:
             log.info(
-                "query %s, micro-batch %s of %s rows: queue %s, consumer %s at tick %s%s",
+                "query %s, micro-batch %s of %s rows: %squeue %s, consumer %s at tick %s%s",
                 query,
                 progress.batchId,
                 progress.numInputRows,
+                "" if one.server is None else f"server {one.server}, ",
                 one.queue,
                 one.consumer,
                 one.tick,
@@ -111,7 +114,7 @@ class PgqueListener(StreamingQueryListener):
         """Ask for the figures again."""
         run = str(event.runId)
         for number, one in enumerate(self._seen.get(run, [])):
-            found = self._ask(one.consumer, {one.queue: one.tick}).get(one.queue, {})
+            found = self._ask(one.server, one.consumer, {one.queue: one.tick}).get(one.queue, {})
             self._seen[run][number] = one._replace(figures=one.figures | found)
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
@@ -121,22 +124,30 @@ class PgqueListener(StreamingQueryListener):
     def _of(self, query: str, source: Any) -> Iterator[_Seen]:
         end, latest = _offset(source.endOffset), _offset(source.latestOffset)
         consumer = end.get("consumer")
-        ticks = end.get("ticks") or {end.get("queue"): end.get("tick")}
-        if consumer is None or None in ticks:
-            return  # another source, or a checkpoint of pgque 0.6
-        found = latest.get("queues") or self._ask(consumer, ticks)
-        for queue, tick in ticks.items():
-            figures = {name: found[queue][name] for name in _FAMILIES if name in found.get(queue, {})}
-            yield _Seen(query, queue, consumer, tick, figures)
+        if consumer is None:
+            return  # another source
+        servers = latest.get("servers", {})
+        for server, one in end.get("servers", {None: end}).items():
+            ticks = one.get("ticks") or {one.get("queue"): one.get("tick")}
+            if None in ticks:
+                return  # a checkpoint of pgque 0.6
+            known = latest if server is None else servers.get(server, {})
+            found = known.get("queues") or self._ask(server, consumer, ticks)
+            for queue, tick in ticks.items():
+                figures = {name: found[queue][name] for name in _FAMILIES if name in found.get(queue, {})}
+                yield _Seen(query, server, queue, consumer, tick, figures)
 
-    def _ask(self, consumer: str, ticks: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    def _ask(self, server: str | None, consumer: str, ticks: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         if self._dsn is None:
             return {}
         try:
-            if self._conn is None or self._conn.closed:
-                name = f"pgque-spark/{consumer}/listener"
-                self._conn = _connect.connect({"url": self._dsn}, name, autocommit=True)
-            return lags(self._conn, consumer, ticks)
+            conn = self._conns.get(server)
+            if conn is None or conn.closed:
+                given = {"url": self._dsn}
+                given = given if server is None else _connect.at(given, server)
+                conn = _connect.connect(given, f"pgque-spark/{consumer}/listener", autocommit=True)
+                self._conns[server] = conn
+            return lags(conn, consumer, ticks)
         except PgqueError as error:
             log.warning("pgque: the lag of consumer %s is not known: %s", consumer, error)
             return {}
@@ -176,11 +187,15 @@ def _collector(seen: Mapping[str, list[_Seen]]) -> Any:
     class Figures(Collector):
         def collect(self) -> Iterable[Metric]:
             now = [one for found in list(seen.values()) for one in found]
+            labels = ["query", "queue", "consumer"]
+            if any(one.server is not None for one in now):
+                labels.append("server")
             for figure, (name, about) in _FAMILIES.items():
-                family = _family(name, ("query", "queue", "consumer"), about)
+                family = _family(name, tuple(labels), about)
                 for one in now:
                     if figure in one.figures:
-                        family.add_metric([one.query, one.queue, one.consumer], one.figures[figure])
+                        values = [one.query, one.queue, one.consumer, one.server or ""]
+                        family.add_metric(values[: len(labels)], one.figures[figure])
                 yield family
 
     return Figures()

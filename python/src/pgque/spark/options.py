@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ..errors import PgqueBadArgument
 
@@ -29,9 +30,11 @@ ARCHIVE = "archive"
 
 KEEP = "keep"
 DEAD = "dead"
+BY_KEY = "key"
+ROUND_ROBIN = "round-robin"
 
 # What can be read, in this order
-READ_COLUMNS = ("queue", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers")
+READ_COLUMNS = ("server", "queue", "msg_id", "type", "payload", "key", "created_at", "retry_count", "headers")
 
 # Spark's own, which it passes along.
 _SPARKS_OWN = frozenset({"checkpointlocation", "queryname"})
@@ -119,6 +122,20 @@ def _words(value: str) -> tuple[str, ...]:
     return tuple(words)
 
 
+def _servers(value: str) -> tuple[str, ...]:
+    if not value.startswith("@"):
+        return _words(value)
+    try:
+        lines = [line.strip() for line in Path(value[1:]).read_text("utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"a list, or @ and a file that the driver can read ({reason})") from None
+    found = tuple(line for line in lines if line and not line.startswith("#"))
+    if not found:
+        raise ValueError("a list, or @ and a file with a server in each line")
+    return found
+
+
 def _columns(value: str) -> tuple[str, ...]:
     found = tuple(word.lower() for word in _words(value))
     unknown = [name for name in found if name not in READ_COLUMNS]
@@ -144,6 +161,7 @@ _CONNECTION = (
 
 OPTIONS: tuple[Option, ...] = (
     *_CONNECTION,
+    Option("servers", "none", _ALL, "several servers in place of `host`: host, host:port or host:port/dbname, with commas between them; or @/path, a file with a server in each line. The other connection options are those of each server", _servers, "0.7"),
     Option("queue", "required", _ALL, "queue to read, or to write where the frame has no column `queue` or a null in it", _text),
     Option("queues", "none", _READ, "several queues in place of `queue`: names with commas between them, `*` stands for any text", _words, "0.7"),
     Option("consumer", "required", frozenset({STREAM_READ}), "consumer that keeps the messages for the stream; one query each", _text),
@@ -168,6 +186,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name under which the numbers of micro-batches are stored; see Exactly once", _text),
     Option("sinkId", "none", frozenset({BATCH_WRITE}), "with `epoch`: name under which the numbers are stored", _text),
     Option("epoch", "none", frozenset({BATCH_WRITE}), "with `sinkId`: number of this write, such as that of `foreachBatch`; it is written once", _not_negative),
+    Option("spread", BY_KEY, _WRITE, "with `servers`, which of them gets a row: key: that of its key's hash; round-robin: each in turn, only with `delivery=at-least-once`", _one_of(BY_KEY, ROUND_ROBIN), "0.7"),
     Option("replaceByKey", "false", _WRITE, "true: column `key` is the key of `send()`, so a message replaces the pending message with its key. false: it is the partition key", _truth, "0.7"),
     Option("onFull", FAIL, _WRITE, "fail: a write to a queue that is full or paused fails. wait: it tries again", _one_of(FAIL, WAIT), "0.7"),
     Option("onFullTimeout", "300", _WRITE, "with `onFull=wait`: seconds until the write fails, at most 43200", _half_a_day, "0.7"),
@@ -182,6 +201,8 @@ class Options:
     """Hold the parsed options; `connection` may hold a password and is never shown."""
 
     connection: Mapping[str, str] = field(repr=False, default_factory=dict)
+    # Their names, host:port/dbname, sorted: so each process has the same
+    servers: tuple[str, ...] | None = None
     queue: str | None = None
     consumer: str | None = None
     startingAt: str | None = None
@@ -203,10 +224,19 @@ class Options:
     delivery: str = EXACTLY_ONCE
     sinkId: str | None = None
     epoch: int | None = None
+    spread: str = BY_KEY
     replaceByKey: bool = False
     onFull: str = FAIL
     onFullTimeout: int = 300
     batchSize: int = 10_000
+
+    def at(self, server: str | None) -> Options:
+        """Return the options for one of several servers."""
+        from . import _connect
+
+        if server is None:
+            return self
+        return replace(self, connection=_connect.at(self.connection, server), servers=None)
 
 
 def parse(given: Mapping[str, str], *modes: str) -> Options:
@@ -232,7 +262,11 @@ def parse(given: Mapping[str, str], *modes: str) -> Options:
             values[option.name] = _value(option, value)
     options = Options(connection=connection, **values)  # type: ignore[arg-type]
     _check_together(options, modes)
-    return options
+    if options.servers is None:
+        return options
+    from . import _connect
+
+    return replace(options, servers=_connect.servers(options.servers, connection))
 
 
 def connection_options(given: Mapping[str, str]) -> dict[str, str]:
@@ -270,9 +304,17 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
             else "options queue and queues exclude each other"
         )
     for name, at in (("startingAt", options.startingAt), ("endingAt", options.endingAt)):
-        if options.queues is not None and at is not None and at.isdecimal():
+        if options.servers is not None and at == ARCHIVE:
+            raise PgqueBadArgument(f"option {name} cannot be archive with option servers: it reads one queue")
+        if at is None or not at.isdecimal():
+            continue
+        if options.queues is not None:
             raise PgqueBadArgument(
                 f"option {name} cannot be a tick with option queues: a tick is of one queue"
+            )
+        if options.servers is not None:
+            raise PgqueBadArgument(
+                f"option {name} cannot be a tick with option servers: a tick is of one server"
             )
     if modes == (STREAM_READ,) and options.consumer is None:
         raise PgqueBadArgument(
@@ -287,6 +329,23 @@ def _check_together(options: Options, modes: tuple[str, ...]) -> None:
         raise PgqueBadArgument("options sinkId and epoch of a batch write need each other")
     if options.sinkId is not None and options.delivery == AT_LEAST_ONCE:
         raise PgqueBadArgument("option sinkId needs delivery exactly-once")
+    if options.servers is None:
+        if "server" in (options.columns or ()):
+            raise PgqueBadArgument("column server needs option servers")
+        if options.spread != BY_KEY:
+            raise PgqueBadArgument("option spread needs option servers")
+    elif options.delivery == EXACTLY_ONCE:
+        if options.spread == ROUND_ROBIN:
+            raise PgqueBadArgument(
+                "option spread=round-robin needs delivery=at-least-once: a replay has its rows in another"
+                " order, and would send some of them to another server"
+            )
+        if modes == (BATCH_WRITE,) and options.epoch is None:
+            raise PgqueBadArgument(
+                "a batch write to several servers is a transaction on each of them: give options sinkId and"
+                " epoch, so that the same write, made again, completes what failed halfway; or"
+                " delivery=at-least-once"
+            )
 
 
 def _check_archive(options: Options) -> None:

@@ -2,7 +2,8 @@
 
 Exactly once: each task copies its rows into a staging table, and the driver's commit moves those of the
 tasks that succeeded into their queues, with the number of the micro-batch, in one transaction. So a replay is
-left out however it is partitioned, and what failed or was run twice leaves nothing.
+left out however it is partitioned, and what failed or was run twice leaves nothing. With several servers,
+each of them has its share of the rows, its transaction and its number of the micro-batch.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import io
 import json
 import logging
-import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
@@ -24,6 +26,7 @@ from ..errors import PgqueBadArgument, PgqueError
 from . import _connect
 from ._compat import DataSourceStreamArrowWriter
 from ._schema import NULL_QUEUE, check_schema
+from ._shares import Share, Shares, Spread, session
 from .options import AT_LEAST_ONCE, WAIT, Options
 
 if TYPE_CHECKING:
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgque.spark")
 
-_STAGE = re.compile(r"pgque\.\w+")
 # In the order of `_csv`, after attempt, n and queue
 _COLUMNS = ("type", "payload", "headers", "partition_key", "key", "delay", "deliver_at", "ttl")
 # Full, paused: consumers or an administrator end it
@@ -41,12 +43,13 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 @dataclass(frozen=True)
 class Staged(WriterCommitMessage):
-    """Say what a task wrote: `attempt` names its staged rows, and is None when there is nothing to move."""
+    """Say what a task wrote and the driver has to move: nothing, or a share for each server that got rows.
+    `servers` is the stored list of those that the epoch is spread over."""
 
     sink_id: str
     epoch: int | None
-    attempt: str | None
-    rows: int
+    shares: tuple[Share, ...] = ()
+    servers: tuple[str, ...] | None = None
 
 
 class _Writer:
@@ -68,67 +71,81 @@ class _Writer:
         batches = (batch for batch in batches if batch.num_rows)
         first = next(batches, None)
         if first is None:
-            return Staged(sink_id, epoch, None, 0)
+            return Staged(sink_id, epoch)
         direct = parsed.delivery == AT_LEAST_ONCE
         if direct:
             # A name of its own for each task: of those with one name, only the first is sent.
             sink_id, epoch = f"task-{uuid.uuid4()}", None
-        rows = 0
-        with _connect.errors(parsed.queue), self._session() as conn:
-            row = conn.execute(
-                "select s.attempt::text, s.stage from pgque.sink_begin(%s, %s) as s", [sink_id, epoch]
-            )
-            attempt, stage = _connect.one(row)
-            if _STAGE.fullmatch(stage) is None:
-                raise PgqueError(f"not the name of a staging table: {stage}")
-            names = ", ".join(_table_columns(self._columns, self._binary))
-            with conn.cursor().copy(
-                f"copy {stage} ({names}) from stdin (format csv, encoding 'UTF8')".encode()
-            ) as copy:
-                for batch in _chain(first, batches):
-                    for start in range(0, batch.num_rows, parsed.batchSize):
-                        piece = batch.slice(start, parsed.batchSize)
-                        copy.write(_csv(piece, self._columns, parsed.queue, self._binary, attempt, rows))
-                        rows += piece.num_rows
-        if direct and self._commit([sink_id, epoch, [attempt], rows]) != "applied":
-            raise PgqueError(f"sink {sink_id} was used before")
-        return Staged(sink_id, epoch, None if direct else attempt, rows)
+        with ExitStack() as stack:
+            shares = Shares(parsed, sink_id, epoch, stack)
+            names = _table_columns(self._columns, self._binary)
+            over, servers = shares.any() if direct else shares.agree()
+            spread = Spread(over, self._columns, parsed.spread)
+            for batch in _chain(first, batches):
+                for server, rows in spread(batch):
+                    for start in range(0, rows.num_rows, parsed.batchSize):
+                        piece = rows.slice(start, parsed.batchSize)
+                        make = partial(_csv, piece, self._columns, parsed.queue, self._binary)
+                        shares[server].write(names, make, piece.num_rows)
+            found = shares.finish()
+        if not direct:
+            return Staged(sink_id, epoch, found, servers)
+        end = time.monotonic() + parsed.onFullTimeout
+        for one in found:
+            if self._commit(one.server, [sink_id, epoch, [one.attempt], one.rows], end) != "applied":
+                raise PgqueError(f"sink {sink_id} was used before")
+        return Staged(sink_id, epoch)
 
     def _apply(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Move what the tasks staged into the queues, in one transaction."""
-        staged = [
-            message for message in messages if isinstance(message, Staged) and message.attempt is not None
-        ]
+        """Move what the tasks staged into the queues, in one transaction on each server.
+
+        What fails or is killed halfway is completed by a replay: a server that has the epoch leaves it out.
+        """
+        staged = [message for message in messages if isinstance(message, Staged) and message.shares]
         if not staged:
             return
-        sink_id, epoch = staged[0].sink_id, staged[0].epoch
-        arguments = [sink_id, epoch, [s.attempt for s in staged], sum(s.rows for s in staged)]
+        sink_id, epoch, servers = staged[0].sink_id, staged[0].epoch, staged[0].servers
+        if any(message.servers != servers for message in staged):
+            raise PgqueError(f"tasks of epoch {epoch} of sink {sink_id} found different lists of servers")
+        shares: dict[str | None, list[Share]] = {}
+        for message in staged:
+            for share in message.shares:
+                shares.setdefault(share.server, []).append(share)
+        end = time.monotonic() + self._options.onFullTimeout
+        for server in sorted(shares, key=str):
+            attempts = [share.attempt for share in shares[server]]
+            arguments = [sink_id, epoch, attempts, sum(share.rows for share in shares[server])]
+            if servers is not None:
+                arguments.append(list(servers))
+            self._apply_share(server, arguments, end)
+
+    def _apply_share(self, server: str | None, arguments: Sequence[object], end: float) -> None:
         try:
-            done = self._commit(arguments)
+            done = self._commit(server, arguments, end)
         except PgqueError as error:
             if not _connect.is_lost(error):
                 raise
             # It may have been done: the second call finds out.
-            done = self._commit(arguments)
+            done = self._commit(server, arguments, end)
         log.log(
             logging.INFO if done == "applied" else logging.WARNING,
-            "pgque: epoch %s of sink %s: %s",
-            epoch,
-            sink_id,
+            "pgque: epoch %s of sink %s: %s%s",
+            arguments[1],
+            arguments[0],
             done,
+            "" if server is None else f" on server {server}",
         )
 
-    def _commit(self, arguments: Sequence[object]) -> str:
-        """Call `pgque.sink_commit`; with onFull=wait again while a queue is full or paused.
+    def _commit(self, server: str | None, arguments: Sequence[object], end: float) -> str:
+        """Call `pgque.sink_commit`; with onFull=wait again while a queue is full or paused, until `end`.
 
         No session is open during a pause. A commit that is late is left out or refused by the server, also
         after the query was started again.
         """
-        end = time.monotonic() + self._options.onFullTimeout
         pause = _SHORTEST_PAUSE
         while True:
             try:
-                return self._commit_once(arguments)
+                return self._commit_once(server, arguments)
             except PgqueError as error:
                 left = end - time.monotonic()
                 if self._options.onFull != WAIT or error.sqlstate not in _NO_ROOM or left <= 0:
@@ -137,15 +154,15 @@ class _Writer:
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _commit_once(self, arguments: Sequence[object]) -> str:
-        with _connect.errors(self._options.queue), self._session() as conn:
-            done = conn.execute("select pgque.sink_commit(%s, %s, %s::uuid[], %s)", arguments)
+    def _commit_once(self, server: str | None, arguments: Sequence[object]) -> str:
+        values = "%s, %s, %s::uuid[], %s" + (", %s::text[]" if len(arguments) == 5 else "")
+        with (
+            _connect.of(server),
+            _connect.errors(self._options.queue),
+            session(self._options.at(server)) as conn,
+        ):
+            done = conn.execute(f"select pgque.sink_commit({values})".encode(), arguments)
             return str(_connect.one(done)[0])
-
-    def _session(self) -> _connect.Connection:
-        return _connect.connect(
-            self._options.connection, f"pgque-spark/{self._options.queue or 'queues'}/sink"
-        )
 
 
 class PgqueWriter(_Writer, DataSourceArrowWriter):

@@ -70,6 +70,10 @@ class PgqueDataSource(DataSource):
     def streamReader(self, schema: StructType) -> PgqueStreamReader:
         """Return a reader of a stream."""
         parsed = options.parse(self.options, options.STREAM_READ)
+        if parsed.servers is not None:
+            from ._servers import PgqueServersReader
+
+            return PgqueServersReader(parsed, schema)
         if parsed.startingAt == options.ARCHIVE:
             from ._history import PgqueHistoryReader
 
@@ -100,16 +104,30 @@ class PgqueReader(DataSourceReader):
         """Look the ticks up and split what lies between them."""
         parsed = self._options
         windows: list[Window] = []
-        with _connect.errors(parsed.queue), _session(parsed) as conn:
-            for queue in _queues(conn, parsed):
-                start = self._start(conn, queue)
-                end = _tick_for(conn, queue, parsed.endingAt)
-                if start > end:
-                    raise PgqueBadArgument(
-                        f"startingAt is tick {start} of queue {queue}, after endingAt, which is tick {end}"
-                    )
-                windows += _split(conn, parsed, queue, start, end)
+        seen: dict[str, str] = {}
+        for server in parsed.servers or [None]:
+            with (
+                _connect.of(server),
+                _connect.errors(parsed.queue),
+                _session(parsed.at(server)) as conn,
+            ):
+                if server is not None:
+                    _connect.tell_apart(seen, server, conn)
+                windows += [window.at(server) for window in self._windows(conn)]
         return _tasks(parsed, windows)
+
+    def _windows(self, conn: _connect.Connection) -> list[Window]:
+        parsed = self._options
+        windows: list[Window] = []
+        for queue in _queues(conn, parsed):
+            start = self._start(conn, queue)
+            end = _tick_for(conn, queue, parsed.endingAt)
+            if start > end:
+                raise PgqueBadArgument(
+                    f"startingAt is tick {start} of queue {queue}, after endingAt, which is tick {end}"
+                )
+            windows += _split(conn, parsed, queue, start, end)
+        return windows
 
     def _start(self, conn: _connect.Connection, queue: str) -> int:
         parsed = self._options
@@ -167,9 +185,9 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
                 " until the stream has read it"
             )
         if ("tick" if queue is not None else "ticks") not in offset:
+            written = "servers" if "servers" in offset else "queues" if queue is not None else "queue"
             raise PgqueBadArgument(
-                "the checkpoint was written with option"
-                f" {'queues' if queue is not None else 'queue'}, and this query has option"
+                f"the checkpoint was written with option {written}, and this query has option"
                 f" {'queue' if queue is not None else 'queues'}: go back to the former, or start with another"
                 " checkpoint, from the consumer's position"
             )
@@ -304,15 +322,19 @@ class _Driver:
         """Take the figures anew when they are asked for next, even if the stream has not moved."""
         self._reported = ({}, {})
 
-    def next_ticks(self, after: Ticks, limited: bool, upto: Ticks) -> Ticks:
-        """Return the ends of the next micro-batch behind `after`. The queues that have something new share
-        the limit of messages."""
+    def new(self, after: Ticks, upto: Ticks) -> list[str]:
+        """Return the queues that have something new behind `after`."""
         newest = self.newest()
-        new = [queue for queue in after if newest[queue] != after[queue] and upto.get(queue) != after[queue]]
+        return [queue for queue in after if newest[queue] != after[queue] and upto.get(queue) != after[queue]]
+
+    def next_ticks(self, after: Ticks, limited: bool, upto: Ticks, others: int = 0) -> Ticks:
+        """Return the ends of the next micro-batch behind `after`. The queues that have something new share
+        the limit of messages, with as many others."""
+        new = self.new(after, upto)
         parsed = self._options
         max_events = parsed.maxEventsPerTrigger if limited else None
         if max_events is not None and new:
-            max_events = max(max_events // len(new), 1)
+            max_events = max(max_events // (len(new) + others), 1)
         max_ticks = parsed.maxTicksPerTrigger if limited else None
         found = {
             queue: self._streams[queue].next_tick(after[queue], max_events, max_ticks, upto.get(queue))
@@ -617,4 +639,11 @@ def _split(conn: _connect.Connection, parsed: Options, queue: str, start: int, e
 def _tasks(parsed: Options, windows: list[Window]) -> list[InputPartition]:
     """Deal windows out to at most `numPartitions` tasks: each queue has up to as many."""
     count = parsed.numPartitions
-    return [Task(windows[first::count]) for first in range(min(count, len(windows)))]
+    tasks = [windows[first::count] for first in range(min(count, len(windows)))]
+    return [Task(_turned(task, number)) for number, task in enumerate(tasks)]
+
+
+def _turned(windows: list[Window], number: int) -> list[Window]:
+    """Let tasks begin with different servers."""
+    servers = list(dict.fromkeys(window.server for window in windows))
+    return sorted(windows, key=lambda window: (servers.index(window.server) - number) % len(servers))

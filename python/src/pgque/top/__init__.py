@@ -1,4 +1,4 @@
 """The overview in a terminal: `pgque top`.
 
-`app` and `screens` need Textual: `pip install 'pgque[top]'`.
+`app` and `screens` need Textual: `pip install './python[top]'`.
 """

@@ -1,6 +1,6 @@
 """The web page: `pgque web`, and `app()` to mount it in an ASGI application of one's own.
 
-It needs `pip install 'pgque[web]'`. Everybody logs in as a PostgreSQL role, and every query runs with the
+It needs `pip install './python[web]'`. Everybody logs in as a PostgreSQL role, and every query runs with the
 rights of that role.
 """
 

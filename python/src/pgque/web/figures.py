@@ -57,7 +57,7 @@ class Figures:
             from ..exporter import CONTENT_TYPE, Exporter
         except ImportError:
             return PlainTextResponse(
-                "prometheus-client is missing: pip install 'pgque[web]'\n", status_code=501
+                "prometheus-client is missing: pip install './python[web]'\n", status_code=501
             )
         with self._lock:
             exporter = self._exporters.setdefault(database, Exporter(database.dsn))

@@ -23,7 +23,7 @@ except ImportError as _error:
 
     raise _PgqueError(
         f"the web page needs a package that is not installed: {_error.name}",
-        hint="pip install 'pgque[web]'",
+        hint="pip install './python[web]' (in the repository of pgque)",
     ) from _error
 
 from ..errors import (

@@ -37,11 +37,13 @@ limit %s
 
 _SINKS: LiteralString = """
 with newest as (
-  select e.sink_id, max(e.epoch) as epoch from pgque.sink_epoch as e where not e.once group by e.sink_id
+  select e.sink_id, max(e.epoch) as epoch from pgque.sink_epoch as e
+  where not e.once and e.part > -2 group by e.sink_id
 ), done as (
   select n.sink_id, n.epoch, max(e.committed_at) as committed_at, bool_and(e.part = -1) as whole,
     count(*) as parts_done, max(e.parts) as parts
   from newest as n join pgque.sink_epoch as e on e.sink_id = n.sink_id and e.epoch = n.epoch
+  where e.part > -2
   group by n.sink_id, n.epoch
 ), begun as (
   select a.sink_id, max(a.epoch) as epoch, count(distinct a.attempt) as attempts, min(a.started_at) as since

@@ -29,7 +29,7 @@ def missing() -> str | None:
     """Say what the machine lacks to run Spark and what to do about it, or None."""
     lacks = [name for name in ("pyspark", "pyarrow") if importlib.util.find_spec(name) is None]
     if lacks:
-        return f"{' and '.join(lacks)} missing: pip install pyspark 'pgque[spark]', or run make pipeline"
+        return f"{' and '.join(lacks)} missing: pip install pyspark './python[spark]', or run make pipeline"
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home, "bin", "java")) if home else shutil.which("java")
     try:

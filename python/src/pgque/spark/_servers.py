@@ -1,0 +1,246 @@
+"""Queues of several servers as one stream.
+
+The offset has the ticks of each server: {"servers": {"db1:5432/app": {"ticks": {"orders": 17}}}}. Each server
+has a driver of its own, with a connection and the consumer's lock there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError
+from . import _connect
+from .source import PgqueStreamReader, Ticks, _Driver, _session
+
+if TYPE_CHECKING:
+    from ._window import Window
+    from .options import Options
+
+log = logging.getLogger("pgque.spark")
+
+_WAY_OUT = (
+    "The checkpoint has this server, and option servers has not. Keep it in the list until its messages"
+    " are read, or go on without them with failOnDataLoss=false."
+)
+_GONE = frozenset({"PQ001", "PQ011"})  # no such queue, not subscribed
+
+
+def _key(server: str, queue: str) -> str:
+    """Return the key of one server's queue: names of servers have no spaces."""
+    return f"{server} {queue}"
+
+
+def _keyed(server: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {_key(server, queue): value for queue, value in found.items()}
+
+
+def _by_server(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    by_server: dict[str, dict[str, Any]] = {}
+    for key, value in found.items():
+        server, queue = key.split(" ", 1)
+        by_server.setdefault(server, {})[queue] = value
+    return by_server
+
+
+class PgqueServersReader(PgqueStreamReader):
+    """Read a stream of several servers. The ticks of a micro-batch have keys of server and queue."""
+
+    _driver: _Drivers | None
+
+    def _connected(self) -> _Drivers:
+        if self._driver is None:
+            self._driver = _Drivers(self._options)
+        return self._driver
+
+    def _offset(self, ticks: Ticks) -> dict[str, Any]:
+        servers = {server: {"ticks": found} for server, found in _by_server(ticks).items()}
+        return {"consumer": self._options.consumer, "servers": servers}
+
+    def _ticks(self, offset: Mapping[str, Any]) -> Ticks:
+        if "servers" not in offset:
+            raise PgqueBadArgument(
+                "the checkpoint was written without option servers: leave the option out, or start with"
+                " another checkpoint, from the consumer's position"
+            )
+        ticks: Ticks = {}
+        for server, found in offset["servers"].items():
+            ticks |= _keyed(server, found["ticks"])
+        return ticks
+
+    def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:
+        """Return the end of the next micro-batch. Before the checkpoint loses a server, see that it may."""
+        self._connected().leave(self._reached or {} if start is None else self._ticks(start))
+        return super().latestOffset(start, limit)
+
+    def reportLatestOffset(self) -> dict[str, Any]:
+        """Return the newest ticks, and how far behind the stream is, by server."""
+        driver = self._connected()
+        found = driver.report(self._reached or driver.positions())
+        servers = {
+            server: {
+                "queues": {queue: {**one, "replayedEpochs": self._replayed} for queue, one in figures.items()}
+            }
+            for server, figures in _by_server(found).items()
+        }
+        return {"consumer": self._options.consumer, "servers": servers}
+
+
+class _Drivers(_Driver):
+    """The drivers of the servers, as if they were one."""
+
+    def __init__(self, parsed: Options) -> None:
+        super().__init__(parsed)
+        self._listed = {server: _Driver(parsed.at(server)) for server in parsed.servers or ()}
+        # Servers of the checkpoint that are not listed any more: until they are left
+        self._others: dict[str, _Driver] = {}
+        self._left: set[str] = set()
+        # The listed ones, by what tells databases apart
+        self._seen: dict[str, str] = {}
+
+    def positions(self) -> Ticks:
+        """Return where the consumer stood when the stream was opened."""
+        return self._each("positions")
+
+    def newest(self) -> Ticks:
+        """Return the newest ticks."""
+        return self._each("newest")
+
+    def _each(self, what: str) -> Ticks:
+        self._tell_apart()
+        found: Ticks = {}
+        for server, driver in self._listed.items():
+            with _connect.of(server):
+                found |= _keyed(server, getattr(driver, what)())
+        return found
+
+    def _tell_apart(self) -> None:
+        if self._seen:
+            return
+        seen: dict[str, str] = {}
+        for server in self._listed:
+            # Before the drivers: two that are one would wait for each other's consumer.
+            with _connect.of(server), _session(self._options.at(server)) as conn, _connect.errors():
+                _connect.tell_apart(seen, server, conn)
+        self._seen = seen
+
+    def report(self, reached: Ticks) -> dict[str, dict[str, Any]]:
+        """Return how far behind the stream is, by server and queue."""
+        found: dict[str, dict[str, Any]] = {}
+        for server, ticks in _by_server(reached).items():
+            if server in self._listed:
+                found |= _keyed(server, self._listed[server].report(ticks))
+        return found
+
+    def next_ticks(self, after: Ticks, limited: bool, upto: Ticks, others: int = 0) -> Ticks:
+        """Return the ends of the next micro-batch. All queues that have something new share the limit."""
+        ends = _by_server(upto)
+        new: dict[str, int] = {}
+        for server, ticks in _by_server(after).items():
+            with _connect.of(server):
+                new[server] = len(self._listed[server].new(ticks, ends.get(server, {})))
+        found: Ticks = {}
+        for server, ticks in _by_server(after).items():
+            rest = others + sum(new.values()) - new[server]
+            with _connect.of(server):
+                driver = self._listed[server]
+                found |= _keyed(server, driver.next_ticks(ticks, limited, ends.get(server, {}), rest))
+        return found
+
+    def windows(self, begins: Ticks, ends: Ticks) -> list[Window]:
+        """Return what lies between two offsets, on each server."""
+        started, wanted = _by_server(begins), _by_server(ends)
+        # PySpark 4.0 and 4.1 may not have said before where the stream stands.
+        self.leave({key: tick for key, tick in begins.items() if key.split(" ", 1)[0] not in wanted})
+        found: list[Window] = []
+        for server, ticks in wanted.items():
+            driver = self._driver(server, ticks)
+            try:
+                with _connect.of(server):
+                    found += [w.at(server) for w in driver.windows(started.get(server, {}), ticks)]
+            except PgqueConnectionError as error:
+                if server in self._listed or self._options.failOnDataLoss:
+                    raise
+                log.warning("pgque: %s; its messages are left out", error)
+        return found
+
+    def commit(self, ends: Ticks) -> None:
+        """Move the positions."""
+        for server, ticks in _by_server(ends).items():
+            if server in self._listed:
+                with _connect.of(server):
+                    self._listed[server].commit(ticks)
+
+    def leave(self, reached: Ticks) -> None:
+        """Leave the servers that are not listed any more, or refuse to where one has messages to read.
+
+        What was read up to `reached` is done with, so their consumers are moved there: it is the last word
+        of the stream to them.
+        """
+        for server, ticks in _by_server(reached).items():
+            if server in self._listed or server in self._left:
+                continue
+            try:
+                with _connect.of(server):
+                    self._leave(server, ticks)
+            except PgqueBadArgument:
+                raise
+            except PgqueError as error:
+                if self._options.failOnDataLoss:
+                    raise type(error)(str(error), sqlstate=error.sqlstate, hint=_WAY_OUT) from None
+                log.warning("pgque: left behind: %s", error)
+            self._left.add(server)
+            if server in self._others:
+                self._others.pop(server).close()
+
+    def _leave(self, server: str, ticks: Ticks) -> None:
+        self._tell_apart()
+        if server in self._others:  # which has the consumer
+            self._others[server].do(lambda conn: self._finish(server, conn, ticks))
+            return
+        with _session(self._options.at(server)) as conn, _connect.errors():
+            self._finish(server, conn, ticks)
+
+    def _finish(self, server: str, conn: _connect.Connection, ticks: Ticks) -> None:
+        consumer = self._options.consumer
+        _connect.tell_apart(dict(self._seen), server, conn)
+        behind = []
+        for queue, tick in ticks.items():
+            named = [queue, consumer]
+            try:
+                conn.execute("select from pgque.get_consumer_info(%s, %s)", named)
+            except psycopg.Error as error:
+                if error.sqlstate not in _GONE:
+                    raise
+                log.warning("pgque: %s has nothing to read any more: %s", server, error)
+                continue
+            conn.execute("select pgque.open_stream(%s, %s)", named)
+            conn.execute("select pgque.seek(%s, %s, %s)", [*named, tick])
+            pending = conn.execute(
+                "select l.oldest_pending is null or l.oldest_pending > '0'"
+                " from pgque.stream_lag(%s, %s, %s) as l",
+                [*named, tick],
+            )
+            if _connect.one(pending)[0]:
+                behind.append(f"{queue} behind tick {tick}")
+        if behind:
+            raise PgqueError(f"consumer {consumer} has messages to read in queue {', '.join(behind)}")
+
+    def _driver(self, server: str, queues: Iterable[str]) -> _Driver:
+        """Return the driver of a server; of one that is not listed any more, with the queues that it had."""
+        if server in self._listed:
+            return self._listed[server]
+        if server not in self._others:
+            there = replace(self._options.at(server), queue=None, queues=tuple(queues))
+            self._others[server] = _Driver(there)
+        return self._others[server]
+
+    def close(self) -> None:
+        """Close the connections."""
+        for driver in (*self._listed.values(), *self._others.values()):
+            driver.close()
+        self._others.clear()
