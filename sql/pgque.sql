@@ -630,10 +630,10 @@ comment on table pgque.consumer is 'Names of consumers.';
 comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
--- Who reads a queue: consumers, and under a consumer its workers.  A row is
--- locked to serialise its owner's calls and hardly ever updated on that path.
--- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
--- log.
+-- Consumers of a queue, and the workers of a consumer.  A call locks the row of its
+-- consumer or worker, so that calls follow each other; deliveries hardly ever update it.
+-- sub_offsets: the consumer is read by offsets (open_stream), so its redeliveries must be
+-- in the log.
 -- sub_archived: what it passed since it was subscribed is in the archive, in the retry
 -- queue or a dead letter.  sub_history: the subscriber whose archive it reads first.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
@@ -671,7 +671,7 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --   pos_fresh, pos_done_count    whether it came from the log (above 0), and how many
 --   pos_shelf                    how many came from the retry queue
 --   pos_keys                     the order keys of its messages
---   pos_open, pos_prune          batches that may be open, and when to look again
+--   pos_open, pos_prune          batches that may be open, and when to check them
 --   pos_lapse                    no lease ends before this
 --   pos_paid                     throughput: paid up to here
 -- A subconsumer's rows say only when it was heard of.
@@ -894,10 +894,10 @@ create table if not exists pgque.sink_stage (
 ) partition by list (leaf);
 comment on table pgque.sink_stage is 'Messages that sinks have staged and not committed. Internal: see sink_begin().';
 
--- What sinks committed: whole epochs (part -1), and parts of epochs that were
--- written row by row, by which transaction of which session.  Only a sink's
--- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
--- own, once.  Part -2 is the list of servers that the epoch is spread over.
+-- Epochs that sinks committed: whole epochs (part -1), and parts that were written row by
+-- row, with transaction and session.  Part -2 is the list of servers that the epoch is
+-- spread over.  Only a sink's newest epoch is needed.  An attempt of a write without
+-- epochs is a sink of its own, once.  pgque.journal has the leaf that takes rows.
 create table if not exists pgque.sink_epoch (
   sink_id       text not null,
   epoch         bigint not null,
@@ -1002,8 +1002,8 @@ create table if not exists pgque.recurring (
 );
 comment on table pgque.recurring is 'Recurring messages. Internal: see list_recurring().';
 
--- The runs of recurring messages, in two leaves.  Of a definition the row with the highest
--- run_n is true; one without run_due was sent by run_recurring().
+-- The runs of recurring messages, in two leaves.  The row with the highest run_n of
+-- a definition counts; one without run_due was sent by run_recurring().
 --   run_at, run_for            when it was sent or tried, and the time of the schedule
 --   run_next, run_due          the next run, and when it is sent or tried again
 --   run_msg                    the message, the last one of several
@@ -3438,11 +3438,10 @@ begin
 end
 $$;
 
--- Remembers a part of an epoch, part -1 for the whole, if nobody did yet, and
--- returns what is remembered.  Part -2 is the list of servers that the whole is
--- spread over.  Two who try at once follow each other.  A
--- snapshot that is older than what somebody wrote gets 40001 for it, in
--- whichever leaf it is.
+-- Stores a part of an epoch if it is not stored yet, and returns the stored row.  Part
+-- -1 is the whole epoch, part -2 the list of servers that it is spread over.  Sessions
+-- that store the same part wait for each other.  A snapshot that is older than the
+-- stored row gets 40001, in whichever leaf the row is.
 create or replace function pgque._claim_epoch(
   p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, p_servers text[] default null, out claim pgque.sink_epoch, out is_new boolean
 )
@@ -3634,7 +3633,7 @@ begin
     return '{}';
   end if;
   v_claim := (pgque._claim_epoch($1, $2, -2, null, false, $3)).claim;
-  -- Who asks connects to these servers with a password, and writes to them.
+  -- The caller connects to these servers with its password, and writes to them.
   if v_claim.servers_by <> session_user then
     perform pgque._refuse_epoch($1, $2, format('its list of servers was stored by role %I, and is not for role %I', v_claim.servers_by, session_user),
       'Repeat it as the role that began it, or give the new query another sink_id.');
@@ -6228,7 +6227,7 @@ end
 $$;
 
 -- Limits a role that has a right to this queue only to the queue's max_consumers: PQ003
--- if there are that many.  Such roles subscribe to a queue one after the other, in a
+-- if there are that many.  These roles subscribe to a queue one after the other, in a
 -- transaction whose snapshot shows all consumers.
 create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
 language plpgsql set enable_seqscan = off as $$
@@ -6366,7 +6365,7 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
 -- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
--- What it is moved past is in no archive.
+-- The archive lacks the messages that the consumer is moved past.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
 language plpgsql as $$
 begin

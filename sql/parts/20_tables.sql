@@ -306,10 +306,10 @@ comment on table pgque.consumer is 'Names of consumers.';
 comment on column pgque.consumer.co_id is 'Number of the consumer.';
 comment on column pgque.consumer.co_name is 'Name of the consumer.';
 
--- Who reads a queue: consumers, and under a consumer its workers.  A row is
--- locked to serialise its owner's calls and hardly ever updated on that path.
--- sub_offsets: it is read by offsets (open_stream), so its redeliveries must be in the
--- log.
+-- Consumers of a queue, and the workers of a consumer.  A call locks the row of its
+-- consumer or worker, so that calls follow each other; deliveries hardly ever update it.
+-- sub_offsets: the consumer is read by offsets (open_stream), so its redeliveries must be
+-- in the log.
 -- sub_archived: what it passed since it was subscribed is in the archive, in the retry
 -- queue or a dead letter.  sub_history: the subscriber whose archive it reads first.
 -- The low 20 bits of sub_id are in every batch id (see pgque._new_batch_id).  The
@@ -347,7 +347,7 @@ comment on table pgque.subscriber is 'Identity of consumers and workers, locked 
 --   pos_fresh, pos_done_count    whether it came from the log (above 0), and how many
 --   pos_shelf                    how many came from the retry queue
 --   pos_keys                     the order keys of its messages
---   pos_open, pos_prune          batches that may be open, and when to look again
+--   pos_open, pos_prune          batches that may be open, and when to check them
 --   pos_lapse                    no lease ends before this
 --   pos_paid                     throughput: paid up to here
 -- A subconsumer's rows say only when it was heard of.
@@ -570,10 +570,10 @@ create table if not exists pgque.sink_stage (
 ) partition by list (leaf);
 comment on table pgque.sink_stage is 'Messages that sinks have staged and not committed. Internal: see sink_begin().';
 
--- What sinks committed: whole epochs (part -1), and parts of epochs that were
--- written row by row, by which transaction of which session.  Only a sink's
--- newest epoch is needed.  pgque.journal says which leaf takes rows.  An attempt of a write without epochs is a sink of its
--- own, once.  Part -2 is the list of servers that the epoch is spread over.
+-- Epochs that sinks committed: whole epochs (part -1), and parts that were written row by
+-- row, with transaction and session.  Part -2 is the list of servers that the epoch is
+-- spread over.  Only a sink's newest epoch is needed.  An attempt of a write without
+-- epochs is a sink of its own, once.  pgque.journal has the leaf that takes rows.
 create table if not exists pgque.sink_epoch (
   sink_id       text not null,
   epoch         bigint not null,
@@ -678,8 +678,8 @@ create table if not exists pgque.recurring (
 );
 comment on table pgque.recurring is 'Recurring messages. Internal: see list_recurring().';
 
--- The runs of recurring messages, in two leaves.  Of a definition the row with the highest
--- run_n is true; one without run_due was sent by run_recurring().
+-- The runs of recurring messages, in two leaves.  The row with the highest run_n of
+-- a definition counts; one without run_due was sent by run_recurring().
 --   run_at, run_for            when it was sent or tried, and the time of the schedule
 --   run_next, run_due          the next run, and when it is sent or tried again
 --   run_msg                    the message, the last one of several

@@ -233,11 +233,10 @@ begin
 end
 $$;
 
--- Remembers a part of an epoch, part -1 for the whole, if nobody did yet, and
--- returns what is remembered.  Part -2 is the list of servers that the whole is
--- spread over.  Two who try at once follow each other.  A
--- snapshot that is older than what somebody wrote gets 40001 for it, in
--- whichever leaf it is.
+-- Stores a part of an epoch if it is not stored yet, and returns the stored row.  Part
+-- -1 is the whole epoch, part -2 the list of servers that it is spread over.  Sessions
+-- that store the same part wait for each other.  A snapshot that is older than the
+-- stored row gets 40001, in whichever leaf the row is.
 create or replace function pgque._claim_epoch(
   p_sink text, p_epoch bigint, p_part int, p_parts int, p_once boolean, p_servers text[] default null, out claim pgque.sink_epoch, out is_new boolean
 )
@@ -429,7 +428,7 @@ begin
     return '{}';
   end if;
   v_claim := (pgque._claim_epoch($1, $2, -2, null, false, $3)).claim;
-  -- Who asks connects to these servers with a password, and writes to them.
+  -- The caller connects to these servers with its password, and writes to them.
   if v_claim.servers_by <> session_user then
     perform pgque._refuse_epoch($1, $2, format('its list of servers was stored by role %I, and is not for role %I', v_claim.servers_by, session_user),
       'Repeat it as the role that began it, or give the new query another sink_id.');

@@ -134,7 +134,7 @@ end
 $$;
 
 -- Limits a role that has a right to this queue only to the queue's max_consumers: PQ003
--- if there are that many.  Such roles subscribe to a queue one after the other, in a
+-- if there are that many.  These roles subscribe to a queue one after the other, in a
 -- transaction whose snapshot shows all consumers.
 create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
 language plpgsql set enable_seqscan = off as $$
@@ -272,7 +272,7 @@ comment on function pgque.register_consumer_at(text, text, bigint, pgque.caller)
   'returns 0. tick_id NULL: the newest tick; a subscribed consumer is not moved. Errors: PQ001 no such queue; PQ005 the tick is no longer stored.';
 
 -- Moves a consumer to a tick.  One on its own drops its open batch; workers keep theirs.
--- What it is moved past is in no archive.
+-- The archive lacks the messages that the consumer is moved past.
 create or replace function pgque._move_to(p_sub pgque.subscriber, p_position pgque.position, p_tick pgque.tick) returns void
 language plpgsql as $$
 begin
