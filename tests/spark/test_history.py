@@ -257,7 +257,21 @@ def test_a_consumer_that_is_unsubscribed_meanwhile_ends_the_query(
     subscribe(conn, source.queue, "c")
     drain(conn, source.queue)
     text = failure(source.run)
-    assert ("no archive to read at tick" if who == "s" else "not subscriber to queue any more") in text
+    assert ("was made anew" if who == "s" else "not subscriber to queue any more") in text
+
+
+def test_a_queue_that_was_dropped_meanwhile_is_not_taken_for_the_rest_of_its_archive(
+    source: Source, conn: Connection
+) -> None:
+    past(conn, source.queue)
+    source.run(fail=1)
+    assert source.offsets()[-1]["archive"]["after"] > 0
+    value(conn, "select pgque.drop_queue(%s, true)", source.queue)
+    value(conn, "select pgque.create_queue(%s)", source.queue)
+    configure(conn, source.queue, archive_on_ack="true")
+    subscribe(conn, source.queue)
+    past(conn, source.queue)
+    assert "was made anew" in failure(source.run)
 
 
 JOB = """

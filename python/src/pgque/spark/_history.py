@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspark.sql.datasource import InputPartition
 
-from ..errors import PgqueBadArgument
+from ..errors import PgqueBadArgument, PgqueTickNotFound
 from . import _window
 from ._compat import ReadLimit
 from .source import PgqueStreamReader, Ticks
@@ -93,6 +93,14 @@ class PgqueHistoryReader(PgqueStreamReader):
         parsed = self._options
         ((queue, tick),) = self._ticks(offset).items()
         after = offset["archive"]["after"]
+        if self._connected().is_anew(queue) and after > 0:
+            raise PgqueTickNotFound(
+                f"the checkpoint stands in the archive of queue {queue} behind message {after}, and consumer"
+                f" {parsed.consumer} was made anew: the queue or the consumer was dropped meanwhile. Start with"
+                " another checkpoint",
+                sqlstate="PQ015",
+                queue=queue,
+            )
         found: int | None = self._ask(
             "select pgque.archive_next(%s, %s, %s, %s, %s, %s)",
             *(queue, parsed.consumer, tick, after, count, not parsed.failOnDataLoss),

@@ -318,6 +318,11 @@ class _Driver:
             self._reported = reached, found
         return found
 
+    def is_anew(self, queue: str) -> bool:
+        """Return whether the stream made its consumer, the first time that it is asked."""
+        self._connected()
+        return self._streams[queue].take_anew()
+
     def forget_report(self) -> None:
         """Take the figures anew when they are asked for next, even if the stream has not moved."""
         self._reported = ({}, {})
@@ -497,12 +502,17 @@ class _Stream:
         self._check(after, stands)
         return None if found is None else int(found)
 
+    def take_anew(self) -> bool:
+        """Return whether the consumer was made by this stream, as long as nothing was read; then no more."""
+        anew, self._anew = self._anew, False
+        return anew
+
     def _check(self, start: int, stands: int | None) -> None:
         """Refuse a start that the consumer does not keep: its tick may be there, and messages behind it gone.
 
         The consumer is never before the checkpoint, unless one of the two was moved, restored or made anew.
         """
-        anew, self._anew = self._anew, False
+        anew = self.take_anew()
         if stands is None or (start >= stands and not (anew and start != stands)):
             return
         parsed = self._options
