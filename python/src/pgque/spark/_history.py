@@ -96,8 +96,8 @@ class PgqueHistoryReader(PgqueStreamReader):
         if self._connected().is_anew(queue) and after > 0:
             raise PgqueTickNotFound(
                 f"the checkpoint stands in the archive of queue {queue} behind message {after}, and consumer"
-                f" {parsed.consumer} was made anew: the queue or the consumer was dropped meanwhile. Start with"
-                " another checkpoint",
+                f" {parsed.consumer} was made anew: the queue or the consumer was dropped meanwhile. Start"
+                " with another checkpoint",
                 sqlstate="PQ015",
                 queue=queue,
             )
