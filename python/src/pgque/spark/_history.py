@@ -7,6 +7,7 @@ was read. Which messages belong to the archive, `archive_next` and `archive_read
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from ..errors import PgqueBadArgument, PgqueTickNotFound
 from . import _window
 from ._compat import ReadLimit
 from .source import PgqueStreamReader, Ticks
+
+log = logging.getLogger("pgque.spark")
 
 # Messages of a micro-batch without maxEventsPerTrigger: the server sorts those of a task.
 _PIECE = 1_000_000
@@ -94,13 +97,18 @@ class PgqueHistoryReader(PgqueStreamReader):
         ((queue, tick),) = self._ticks(offset).items()
         after = offset["archive"]["after"]
         if self._connected().is_anew(queue) and after > 0:
-            raise PgqueTickNotFound(
+            text = (
                 f"the checkpoint stands in the archive of queue {queue} behind message {after}, and consumer"
-                f" {parsed.consumer} was made anew: the queue or the consumer was dropped meanwhile. Start"
-                " with another checkpoint",
-                sqlstate="PQ015",
-                queue=queue,
+                f" {parsed.consumer} was made anew: the queue or the consumer was dropped meanwhile"
             )
+            if parsed.failOnDataLoss:
+                raise PgqueTickNotFound(
+                    f"{text}. Start again with another checkpoint, or go on with what is left with"
+                    " failOnDataLoss=false",
+                    sqlstate="PQ015",
+                    queue=queue,
+                )
+            log.warning("pgque: %s", text)
         found: int | None = self._ask(
             "select pgque.archive_next(%s, %s, %s, %s, %s, %s)",
             *(queue, parsed.consumer, tick, after, count, not parsed.failOnDataLoss),
