@@ -238,6 +238,7 @@ def test_options_that_do_not_fit_are_refused(source: Source, conn: Connection) -
         source.run, startingAt="earliest", archiveOf=None, maxEventsPerTrigger=5
     )
     subscribe(conn, source.queue, "other")
+    assert "consumer s reads the archive of c, not of other" in failure(source.run, archiveOf="other")
     source.checkpoint = source.checkpoint.with_name("another")
     assert "consumer s reads the archive of c, not of other" in failure(source.run, archiveOf="other")
 

@@ -37,16 +37,8 @@ class PgqueHistoryReader(PgqueStreamReader):
     def initialOffset(self) -> dict[str, Any]:
         """Return the consumer's position: before the archive, if it has not read it yet."""
         offset = super().initialOffset()
-        wanted = self._options.archiveOf
         of = self._ask("select pgque.archive_of(%s, %s)", self._options.queue, self._options.consumer)
-        if of is None:
-            return offset
-        if of != wanted:
-            raise PgqueBadArgument(
-                f"consumer {self._options.consumer} reads the archive of {of}, not of {wanted}:"
-                f" set archiveOf={of}, or take a new consumer"
-            )
-        return {**offset, "archive": {"of": of, "after": 0}}
+        return offset if of is None else {**offset, "archive": {"of": of, "after": 0}}
 
     def latestOffset(
         self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None
@@ -95,7 +87,12 @@ class PgqueHistoryReader(PgqueStreamReader):
         """Return the end of the next `count` messages of the archive; None if there are none."""
         parsed = self._options
         ((queue, tick),) = self._ticks(offset).items()
-        after = offset["archive"]["after"]
+        of, after = offset["archive"]["of"], offset["archive"]["after"]
+        if of != parsed.archiveOf:
+            raise PgqueBadArgument(
+                f"consumer {parsed.consumer} reads the archive of {of}, not of {parsed.archiveOf}:"
+                f" set archiveOf={of}, or take a new consumer and another checkpoint"
+            )
         if self._connected().is_anew(queue) and after > 0:
             text = (
                 f"the checkpoint stands in the archive of queue {queue} behind message {after}, and consumer"
