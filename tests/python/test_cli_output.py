@@ -237,7 +237,8 @@ def test_every_table_fits_into_80_columns(
             ["archive", "list", queue_name],
         ):
             lines = run(*arguments).stdout.splitlines()
-            assert max(map(len, lines)) <= 80, arguments
+            # A command stays one line, so that it can be copied.
+            assert max(len(line) for line in lines if not line.startswith("      $ ")) <= 80, arguments
             head = " ".join(line for line in lines if line.startswith("┃"))
             whole = run(*arguments, "--wide").stdout
             assert all(word in whole for word in head.replace("┃", " ").split()), arguments

@@ -74,9 +74,11 @@ def test_importing_the_package_loads_neither_the_command_nor_the_server_launcher
 
 def test_every_extra_that_the_code_names_exists() -> None:
     named = {
-        extra for path in SOURCE.rglob("*.py") for extra in re.findall(r"pgque\[(\w+)\]", path.read_text())
+        extra
+        for path in SOURCE.rglob("*.py")
+        for extra in re.findall(r"(?:pgque|/python)\[(\w+)\]", path.read_text())
     }
-    assert {"otel", "spark", "typed"} <= named
+    assert {"metrics", "spark", "typed"} <= named
     assert named <= set(metadata("pgque").get_all("Provides-Extra", []))
 
 

@@ -84,7 +84,7 @@ def test_a_worker_receives_and_gives_each_message_an_outcome(run: Run, pool: str
     [worker] = json.loads(run("workers", pool, "--json"))
     assert (worker["worker"], worker["messages"]) == ("w1", 6)
     assert "w1" in run("workers", pool, "c")
-    assert run("extend", batch, "1m") == "6 held\n"
+    assert run("extend", batch, "1m") == "6 leased\n"
     run("ack", batch, ids[0])
     run("nack", batch, ids[1], "--after", "1h", "--reason", "later")
     run("dead", batch, ids[2], "--reason", "no good")
@@ -94,7 +94,7 @@ def test_a_worker_receives_and_gives_each_message_an_outcome(run: Run, pool: str
     assert json.loads(run("message", pool, ids[1], "--json"))[0]["status"] == "retry"
     assert run("release", batch, ids[3]) == "1 released\n"
     assert run("release", batch) == "2 released\n"
-    assert run("extend", batch, "1m", code=3) == "0 held\n"
+    assert run("extend", batch, "1m", code=3) == "0 leased\n"
     assert len(_received(run, pool)) >= 1
     assert "no good" in run("dlq", "list", pool)
 
@@ -108,7 +108,7 @@ def test_an_outcome_that_is_refused_leaves_the_others_standing(run: Run, pool: s
     for number, verb in enumerate(["ack", "nack", "dead"]):
         assert "999999999: " in run(verb, batch, ids[number], "999999999", code=3)
     assert run("release", batch) == "1 released\n"
-    assert run("ack", batch, code=3) == "batch not open\n"
+    assert run("ack", batch, code=3) == f"batch {batch} is not open\n"
 
 
 def test_bytes_are_printed_as_postgresql_shows_them(

@@ -80,7 +80,7 @@ except ImportError as error:
 
 def test_the_module_needs_neither_pyarrow_nor_a_connection_to_be_imported() -> None:
     code = "import pyspark_pgque; print(pyspark_pgque.DefaultSource.__module__)"
-    assert python(code, ("pyarrow", "pandas", "numpy")) == "pgque.spark.source\n"
+    assert python(code, ("pyarrow", "pandas", "numpy")) == "pgque.spark.datasource\n"
 
 
 def test_the_helpers_import_without_pyspark_and_pyarrow() -> None:

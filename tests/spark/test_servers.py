@@ -92,7 +92,7 @@ class Farm:
         """Return what Spark makes for a stream of servers."""
         from pyspark.sql.types import LongType, StringType, StructField, StructType
 
-        from pgque.spark.source import PgqueDataSource
+        from pgque.spark.datasource import PgqueDataSource
 
         given = {"columns": "server,msg_id,payload", "startingAt": "earliest", "numPartitions": "2"}
         given |= self.options(*numbers, queue=self.queue, consumer="job", pollIntervalMs="0", **more)
@@ -108,7 +108,7 @@ class Farm:
         """Return what Spark makes for a write of key and payload."""
         from pyspark.sql.types import StringType, StructField, StructType
 
-        from pgque.spark.source import PgqueDataSource
+        from pgque.spark.datasource import PgqueDataSource
 
         given = {"queue": self.target, "sinkId": self.target, "epoch": "" if epoch is None else str(epoch)}
         given |= {} if "host" in more else self.options(*numbers)
@@ -120,7 +120,7 @@ class Farm:
         """Read the queues once."""
         from pyspark.sql.types import StringType, StructField, StructType
 
-        from pgque.spark.source import PgqueDataSource
+        from pgque.spark.datasource import PgqueDataSource
 
         given = {**self.options(queue=self.queue), "columns": "payload", **more}
         schema = StructType([StructField("payload", StringType())])

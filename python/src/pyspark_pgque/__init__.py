@@ -8,7 +8,7 @@ from __future__ import annotations
 from pyspark.sql.datasource import DataSource
 
 try:
-    from pgque.spark.source import PgqueDataSource as DefaultSource
+    from pgque.spark.datasource import PgqueDataSource as DefaultSource
 except Exception as error:
     _reason = f"{type(error).__name__}: {error}"
 

@@ -27,7 +27,7 @@ def register(spark: SparkSession) -> None:
     """Make `format("pgque")` known to a session that does not find it by itself."""
     from pyspark.errors import AnalysisException
 
-    from .source import PgqueDataSource
+    from .datasource import PgqueDataSource
 
     try:
         spark.dataSource.register(PgqueDataSource)

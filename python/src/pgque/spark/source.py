@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psycopg
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from ..errors import PgqueBadArgument, PgqueError, PgqueQueueInUse, PgqueQueueNotFound, PgqueTickNotFound
 from . import _connect, _window, options
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from .sink import PgqueStreamWriter, PgqueWriter
 
 log = logging.getLogger("pgque.spark")
 
@@ -45,52 +44,6 @@ _KEEPALIVES = (
 Ticks: TypeAlias = dict[str, int]
 
 _POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
-
-
-class PgqueDataSource(DataSource):
-    """Read and write the queues of pgque: `spark.read.format("pgque")`, and so on.
-
-    Columns when reading: msg_id, type, payload, key, created_at, retry_count, and others if asked for; with
-    payloadSchema or schema(), columns of the payload.
-    """
-
-    @classmethod
-    def name(cls) -> str:
-        """Return the name for `format()`."""
-        return "pgque"
-
-    def schema(self) -> str:
-        """Return the columns."""
-        return _window.ddl(options.parse(self.options, options.BATCH_READ, options.STREAM_READ))
-
-    def reader(self, schema: StructType) -> PgqueReader:
-        """Return a reader of a batch."""
-        return PgqueReader(options.parse(self.options, options.BATCH_READ), schema)
-
-    def streamReader(self, schema: StructType) -> PgqueStreamReader:
-        """Return a reader of a stream."""
-        parsed = options.parse(self.options, options.STREAM_READ)
-        if parsed.servers is not None:
-            from ._servers import PgqueServersReader
-
-            return PgqueServersReader(parsed, schema)
-        if parsed.startingAt == options.ARCHIVE:
-            from ._history import PgqueHistoryReader
-
-            return PgqueHistoryReader(parsed, schema)
-        return PgqueStreamReader(parsed, schema)
-
-    def writer(self, schema: StructType, overwrite: bool) -> PgqueWriter:
-        """Return a writer of a batch."""
-        from .sink import PgqueWriter
-
-        return PgqueWriter(options.parse(self.options, options.BATCH_WRITE), schema, overwrite)
-
-    def streamWriter(self, schema: StructType, overwrite: bool) -> PgqueStreamWriter:
-        """Return a writer of a stream's micro-batches."""
-        from .sink import PgqueStreamWriter
-
-        return PgqueStreamWriter(options.parse(self.options, options.STREAM_WRITE), schema, overwrite)
 
 
 class PgqueReader(DataSourceReader):
