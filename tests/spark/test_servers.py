@@ -243,10 +243,14 @@ def test_a_list_of_servers_has_full_names_in_one_order(
     [
         ({"servers": "db1:x"}, "'db1:x' is not host"),
         ({"servers": "u:s3cret@db1"}, "an entry is not host"),
+        ({"servers": "u:s3cret@db1,,db2"}, "option servers must be names"),
+        ({"servers": '["u:s3cret@db1"'}, "option servers must be names"),
+        ({"servers": "db1/app?password=s3cret"}, "an entry is not host"),
+        ({"servers": "host=db1 password=s3cret"}, "an entry is not host"),
         ({"servers": "db1/a/b"}, "is not host"),
-        ({"servers": "db1?sslmode=require"}, "is not host"),
+        ({"servers": "db1?sslmode=require"}, "an entry is not host"),
         ({"servers": "db1,,db2"}, "option servers must be names"),
-        ({"servers": "@/nowhere/at all"}, "No such file"),
+        ({"servers": "@/nowhere/at all"}, "/nowhere/at all: No such file"),
         ({"servers": "db1,db1:5432"}, "has db1:5432/app twice"),
         ({"servers": "db1", "host": "db2"}, "exclude each other"),
         ({"servers": "db1", "url": "postgresql://u:s3cret@db2/app"}, "exclude each other"),
@@ -415,6 +419,47 @@ def test_a_server_can_be_left_behind_on_purpose(
     assert farm.name(2) in caplog.text
     if how == "unsubscribed":
         assert not rows(farm.conns[2], "select from pgque.get_consumer_info(%s)", farm.queue)
+
+
+@pytest.mark.parametrize("how", ["away", "dropped", "unsubscribed"])
+def test_a_lost_server_can_be_left_behind_in_the_middle_of_a_micro_batch(
+    farm: Farm, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = farm.reader()
+    start = first.initialOffset()
+    for number in range(3):
+        farm.put(number, str(number))
+    end = first.latestOffset(start)
+    first.stop()
+    if how == "away":
+        farm.servers[2].kill()
+    elif how == "dropped":
+        value(farm.conns[2], "select pgque.drop_queue(%s, true)", farm.queue)
+    else:
+        value(farm.conns[2], "select pgque.unsubscribe(%s, 'job')", farm.queue)
+    second = farm.reader(0, 1)
+    with pytest.raises(PgqueError, match=f"^server {farm.name(2)}: ") as caught:
+        second.partitions(start, end)
+    assert "failOnDataLoss=false" in str(caught.value)
+    second.stop()
+    with caplog.at_level(logging.WARNING, "pgque.spark"):
+        third = farm.reader(0, 1, failOnDataLoss="false")
+        assert read(third, start, end) == Counter("01")
+        assert set(ticks(third.latestOffset(end))) == {farm.name(0), farm.name(1)}
+    assert f"server {farm.name(2)}: " in caplog.text
+    if how == "unsubscribed":
+        assert not rows(farm.conns[2], "select from pgque.get_consumer_info(%s)", farm.queue)
+
+
+def test_a_server_that_is_away_is_no_reason_to_leave_another_one_behind(farm: Farm) -> None:
+    first = farm.reader()
+    at = first.initialOffset()
+    first.stop()
+    farm.servers[0].kill()
+    with pytest.raises(PgqueConnectionError) as caught:
+        farm.reader(0, 1).latestOffset(at)
+    assert str(caught.value).startswith(f"server {farm.name(0)}: ")
+    assert "failOnDataLoss" not in str(caught.value)
 
 
 def test_one_database_under_two_names_is_refused(farm: Farm) -> None:
@@ -608,6 +653,38 @@ def test_a_server_that_is_away_is_asked_before_anything_is_stored(farm: Farm) ->
     second = farm.writer(0, 1)
     second.commit(write(second, *PAYLOADS))
     assert [farm.take(number) for number in range(2)] == [share(number, (0, 1)) for number in range(2)]
+
+
+@pytest.mark.parametrize("what", ["rights", "version"])
+def test_a_server_that_cannot_take_part_is_asked_before_anything_is_stored(farm: Farm, what: str) -> None:
+    lacks, again = {
+        "rights": ("revoke pgque_writer from spark", "grant pgque_writer to spark"),
+        "version": (
+            "alter function pgque.sink_servers rename to sink_servers_of_later",
+            "alter function pgque.sink_servers_of_later rename to sink_servers",
+        ),
+    }[what]
+    farm.conns[2].execute(lacks.encode())
+    try:
+        with pytest.raises(PgqueError, match=f"^server {farm.name(2)}: "):
+            write(farm.writer(), *PAYLOADS)
+        # So it can be taken from the list again.
+        second = farm.writer(0, 1)
+        second.commit(write(second, *PAYLOADS))
+    finally:
+        farm.conns[2].execute(again.encode())
+    assert [farm.take(number) for number in range(2)] == [share(number, (0, 1)) for number in range(2)]
+
+
+def test_a_server_that_left_the_list_and_is_needed_says_why(farm: Farm) -> None:
+    write(farm.writer(), *PAYLOADS)
+    farm.conns[2].execute("revoke pgque_writer from spark")
+    try:
+        with pytest.raises(PgqueError, match=f"^server {farm.name(2)}: permission denied") as caught:
+            write(farm.writer(0, 1), *PAYLOADS)
+    finally:
+        farm.conns[2].execute("grant pgque_writer to spark")
+    assert f"Epoch 0 of sink {farm.target} was begun with this server" in str(caught.value)
 
 
 def test_in_turn_each_server_gets_as_many_rows_at_least_once(farm: Farm) -> None:

@@ -7,6 +7,7 @@ what is raised here has no cause and no context.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,6 +26,7 @@ Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
 # What goes through to the JDBC driver under the same name.
 _JDBC_PROPERTIES = ("user", "password", "sslmode", "sslrootcert", "sslcert", "sslkey")
+_PLAIN = re.compile(r"[\w.:/%\[\]-]+")
 _ENVIRONMENT = {
     "host": "PGHOST",
     "port": "PGPORT",
@@ -90,7 +92,7 @@ def servers(given: Sequence[str], connection: Mapping[str, str]) -> tuple[str, .
 
 def _server_name(server: str, port: str, dbname: str | None) -> str:
     # What may hold a password is not shown.
-    shown = "an entry" if "@" in server else repr(server)
+    shown = repr(server) if _PLAIN.fullmatch(server) else "an entry"
     bad = PgqueBadArgument(
         f"option servers: {shown} is not host, host:port or host:port/dbname; user and password are options"
         " of their own, and the same for all servers"

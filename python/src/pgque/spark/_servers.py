@@ -7,13 +7,14 @@ has a driver of its own, with a connection and the consumer's lock there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError
+from ..errors import PgqueBadArgument, PgqueError
 from . import _connect
 from .source import PgqueStreamReader, Ticks, _Driver, _session
 
@@ -158,14 +159,9 @@ class _Drivers(_Driver):
         self.leave({key: tick for key, tick in begins.items() if key.split(" ", 1)[0] not in wanted})
         found: list[Window] = []
         for server, ticks in wanted.items():
-            driver = self._driver(server, ticks)
-            try:
-                with _connect.of(server):
-                    found += [w.at(server) for w in driver.windows(started.get(server, {}), ticks)]
-            except PgqueConnectionError as error:
-                if server in self._listed or self._options.failOnDataLoss:
-                    raise
-                log.warning("pgque: %s; its messages are left out", error)
+            with self._at(server):
+                driver = self._driver(server, ticks)
+                found += [w.at(server) for w in driver.windows(started.get(server, {}), ticks)]
         return found
 
     def commit(self, ends: Ticks) -> None:
@@ -184,21 +180,30 @@ class _Drivers(_Driver):
         for server, ticks in _by_server(reached).items():
             if server in self._listed or server in self._left:
                 continue
-            try:
-                with _connect.of(server):
-                    self._leave(server, ticks)
-            except PgqueBadArgument:
-                raise
-            except PgqueError as error:
-                if self._options.failOnDataLoss:
-                    raise type(error)(str(error), sqlstate=error.sqlstate, hint=_WAY_OUT) from None
-                log.warning("pgque: left behind: %s", error)
+            self._tell_apart()
+            with self._at(server):
+                self._leave(server, ticks)
             self._left.add(server)
             if server in self._others:
                 self._others.pop(server).close()
 
+    @contextmanager
+    def _at(self, server: str) -> Iterator[None]:
+        """Name the server in errors. Where it is not listed any more, they tell how to go on without it, or
+        are logged if that is wanted."""
+        try:
+            with _connect.of(server):
+                yield
+        except PgqueBadArgument:
+            raise
+        except PgqueError as error:
+            if server in self._listed:
+                raise
+            if self._options.failOnDataLoss:
+                raise type(error)(str(error), sqlstate=error.sqlstate, hint=_WAY_OUT) from None
+            log.warning("pgque: left behind: %s", error)
+
     def _leave(self, server: str, ticks: Ticks) -> None:
-        self._tell_apart()
         if server in self._others:  # which has the consumer
             self._others[server].do(lambda conn: self._finish(server, conn, ticks))
             return
@@ -230,12 +235,16 @@ class _Drivers(_Driver):
         if behind:
             raise PgqueError(f"consumer {consumer} has messages to read in queue {', '.join(behind)}")
 
-    def _driver(self, server: str, queues: Iterable[str]) -> _Driver:
+    def _driver(self, server: str, ticks: Ticks) -> _Driver:
         """Return the driver of a server; of one that is not listed any more, with the queues that it had."""
         if server in self._listed:
             return self._listed[server]
         if server not in self._others:
-            there = replace(self._options.at(server), queue=None, queues=tuple(queues))
+            there = replace(self._options.at(server), queue=None, queues=tuple(ticks))
+            with _session(there) as conn, _connect.errors():
+                for queue in ticks:
+                    # The driver would subscribe a consumer that is gone, which nobody would read for.
+                    conn.execute("select from pgque.get_consumer_info(%s, %s)", [queue, there.consumer])
             self._others[server] = _Driver(there)
         return self._others[server]
 

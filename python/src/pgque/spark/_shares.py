@@ -10,13 +10,13 @@ import re
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from ..errors import PgqueConnectionError, PgqueError
+from ..errors import PgqueError
 from . import _connect
 from .options import ROUND_ROBIN, Options
 
@@ -93,12 +93,15 @@ class _Open:
         with _connect.of(server):
             self.conn = session(parsed.at(server))
 
-    def listed(self, servers: Sequence[str]) -> list[str]:
-        """Store the servers of the epoch; return those that are stored."""
+    def listed(self, servers: Sequence[str], *, store: bool = True) -> list[str]:
+        """Store the servers of the epoch; return those that are stored. `store=False` takes them back."""
         with _connect.of(self.server), _connect.errors(self._queue):
             row = self.conn.execute("select pgque.sink_servers(%s, %s, %s::text[])", [*self._named, servers])
             found: list[str] = _connect.one(row)[0]
-            self.conn.commit()
+            if store:
+                self.conn.commit()
+            else:
+                self.conn.rollback()
         return found
 
     def write(self, columns: Sequence[str], make: Callable[[str, int], memoryview], count: int) -> None:
@@ -169,9 +172,12 @@ class Shares:
         while True:
             seen: dict[str, str] = {}
             for server in wanted:
-                conn = self._needed(server).conn
-                with _connect.of(server), _connect.errors():
-                    _connect.tell_apart(seen, server, conn)
+                with self._needed(server):
+                    one = self[server]
+                    with _connect.of(server), _connect.errors():
+                        _connect.tell_apart(seen, server, one.conn)
+                    # A stored list needs all its servers: each must have the rights and the version for it.
+                    one.listed(wanted, store=False)
             for server in wanted:
                 stored = self[server].listed(wanted)
                 if not stored:
@@ -183,18 +189,20 @@ class Shares:
             else:
                 return [*wanted], tuple(wanted)
 
-    def _needed(self, server: str) -> _Open:
+    @contextmanager
+    def _needed(self, server: str) -> Iterator[None]:
+        """Tell in errors of a server that is not in option servers why it is needed."""
         try:
-            return self[server]
-        except PgqueConnectionError as error:
+            yield
+        except PgqueError as error:
             if server in (self._options.servers or ()):
                 raise
-            failed = error
-        raise PgqueConnectionError(
-            str(failed),
-            hint=f"Epoch {self._epoch} of sink {self._sink_id} was begun with this server, and cannot be"
-            " completed without it. After it option servers counts.",
-        )
+            raise type(error)(
+                str(error),
+                sqlstate=error.sqlstate,
+                hint=f"Epoch {self._epoch} of sink {self._sink_id} was begun with this server, and cannot be"
+                " completed without it. After it option servers counts.",
+            ) from None
 
     def finish(self) -> tuple[Share, ...]:
         """End all copies; return what was written."""

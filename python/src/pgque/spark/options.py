@@ -129,7 +129,9 @@ def _servers(value: str) -> tuple[str, ...]:
         lines = [line.strip() for line in Path(value[1:]).read_text("utf-8").splitlines()]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"a list, or @ and a file that the driver can read ({reason})") from None
+        raise ValueError(
+            f"a list, or @ and a file that the driver can read ({value[1:]}: {reason})"
+        ) from None
     found = tuple(line for line in lines if line and not line.startswith("#"))
     if not found:
         raise ValueError("a list, or @ and a file with a server in each line")
@@ -284,7 +286,9 @@ def _value(option: Option, value: str) -> object:
     try:
         return option.parse(value)
     except ValueError as wanted:
-        raise PgqueBadArgument(f"option {option.name} must be {wanted}, not {value!r}") from None
+        # Who takes servers for connection strings has passwords there.
+        shown = "" if option.name == "servers" else f", not {value!r}"
+        raise PgqueBadArgument(f"option {option.name} must be {wanted}{shown}") from None
 
 
 def _unknown(name: str, modes: tuple[str, ...], table: Mapping[str, Option]) -> str:
