@@ -19,6 +19,7 @@ import pgque
 SET_UP = """
 create table example_sale (shop text, amount int);
 insert into example_sale values ('north', 5), ('north', 7), ('east', 30), ('south', 7);
+create table example_night (night text primary key, shops int);
 create table example_total (night text, shop text, total int, primary key (night, shop));
 """
 
@@ -29,12 +30,17 @@ def make_worker(dsn: str) -> pgque.Worker:
 
     @worker.every("0 3 * * *", type="nightly", name="example_nightly", timezone="Europe/Berlin")
     def start(message: pgque.Message) -> None:
-        """Send a job for each shop; all of them or none."""
+        """Send a job for each shop; all of them or none, and once, though the message may be delivered twice."""
+        night = message.headers["pgque-recurring"]["run_at"]
         with psycopg.connect(dsn) as conn:
             shops = [row[0] for row in conn.execute("select distinct shop from example_sale")]
-            jobs = [{"night": str(message.msg_id), "shop": shop, "of": len(shops)} for shop in sorted(shops)]
-            pgque.send_batch(conn, "example_nightly", jobs, type="add up")
-        print(len(jobs), "jobs")
+            begun = conn.execute(
+                "insert into example_night values (%s, %s) on conflict do nothing", [night, len(shops)]
+            )
+            if begun.rowcount:
+                jobs = [{"night": night, "shop": shop} for shop in sorted(shops)]
+                pgque.send_batch(conn, "example_nightly", jobs, type="add up")
+                print(len(jobs), "jobs")
 
     @worker.handler("add up")
     def add_up(message: pgque.Message) -> None:
@@ -51,8 +57,11 @@ def make_worker(dsn: str) -> pgque.Worker:
                 " where shop = %(shop)s on conflict do nothing",
                 job,
             )
-            query = "select count(*) from example_total where night = %(night)s"
-            if added.rowcount and conn.execute(query, job).fetchone() == (job["of"],):
+            query = (
+                "select shops = (select count(*) from example_total where night = %(night)s)"
+                " from example_night where night = %(night)s"
+            )
+            if added.rowcount and conn.execute(query, job).fetchone()[0]:
                 pgque.send(conn, "example_nightly", job["night"], type="report")
 
     @worker.handler("report")

@@ -8,7 +8,7 @@ DATABASES = {
     "default": {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": os.environ.get("PGDATABASE", "shop"),
-        "ATOMIC_REQUESTS": True,  # so a task is enqueued only where its request succeeds
+        "ATOMIC_REQUESTS": True,  # so a task is enqueued only where its view does not raise
     }
 }
 
