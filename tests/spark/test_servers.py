@@ -104,6 +104,15 @@ class Farm:
         self._open.callback(reader.stop)
         return reader
 
+    def lose(self, number: int, how: str) -> None:
+        """Take from a stream what it reads on a server; "messages" leaves it as it is."""
+        if how == "away":
+            self.servers[number].kill()
+        elif how == "dropped":
+            value(self.conns[number], "select pgque.drop_queue(%s, true)", self.queue)
+        elif how == "unsubscribed":
+            value(self.conns[number], "select pgque.unsubscribe(%s, 'job')", self.queue)
+
     def writer(self, *numbers: int, epoch: int | None = 0, **more: str) -> PgqueWriter:
         """Return what Spark makes for a write of key and payload."""
         from pyspark.sql.types import StringType, StructField, StructType
@@ -406,10 +415,7 @@ def test_a_server_can_be_left_behind_on_purpose(
     at = first.initialOffset()
     farm.put(2, "a", "b")
     first.stop()
-    if how == "away":
-        farm.servers[2].kill()
-    elif how == "unsubscribed":
-        value(farm.conns[2], "select pgque.unsubscribe(%s, 'job')", farm.queue)
+    farm.lose(2, how)
     if how != "unsubscribed":
         with pytest.raises(PgqueError, match=f"server {farm.name(2)}: "):
             farm.reader(0, 1).latestOffset(at)
@@ -431,12 +437,7 @@ def test_a_lost_server_can_be_left_behind_in_the_middle_of_a_micro_batch(
         farm.put(number, str(number))
     end = first.latestOffset(start)
     first.stop()
-    if how == "away":
-        farm.servers[2].kill()
-    elif how == "dropped":
-        value(farm.conns[2], "select pgque.drop_queue(%s, true)", farm.queue)
-    else:
-        value(farm.conns[2], "select pgque.unsubscribe(%s, 'job')", farm.queue)
+    farm.lose(2, how)
     second = farm.reader(0, 1)
     with pytest.raises(PgqueError, match=f"^server {farm.name(2)}: ") as caught:
         second.partitions(start, end)

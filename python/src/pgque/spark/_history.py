@@ -7,18 +7,15 @@ was read. Which messages belong to the archive, `archive_next` and `archive_read
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql.datasource import InputPartition
 
-from ..errors import PgqueBadArgument, PgqueTickNotFound
+from ..errors import PgqueBadArgument
 from . import _window
 from ._compat import ReadLimit
-from .source import PgqueStreamReader, Ticks
-
-log = logging.getLogger("pgque.spark")
+from .source import PgqueStreamReader, Ticks, refuse_loss
 
 # Messages of a micro-batch without maxEventsPerTrigger: the server sorts those of a task.
 _PIECE = 1_000_000
@@ -98,14 +95,7 @@ class PgqueHistoryReader(PgqueStreamReader):
                 f"the checkpoint stands in the archive of queue {queue} behind message {after}, and consumer"
                 f" {parsed.consumer} was made anew: the queue or the consumer was dropped meanwhile"
             )
-            if parsed.failOnDataLoss:
-                raise PgqueTickNotFound(
-                    f"{text}. Start again with another checkpoint, or go on with what is left with"
-                    " failOnDataLoss=false",
-                    sqlstate="PQ015",
-                    queue=queue,
-                )
-            log.warning("pgque: %s", text)
+            refuse_loss(parsed, queue, text)
         found: int | None = self._ask(
             "select pgque.archive_next(%s, %s, %s, %s, %s, %s)",
             *(queue, parsed.consumer, tick, after, count, not parsed.failOnDataLoss),

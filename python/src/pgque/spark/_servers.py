@@ -189,8 +189,11 @@ class _Drivers(_Driver):
 
     @contextmanager
     def _at(self, server: str) -> Iterator[None]:
-        """Name the server in errors. Where it is not listed any more, they tell how to go on without it, or
-        are logged if that is wanted."""
+        """Name the server in errors.
+
+        An error of a server that left the list has a hint how to go on without it. With
+        failOnDataLoss=false the error is logged instead.
+        """
         try:
             with _connect.of(server):
                 yield

@@ -286,7 +286,7 @@ def _value(option: Option, value: str) -> object:
     try:
         return option.parse(value)
     except ValueError as wanted:
-        # Who takes servers for connection strings has passwords there.
+        # A user who passes connection strings as servers has passwords in them.
         shown = "" if option.name == "servers" else f", not {value!r}"
         raise PgqueBadArgument(f"option {option.name} must be {wanted}{shown}") from None
 

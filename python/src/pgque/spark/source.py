@@ -46,6 +46,18 @@ Ticks: TypeAlias = dict[str, int]
 _POSITION = "select i.last_tick from pgque.get_consumer_info(%s, %s) as i"
 
 
+def refuse_loss(parsed: Options, queue: str, text: str) -> None:
+    """Raise PgqueTickNotFound, or log the text where failOnDataLoss=false goes on with what is left."""
+    if parsed.failOnDataLoss:
+        raise PgqueTickNotFound(
+            f"{text}. Start again with another checkpoint, or go on with what is left with"
+            " failOnDataLoss=false",
+            sqlstate="PQ015",
+            queue=queue,
+        )
+    log.warning("pgque: %s", text)
+
+
 class PgqueReader(DataSourceReader):
     """Read what lies between two ticks of each queue once."""
 
@@ -473,14 +485,7 @@ class _Stream:
             f"messages behind tick {start} of queue {self._queue} may be lost for this query: consumer"
             f" {parsed.consumer} {'was made anew and ' if anew else ''}stands at tick {stands}"
         )
-        if parsed.failOnDataLoss:
-            raise PgqueTickNotFound(
-                f"{text}. Start again with another checkpoint, or go on with what is left with"
-                " failOnDataLoss=false",
-                sqlstate="PQ015",
-                queue=self._queue,
-            )
-        log.warning("pgque: %s", text)
+        refuse_loss(parsed, self._queue, text)
         self._lose(start, stands)
 
     def _lose(self, start: int, upto: int) -> None:
