@@ -21,7 +21,8 @@ from pgque import embedded
 from support.servers import REPOSITORY
 
 DIST = REPOSITORY / "build" / "dist"
-PGXN = REPOSITORY / ".venv" / "dist" / "bin" / "pgxn"
+# Not `pgxn`: it starts scripts whose first line names the environment in which pip built its cached wheel.
+PGXN = REPOSITORY / ".venv" / "dist" / "bin" / "pgxnclient"
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 # What each extra must bring, by the modules of pgque that need it.
 EXTRAS = {
