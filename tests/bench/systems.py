@@ -150,7 +150,7 @@ class PgqueWorkers(Pgque):
 
     title = "pgque workers"
     pace = 700
-    usual = 20
+    usual = 50
     sizes = ()
 
     def _worker(self, consumer: str, size: int | None, seen: Seen) -> Callable[[], None]:
@@ -414,7 +414,7 @@ UNEQUAL = (
     "all: fsync on, synchronous_commit on, logged tables, one server; handlers do nothing; a process a connection",
     "pgque: an ack is durable; a hand-out to a worker is not, as lost in a crash it is only a redelivery;"
     " done messages stay until rotation; a message is seen at the next tick; pools have 4 threads a process",
-    "pools: as many at a time as each does by itself: pgque up to 20, the table and pgqueuer 10, procrastinate 1",
+    "pools: as many at a time as each does by itself: pgque up to 100, the table and pgqueuer 10, procrastinate 1",
     "pgque consumers and fan-out: one row for all consumers; the others write one for each of them",
     "SKIP LOCKED table: no retries, leases or results; the delete commits after the work; no NOTIFY but for latency",
     "pgqueuer: asynchronous driver asyncpg, where the others use psycopg; uvloop; NOTIFY on insert; a row in a"

@@ -121,12 +121,19 @@ def test_handlers_run_at_a_time_as_many_as_asked_for(
         wait_until(lambda: len(seen) == 8)
 
 
+@pytest.mark.parametrize(("prefetch", "most"), [(10, 10), (None, 100)])
 def test_quick_messages_are_received_before_a_handler_is_free_but_never_more_than_prefetch(
-    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+    dsn: str,
+    client: pgque.PgqueClient,
+    pool: str,
+    tick: Tick,
+    wait_until: Wait,
+    prefetch: int | None,
+    most: int,
 ) -> None:
     release = threading.Event()
     seen: list[str | None] = []
-    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1, prefetch=10)
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=1, prefetch=prefetch)
 
     @worker.handler("*")
     def handle(message: pgque.Message) -> None:
@@ -134,13 +141,38 @@ def test_quick_messages_are_received_before_a_handler_is_free_but_never_more_tha
         if message.payload == "hold":
             assert release.wait(20)
 
-    _send(client, pool, tick, *["quick"] * 40, "hold")
+    _send(client, pool, tick, *["quick"] * 4 * most, "hold")
     with running(worker):
         wait_until(lambda: "hold" in seen)
-        _send(client, pool, tick, *["later"] * 30)
-        wait_until(lambda: _held(client, pool) == 10)
+        _send(client, pool, tick, *["later"] * 3 * most)
+        wait_until(lambda: _held(client, pool) == most)
         release.set()
-        wait_until(lambda: len(seen) == 71 and _held(client, pool) == 0)
+        wait_until(lambda: len(seen) == 7 * most + 1 and _held(client, pool) == 0)
+
+
+def test_a_worker_whose_handlers_are_not_quick_leaves_the_rest_to_others(
+    dsn: str, client: pgque.PgqueClient, pool: str, tick: Tick, wait_until: Wait
+) -> None:
+    _send(client, pool, tick, *["x"] * 50)
+    begun: list[int] = []
+    may_end = threading.Semaphore(0)
+    worker = pgque.Worker(dsn, queue=pool, consumer="c", concurrency=4)
+
+    @worker.handler("*")
+    def handle(message: pgque.Message) -> None:
+        begun.append(message.msg_id)
+        assert may_end.acquire(timeout=20)
+
+    with running(worker):
+        wait_until(lambda: len(begun) == 4)
+        time.sleep(0.25)  # so that the batch is not a quick one
+        assert _held(client, pool) == 4
+        may_end.release()
+        wait_until(lambda: len(begun) == 5)
+        wait_until(lambda: _held(client, pool) <= 7)
+        assert len(client.receive(pool, "c", 100, worker="another")) == 50 - 4 - 4
+        may_end.release(50)
+        wait_until(lambda: len(begun) == 8)
 
 
 @pytest.mark.parametrize("named_by", ["name", "uid"])

@@ -61,8 +61,9 @@ _REPORT_INTERVAL = 1.0
 # Seconds beyond the time of a stop in which the server has to answer the last report.
 _LAST_REPORT_TIMEOUT = 1.0
 
-# Messages received in one call, where nothing else is asked for.
-_LEAST_PREFETCH = 20
+# Most messages received in one call, where nothing else is asked for. The server needs about as much time to
+# deliver 100 as to deliver 10.
+_LEAST_PREFETCH = 100
 
 # In seconds: batches that are handled within the first grow up to the worker's `prefetch`; those that take
 # longer than the second shrink.
@@ -421,10 +422,10 @@ class AsyncWorker:
         consumer: name of the consumer, which must be subscribed to each queue.
         concurrency: number of handlers that run at a time.
         use: "tasks".
-        prefetch: most messages in one receive; None is twice `concurrency`, but at least 20. It starts with
-            `concurrency`, and grows to this while batches take less than 0.2 seconds. Then messages are also
-            received before a handler is free for them. A worker never has more messages than `concurrency`
-            and `prefetch` together.
+        prefetch: most messages in one receive; None is twice `concurrency`, but at least 100. It starts with
+            `concurrency`, and doubles up to this while batches take less than 0.2 seconds. Then messages are
+            also received before a handler is free for them. It is halved when a batch takes more than a
+            second. A worker never has more messages than `concurrency` and `prefetch` together.
         min_interval: least seconds from the receive of one batch to the next receive, at most a day: larger
             batches, more latency. A full batch is followed at once, and no message waits longer than
             `min_interval` after it was sent. Outcomes do not wait for the pause to end. Each process has its
