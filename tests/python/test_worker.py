@@ -141,13 +141,13 @@ def test_quick_messages_are_received_before_a_handler_is_free_but_never_more_tha
         if message.payload == "hold":
             assert release.wait(20)
 
-    _send(client, pool, tick, *["quick"] * 4 * most, "hold")
+    _send(client, pool, tick, *["quick"] * 6 * most, "hold")
     with running(worker):
         wait_until(lambda: "hold" in seen)
         _send(client, pool, tick, *["later"] * 3 * most)
         wait_until(lambda: _held(client, pool) == most)
         release.set()
-        wait_until(lambda: len(seen) == 7 * most + 1 and _held(client, pool) == 0)
+        wait_until(lambda: len(seen) == 9 * most + 1 and _held(client, pool) == 0)
 
 
 def test_a_worker_whose_handlers_are_not_quick_leaves_the_rest_to_others(
