@@ -106,6 +106,7 @@ def test_health_watches_until_it_is_interrupted(ticked: str) -> None:
     watch = subprocess.Popen(
         [sys.executable, "-m", "pgque.cli", "health", "--watch", "--json", "--dsn", ticked],
         stdout=subprocess.PIPE,
+        env={key: text for key, text in os.environ.items() if key != "PYTHONUNBUFFERED"},
         text=True,
     )
     assert watch.stdout is not None

@@ -154,6 +154,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
                 echo(f"pgque: {error}", err=True)
             if not watch:
                 break
+            sys.stdout.flush()
             time.sleep(WATCH_INTERVAL)
     except KeyboardInterrupt:
         pass
