@@ -22,6 +22,8 @@ _CONTROLLED = (
     "-c",
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])",
 )
+# A person's shell has none of these, and would see other output with them.
+_OF_THE_RUNNER = ("COLUMNS", "LINES", "NO_COLOR", "PYTHONUNBUFFERED")
 PATIENCE = 60.0  # seconds
 SETTLED = 0.05  # seconds without output
 
@@ -40,9 +42,7 @@ class Terminal:
         self._set_size(columns, lines)
         self._before = termios.tcgetattr(self._end)
         # pyte does not know the keyboard protocol that is turned off here.
-        kept = {
-            name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
-        }
+        kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_RUNNER}
         self.process = subprocess.Popen(
             [*_CONTROLLED, *command],
             stdin=self._end,

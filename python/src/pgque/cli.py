@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -79,11 +79,21 @@ class _Group(click.Group):
                     sys.stdout.flush()
         except OSError as error:
             if error.filename is None:
-                # Nothing more can be printed there, and Python would try once more at its end.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _discard(sys.stdout)
             if error.errno != errno.EPIPE:
                 echo(f"pgque: {error if error.filename else f'cannot print: {error.strerror}'}", err=True)
             sys.exit(1)
+        finally:
+            if sys.stderr is not None:
+                try:
+                    sys.stderr.flush()
+                except OSError:  # its terminal is gone
+                    _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Discard what is left of a stream that takes nothing: Python would try once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 _COMPLETION = """
