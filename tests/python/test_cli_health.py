@@ -99,14 +99,14 @@ def test_health_without_a_database_is_an_error_and_not_a_failed_check(ticked: st
     run(ticked, "health", "--nonsense", code=2)
 
 
-def test_health_watches_until_it_is_interrupted(ticked: str) -> None:
+def test_health_watches_until_it_is_interrupted(ticked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with pgque.connect(ticked) as client:
         client.create_queue("q")
         client.pause("q")
     watch = subprocess.Popen(
         [sys.executable, "-m", "pgque.cli", "health", "--watch", "--json", "--dsn", ticked],
         stdout=subprocess.PIPE,
-        env={key: text for key, text in os.environ.items() if key != "PYTHONUNBUFFERED"},
         text=True,
     )
     assert watch.stdout is not None

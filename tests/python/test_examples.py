@@ -1,4 +1,4 @@
-"""What the examples promise beyond what they print."""
+"""The examples keep what their docstrings promise beyond the printed lines."""
 
 from __future__ import annotations
 

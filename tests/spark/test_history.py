@@ -195,15 +195,15 @@ def test_only_what_is_asked_for_is_read_of_the_archive(source: Source, conn: Con
 
 
 def test_spark_s_progress_shows_the_queue_behind_the_archive(source: Source, conn: Connection) -> None:
+    from pgque.spark.listener import _offset
+
     sent = past(conn, source.queue)
     box: Batches = []
     query = source.start(box, fail=1)
     with pytest.raises(Exception, match="failed on purpose"):
         query.processAllAvailable()
     first = query.recentProgress[0].sources[0]
-    # 4.0 has Python's text of a dictionary, where JSON is meant.
-    end = json.loads(first.endOffset.replace("'", '"'))
-    assert end["archive"] == {"of": "c", "after": sent[9]}
+    assert _offset(first.endOffset)["archive"] == {"of": "c", "after": sent[9]}
     if importlib.util.find_spec("pyspark.sql.streaming.datasource"):  # from 4.2 on
         figures = json.loads(first.latestOffset)["queues"][source.queue]
         assert (figures["ticksBehind"], figures["eventsBehind"]) == (1, 16)

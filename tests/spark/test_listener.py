@@ -104,6 +104,8 @@ def three_batches(conn: Connection, queue: str) -> list[int]:
 def test_each_progress_is_logged_with_queue_consumer_and_lag(
     stream: Stream, listening: object, conn: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from pgque.spark.listener import _offset
+
     ticks = three_batches(conn, stream.queue)
     progress = stream.run()
     while len(progress) < 3:  # 4.0: a micro-batch a run
@@ -117,9 +119,11 @@ def test_each_progress_is_logged_with_queue_consumer_and_lag(
         f"micro-batch 2 of 2 rows: queue {stream.queue}, consumer c at tick {ticks[2]}, 0 events behind, 0"
         in last
     )
-    # 4.0 has Python's text of a dictionary, where JSON is meant.
-    offset = json.loads(progress[0].sources[0].endOffset.replace("'", '"'))
-    assert offset == {"consumer": "c", "queue": stream.queue, "tick": ticks[0]}
+    assert _offset(progress[0].sources[0].endOffset) == {
+        "consumer": "c",
+        "queue": stream.queue,
+        "tick": ticks[0],
+    }
 
 
 def test_spark_s_progress_has_the_figures_without_a_listener(stream: Stream, conn: Connection) -> None:

@@ -22,7 +22,7 @@ _CONTROLLED = (
     "-c",
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])",
 )
-# A person's shell has none of these, and would see other output with them.
+# These variables change the output, and a person's shell has none of them.
 _OF_THE_RUNNER = ("COLUMNS", "LINES", "NO_COLOR", "PYTHONUNBUFFERED")
 PATIENCE = 60.0  # seconds
 SETTLED = 0.05  # seconds without output

@@ -74,7 +74,6 @@ class Command(BaseCommand):
 
         self.stdout.write(f"worker {worker.worker} runs tasks of {', '.join(queues)} until SIGTERM or Ctrl-C")
         self.stdout.flush()
-        self.stdout.flush()
         try:
             worker.run(until_idle=options["until_idle"])
         except PgqueVersionError as error:
