@@ -148,7 +148,7 @@ comment on domain pgque.caller is
   'argument out. Only the owner of pgque can create columns, functions or types of this domain, and should not.';
 
 create or replace function pgque.version() returns text
-language sql immutable as $$ select '0.7.0'::text $$;
+language sql immutable as $$ select '0.7.1'::text $$;
 comment on function pgque.version() is 'Returns the version of pgque in this database.';
 
 -- The only clock of the engine.  A test moves time by replacing it.
@@ -1644,7 +1644,7 @@ language sql immutable as $$
 $$;
 
 create or replace function pgque.create_queue(queue_name text, config jsonb default '{}') returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_new  int;
 begin
@@ -1746,7 +1746,7 @@ language sql volatile as $$
 $$;
 
 create or replace function pgque.alter_queue(queue_name text, config jsonb, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue     pgque.queue := pgque._queue(alter_queue.queue_name, caller, 'admin');
   v_settings  record;
@@ -1813,14 +1813,14 @@ end
 $$;
 
 create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
 end
 $$;
 
 create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
 end
@@ -1830,7 +1830,7 @@ $$;
 -- than their ids: delayed ones, or retries of consumers that are read by offsets) or
 -- 'external'.
 create or replace function pgque._noted(p_queue_id int, p_names text[]) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name = any (p_names));
 end
@@ -1878,7 +1878,7 @@ comment on function pgque.set_queue_config(text, text, text) is
   'unknown setting or invalid value.';
 
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(queue_config.queue_name, caller, 'see');
 begin
@@ -1903,7 +1903,7 @@ create or replace function pgque.queue_settings(
   queue_name text, caller pgque.caller default current_user,
   out setting text, out value text, out default_value text, out source text, out type text, out description text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(queue_settings.queue_name, caller, 'see');
 begin
@@ -1924,7 +1924,7 @@ comment on function pgque.queue_settings(text, pgque.caller) is
   'set_default_config(); built in), the type, and what the setting does, with its unit. Errors: PQ001 no such queue.';
 
 create or replace function pgque.set_default_config(param text, value text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_param   text;
   v_column  text;
@@ -1973,7 +1973,7 @@ comment on function pgque.set_default_config(text, text) is
 
 -- Names concern all queues, so a right to one queue is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);
 begin
@@ -1993,7 +1993,7 @@ comment on function pgque.rename_queue(text, text) is
   'Errors: PQ001 no such queue; PQ002 the new name is taken; PQ004 invalid name.';
 
 create or replace function pgque.pause(queue_name text, caller pgque.caller default current_user) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(pause.queue_name, caller, 'admin');
 begin
@@ -2005,7 +2005,7 @@ comment on function pgque.pause(text, pgque.caller) is
   'Pauses a queue: sending fails, and consumers still receive its messages. Errors: PQ001 no such queue; senders get PQ013.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(resume.queue_name, caller, 'admin');
 begin
@@ -2041,7 +2041,7 @@ $$;
 -- dropped.  The check constraint runs with the rights of the inserting role, and
 -- everybody can read its text: so it contains the queue's number and not its name.
 create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._fail('PQ001', format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
     'Create it again with pgque.create_queue(name).');
@@ -2091,7 +2091,7 @@ $$;
 -- The tables are emptied at once.  maint() drops them when no other queue has to wait
 -- for that.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
 begin
@@ -2245,7 +2245,7 @@ end
 $$;
 
 create or replace function pgque.grant_queue(queue_name text, role_name text, right_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := pgque._right_queue($1, $2, $3);
 begin
@@ -2269,7 +2269,7 @@ comment on function pgque.grant_queue(text, text, text) is
   'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := pgque._right_queue($1, $2, coalesce($3, 'admin'));
   v_role   oid := (select r.oid from pg_roles r where r.rolname = $2);
@@ -2289,7 +2289,7 @@ comment on function pgque.revoke_queue(text, text, text) is
 create or replace function pgque.my_rights(
   caller pgque.caller default current_user, out queue_name text, out see boolean, out produce boolean, out consume boolean, out admin boolean
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     with every as materialized (
@@ -2386,7 +2386,7 @@ create or replace function pgque._send(
   p_queue text, p_type text, p_data text,
   p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_txid  xid8 := pg_current_xact_id();
   v_id    bigint;
@@ -2447,7 +2447,7 @@ language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 --   * beyond a transaction with an old snapshot.
 -- The value has a seal, because every role can set it.
 create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_name    text := 'pgque.depth_' || p_queue.queue_id;
   v_known   text := current_setting(v_name, true);
@@ -2557,7 +2557,7 @@ create or replace function pgque._send_as(
   p_queue text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
   p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if p_key is null and p_delay is null and p_deliver_at is null and p_ttl is null then
     return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes, caller);
@@ -2621,7 +2621,7 @@ create or replace function pgque._send_all(
   p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
   p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[], caller pgque.caller default current_user
 ) returns bigint[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue, caller, 'produce');
 begin
@@ -3036,7 +3036,7 @@ comment on function pgque.send(text, text, bytea, jsonb, text, interval, timesta
 -- Appends one event for each element with one statement, and returns ids in input
 -- order.  Taking the ids first is faster than returning them from the insert.
 create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_txid  xid8;
   v_id    int;
@@ -3137,7 +3137,7 @@ create or replace function pgque.send_idem(
   ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
   out event_id bigint, out deduped boolean
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'produce');
   v_last   pgque.idempotency;
@@ -3196,7 +3196,7 @@ language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4
 comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is 'The same for JSON.';
 
 create or replace function pgque.current_event_table(queue_name text) returns text
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is
@@ -3274,7 +3274,7 @@ comment on view pgque.sink_bulk is
 -- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
 -- dump.  A queue that was created after the statement began does not exist for it yet.
 create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if not p_seen then
     perform pgque._no_queue(p_queue);
@@ -3288,7 +3288,7 @@ $$;
 -- PQ003 if not.  A random number stands for the statement.  The id up to which there is
 -- room is computed once, and again when other sessions have used these ids.
 create or replace function pgque._sink_room(p_queue_id int, p_statement uuid) returns boolean
-language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_name   text := 'pgque.room_' || p_queue_id;
   v_known  text := current_setting(v_name, true);
@@ -3333,7 +3333,7 @@ create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
 
 -- COPY ignores rules and fires triggers.
 create or replace function pgque._sink_bulk_row() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, null, null, null, null, pgque._headers(new.queue, new.headers), null);
   return new;
@@ -3356,7 +3356,7 @@ $$;
 -- transaction wrote.  Rows with options are rare.  Others are stored here, which is
 -- faster.  A row without an open queue with room is left to _send().
 create or replace function pgque._sink_row() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_txid  xid8 := pg_current_xact_id();
 begin
@@ -3529,7 +3529,7 @@ create or replace function pgque._sink_leaf() returns int
 language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
 
 create or replace function pgque.sink_begin(sink_id text, epoch bigint, out attempt uuid, out stage text)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_leaf  int := pgque._sink_leaf();
 begin
@@ -3749,7 +3749,7 @@ $$;
 -- after the rows that may still be committed were copied to the current one.  The
 -- leaves rotate when the current one is large, or has had nothing to keep for a minute.
 create or replace function pgque._compact_stage() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_cur   int := pgque._sink_leaf();
   v_live  bigint;
@@ -3791,7 +3791,7 @@ language sql immutable as $$ select case when p_once then interval '2 days' else
 
 -- Does the same for committed epochs.  The newest of each sink is kept.
 create or replace function pgque._compact_epochs() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
   v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;
@@ -4126,7 +4126,7 @@ $$;
 
 -- Returns the row of the journal that names the next run of a definition.
 create or replace function pgque._last_run(p_id int, p_since bigint) returns pgque.recurring_run
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_run  pgque.recurring_run;
 begin
@@ -4286,7 +4286,7 @@ end
 $$;
 
 create or replace function pgque.maint_recurring() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '50ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '50ms' set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_end    timestamptz := clock_timestamp() + interval '200 milliseconds';
@@ -4378,7 +4378,7 @@ create or replace function pgque._create_recurring(
   p_name text, p_queue text, p_cron text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text, p_delay interval, p_ttl interval,
   p_partition_key text, p_timezone text, p_catch_up text, p_starts_at timestamptz, p_ends_at timestamptz, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue, caller, 'produce');
   v_now    timestamptz := pgque.clock();
@@ -4480,7 +4480,7 @@ comment on function pgque.create_recurring(text, text, text, text, bytea, jsonb,
   'The same for bytes.';
 
 create or replace function pgque.drop_recurring(name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
@@ -4494,7 +4494,7 @@ comment on function pgque.drop_recurring(text, pgque.caller) is
   'Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.pause_recurring(name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
@@ -4508,7 +4508,7 @@ comment on function pgque.pause_recurring(text, pgque.caller) is
   'such recurring message.';
 
 create or replace function pgque.resume_recurring(name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
@@ -4525,7 +4525,7 @@ comment on function pgque.resume_recurring(text, pgque.caller) is
   'created it and for administrators of its queue. Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.run_recurring(name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
   v_run  pgque.recurring_run;
@@ -4550,7 +4550,7 @@ create or replace function pgque.list_recurring(
   out delay interval, out ttl interval, out partition_key text, out catch_up text, out starts_at timestamptz, out ends_at timestamptz,
   out created_by text, out created_at timestamptz, out registered_at timestamptz
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     select r.rec_name, r.rec_queue,
@@ -4652,7 +4652,7 @@ $$;
 -- the newest is there.  (No sequential scans here and below: the planner expects no
 -- rows in a table that was vacuumed while empty.)
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -4673,7 +4673,7 @@ $$;
 
 -- Returns a tick by its id; all columns are null if it no longer exists.
 create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -4687,7 +4687,7 @@ $$;
 -- no such events), or null (too early to check).  The function only reads: no WAL, no
 -- transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
@@ -4825,7 +4825,7 @@ end
 $$;
 
 create or replace function pgque.ticker(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
 begin
@@ -4855,7 +4855,7 @@ comment on function pgque.ticker(text, pgque.caller) is
 -- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
 -- server has no room for all queues, a call serves some, chosen at random.
 create or replace function pgque.ticker() returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_room   bigint := greatest(pgque._lock_room(), 8);
   v_all    boolean := (select count(*) from pgque.queue) <= v_room / 8;
@@ -4898,7 +4898,7 @@ comment on function pgque.ticker() is
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' set jit = off as $$
 declare
   v_now     timestamptz := pgque.clock();
   v_locked  regclass[];
@@ -4962,7 +4962,7 @@ $$;
 -- table.  A broken queue causes a warning, and its settled is null.  A check without a
 -- tick keeps no locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set jit = off as $$
 declare
   v_queue  pgque.queue;
   v_tick   record;
@@ -4998,7 +4998,7 @@ end
 $$;
 
 create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last   pgque.tick;
@@ -5030,7 +5030,7 @@ comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller
 
 -- The request is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;
@@ -5239,7 +5239,7 @@ create or replace function pgque._slice_sql(
   p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
   p_places text[] default null
 ) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_by_map  boolean;
   v_xids    text;
@@ -5329,7 +5329,7 @@ begin
     create or replace function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
-    language plpgsql set enable_seqscan = off as $body$
+    language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
       v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
       v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);
@@ -5383,7 +5383,7 @@ $$;
 -- Returns the newest row of a subscriber in one leaf.  Only this leaf is locked.  No
 -- sequential scans: a plan made while the journal was short is kept while it grows.
 create or replace function pgque._position_in(p_sub int, p_leaf int) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_position  pgque.position;
 begin
@@ -5400,7 +5400,7 @@ $$;
 -- other one only if the current one has no row.  So the other leaf can be emptied while
 -- consumers work.  A caller that will append holds the subscriber's row lock.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
@@ -5429,7 +5429,7 @@ $$;
 
 -- Returns whether a leaf has a newer row than a position.
 create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   if p_leaf = 0 then
     return exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
@@ -5571,7 +5571,7 @@ $$;
 -- consumer that lags by many small ticks gets full batches.  There is no window if
 -- there is no further tick.  p_reader is the queue's queue_reader, if that is known.
 create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_reader  text := p_reader;
   v_tick    pgque.tick;
@@ -5695,7 +5695,7 @@ $$;
 
 -- Returns the delivery of a batch, or null.
 create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_position  pgque.position;
 begin
@@ -5713,7 +5713,7 @@ $$;
 -- many of its messages have an outcome, how often the end of its lease was moved
 -- (negative), and the new end.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   select coalesce(bool_or(s.set_ev_id = 0 or s.set_ev_id between 6917529027641081856 and 9223372036854775806), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
     (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
@@ -5776,7 +5776,7 @@ $$;
 
 -- Returns those batches that are not finished.
 create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return array(
     select o.token
@@ -5789,7 +5789,7 @@ $$;
 -- Returns whether a batch is finished, or its messages from the log were moved to the
 -- retry queue.
 create or replace function pgque._is_closed(p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return exists (
     select from pgque.settled s
@@ -5802,7 +5802,7 @@ $$;
 -- has its outcome.  p_leaf is the current leaf.  If it has the delivery, it has the
 -- outcomes too, and the other leaf, which may be about to be emptied, is not read.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_token  bigint;
 begin
@@ -5873,7 +5873,7 @@ $$;
 -- The caller holds the batch's lock.  A batch whose delivery was lost in a compaction
 -- counts as whole, as those of 0.4.1 may be.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease    pgque.position := pgque._lease(p_sub, p_batch);
   v_state    record := pgque._lease_state(p_batch);
@@ -5908,7 +5908,7 @@ $$;
 -- Acknowledges a whole batch.  Messages in the retry queue under its id are done as
 -- well: they were not delivered again.
 create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease   pgque.position;
   v_count   int := 0;
@@ -5953,7 +5953,7 @@ $$;
 -- Returns false if it was finished before, or never existed.  In the usual case the
 -- leaf that is to be emptied is not used: an expression that names it would lock it.
 create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_leaf  int := pgque._journal_leaf();
 begin
@@ -6074,7 +6074,7 @@ $$;
 
 -- Returns whether a leaf has all rows of a batch, or none is needed.
 create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
 begin
@@ -6190,7 +6190,7 @@ $$;
 create or replace function pgque._add_subscriber(
   p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
 ) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_seq       regclass := pg_catalog.pg_get_serial_sequence('pgque.subscriber', 'sub_id');
   v_position  pgque.position;
@@ -6230,7 +6230,7 @@ $$;
 -- if there are that many.  These roles subscribe to a queue one after the other, in a
 -- transaction whose snapshot shows all consumers.
 create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue;
   v_count  bigint;
@@ -6256,7 +6256,7 @@ end
 $$;
 
 create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
   v_sub  pgque.subscriber;
@@ -6335,7 +6335,7 @@ language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
 comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
 
 create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue     pgque.queue;
   v_sub       pgque.subscriber;
@@ -6391,7 +6391,7 @@ end
 $$;
 
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name, caller, 'consume');
   v_main   int;
@@ -6558,7 +6558,7 @@ create or replace function pgque._turn(
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
 )
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_found  record;
@@ -6755,7 +6755,7 @@ $$;
 -- Returns the query of an open batch, as columns of pgque.event: its messages from the
 -- log that have no outcome, or those in the retry queue under its id.
 create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
@@ -6848,7 +6848,7 @@ $$;
 
 -- Returns the messages of a batch that are in the retry queue.
 create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return query
     select r.ev_id, p_batch, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,
@@ -6998,7 +6998,7 @@ $$;
 -- expired lease and p_receives deliveries.
 create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int)
 returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   if p_sub.sub_keyed then
     return array(
@@ -7024,7 +7024,7 @@ $$;
 create or replace function pgque._take_waiting(
   p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
 ) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now       timestamptz := pgque.clock();
   v_attempts  int := case when p_sub.sub_role = 'pool' then p_queue.queue_max_receive_attempts else 2147483647 end;
@@ -7093,7 +7093,7 @@ create or replace function pgque._weed(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )
 returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_row   pgque.retry_queue;
   v_gone  pgque.retry_queue;
@@ -7287,7 +7287,7 @@ $$;
 -- Does the same for a message that went to the retry queue before its first delivery.
 -- Returns null if it cannot be delivered now.
 create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
 begin
@@ -7376,7 +7376,7 @@ end
 $$;
 
 create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_last   pgque.event;
@@ -7458,7 +7458,7 @@ $$;
 create or replace function pgque.register_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_main      pgque.subscriber;
   v_position  pgque.position;
@@ -7511,7 +7511,7 @@ comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'T
 create or replace function pgque.unregister_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_main   pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_sub    int;
@@ -7548,7 +7548,7 @@ language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
 comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_main  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
@@ -7564,7 +7564,7 @@ comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
 -- another worker.  A worker that has a batch takes none over.  A worker that holds its
 -- own lock is alive.
 create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_dead  record;
 begin
@@ -7594,7 +7594,7 @@ $$;
 -- outcome.  p_deliveries is added to their count.  The caller holds the consumer's
 -- lock.
 create or replace function pgque._give_batch(p_main pgque.subscriber, p_batch bigint, p_worker text, p_deliveries int) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
   v_token  bigint := pgque._new_batch_id(v_pos);
@@ -7626,7 +7626,7 @@ $$;
 create or replace function pgque._join(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval, caller pgque.caller default current_user
 ) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
   v_main   int;
@@ -7651,7 +7651,7 @@ $$;
 create or replace function pgque.receive_coop(
   queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
 ) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $5, caller);
   return query select * from pgque.receive($1, $2, $4, $3);
@@ -7668,7 +7668,7 @@ create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
   dead_interval interval default null, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $7, caller);
   return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
@@ -7701,7 +7701,7 @@ create or replace function pgque._next_batch(
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
   v_sub    pgque.subscriber := v_turn.sub;
@@ -7809,7 +7809,7 @@ $$;
 
 -- Returns whether a batch is open in any way.
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   if p_sub.sub_role <> 'pool' then
     return (pgque._lease(p_sub.sub_id, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}';
@@ -7843,7 +7843,7 @@ create or replace function pgque.get_batch_events(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(pgque._batch_for(caller, $1)));
 end
@@ -7859,7 +7859,7 @@ $$;
 
 -- Returns the query of an open batch for roles that may read the leaves themselves.
 create or replace function pgque._cursor_sql(p_batch bigint) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return pgque._open_sql(p_batch);
 end
@@ -7903,7 +7903,7 @@ create or replace function pgque.get_batch_info(
   out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
   out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
   v_lease  pgque.position := pgque._open_lease(v_sub, $1);
@@ -7953,7 +7953,7 @@ $$;
 
 -- Returns the lanes of a consumer's messages that came from the log and are leased.
 create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_held   record;
   v_some   text[];
@@ -8031,7 +8031,7 @@ $$;
 
 -- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_found  record;
   v_count  bigint;
@@ -8306,7 +8306,7 @@ end
 $$;
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
@@ -8316,7 +8316,7 @@ comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.call
   'The same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
@@ -8330,7 +8330,7 @@ comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.cal
 
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
@@ -8340,7 +8340,7 @@ comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) i
   'Errors: PQ005 retry_after is negative or above 100 years.';
 
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_archive  boolean;
 begin
@@ -8359,7 +8359,7 @@ comment on function pgque.ack(bigint, bigint[], pgque.caller) is
 
 -- Gives up messages at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
 end
@@ -8372,7 +8372,7 @@ comment on function pgque.dead(bigint, bigint[], text) is
   'message as ack(batch_id, msg_ids) does.';
 
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
@@ -8382,7 +8382,7 @@ comment on function pgque.archive(bigint, bigint[], pgque.caller) is
   'msg_ids) does.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_now  timestamptz := pgque.clock();
 begin
@@ -8404,7 +8404,7 @@ language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.m
 comment on function pgque.event_retry(bigint, bigint, int) is 'The same with a number of seconds from now.';
 
 create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._open_lease(pgque._batch_owner($1), $1);
@@ -8434,7 +8434,7 @@ end
 $$;
 
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._pool_of($1);
@@ -8446,7 +8446,7 @@ comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Errors: PQ005 the batch is not a worker''s.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
     return pgque.release($1, null, caller);
@@ -8459,7 +8459,7 @@ comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
   'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
 
 create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
   return pgque._lease_until(pgque._batch_for(caller, $1), $2, true);
@@ -8471,7 +8471,7 @@ comment on function pgque.extend(bigint, interval, pgque.caller) is
 
 -- Moves the end of a lease: to p_span from now, or, to extend it, by p_span.
 create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._pool_of(p_batch);
   v_now    timestamptz := pgque.clock();
@@ -8515,7 +8515,7 @@ $$;
 -- Releases the messages of a batch, so that any worker may receive them at once.  The
 -- caller holds the batch's lock.
 create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
   v_count  bigint;
@@ -8533,14 +8533,14 @@ $$;
 
 -- Returns the batches of a consumer that workers hold, also those whose lease expired.
 create or replace function pgque._batches_of(p_sub int) returns setof bigint
-language sql set enable_seqscan = off as $$
+language sql set enable_seqscan = off set jit = off as $$
   select h.token from pgque._held(p_sub) h
   union
   select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
 $$;
 
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
   v_now    timestamptz := pgque.clock();
@@ -8570,14 +8570,14 @@ comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
 comment on function pgque.share_consumer(text, text, pgque.caller) is
   'Turns a consumer that reads on its own into a pool of workers: from now on, receive with worker => name. Its position and pending retries stay. '
   'An open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if it is a pool already. Errors: PQ001 no such queue; PQ006 it '
   'has subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
 
 create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
 comment on function pgque.unshare_consumer(text, text, pgque.caller) is
   'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
   'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '
@@ -8680,7 +8680,7 @@ create or replace function pgque.archive_list(
   out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
   out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $f$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -8709,7 +8709,7 @@ comment on function pgque.archive_list(text, int, timestamptz, timestamptz, text
   'only those archived before the one with this archive_id, to read page by page. Errors: PQ001 no such queue.';
 
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_row   pgque.archive;
   v_leaf  text;
@@ -8741,7 +8741,7 @@ comment on function pgque.archive_replay(bigint, pgque.caller) is
   'archive.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -8890,7 +8890,7 @@ comment on function pgque.maint_retry_events() is
 -- the number of messages.  Every five seconds it notifies for all messages that are
 -- due, because the rows may have been committed later.
 create or replace function pgque._wake(p_now timestamptz) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), p_now);
   v_all    boolean := p_now >= pgque._next_five(v_since);
@@ -8932,7 +8932,7 @@ language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequenc
 
 -- Returns when maint_retry_events() has work; null if the retry queue is empty.
 create or replace function pgque._next_retry() returns timestamptz
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), pgque.clock());
 begin
@@ -9020,7 +9020,7 @@ end
 $$;
 
 create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
   v_now    timestamptz := pgque.clock();
@@ -9107,7 +9107,7 @@ create or replace function pgque.dlq_inspect(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out payload_size int, out receive_count int, out dl_held boolean
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $f$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -9153,7 +9153,7 @@ create or replace function pgque.dlq_reasons(
   queue_name text, caller pgque.caller default current_user,
   out consumer_name text, out reason text, out dead_letters bigint, out held bigint, out oldest timestamptz, out newest timestamptz, out newest_dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -9213,7 +9213,7 @@ end
 $$;
 
 create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller, 'dlq_replay');
 begin
@@ -9228,7 +9228,7 @@ create or replace function pgque.dlq_replay_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user,
   out replayed int, out failed int, out first_error text
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_id     bigint;
@@ -9296,7 +9296,7 @@ end
 $$;
 
 create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller, 'dlq_requeue');
 begin
@@ -9311,7 +9311,7 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
 create or replace function pgque.dlq_requeue_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  int;
@@ -9341,7 +9341,7 @@ comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
 create or replace function pgque.dlq_purge(
   queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_until  timestamptz := pgque.clock() - $2;
@@ -9364,7 +9364,7 @@ comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
   'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_delete.dl_id, caller, 'dlq_delete');
 begin
@@ -9375,7 +9375,7 @@ comment on function pgque.dlq_delete(bigint, pgque.caller) is
   'Deletes one dead letter, also a held one, and returns the id of its message. Errors: PQ008 no such dead letter.';
 
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_dead   pgque.dead_letter;
@@ -9420,7 +9420,7 @@ end
 $$;
 
 create or replace function pgque.tick_for(queue_name text, start_at text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
@@ -9437,7 +9437,7 @@ comment on function pgque.tick_for(text, text, pgque.caller) is
 create or replace function pgque.next_tick(
   queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_after  pgque.tick;
@@ -9475,7 +9475,7 @@ comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.cal
 create or replace function pgque.split_window(
   queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_from   pgque.tick;
@@ -9595,7 +9595,7 @@ comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, t
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
 -- would pass the body that they commit later.
 create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
@@ -9645,7 +9645,7 @@ language sql volatile as $$
 $$;
 
 create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub     pgque.subscriber;
   v_holder  record;
@@ -9669,7 +9669,7 @@ comment on function pgque.open_stream(text, text, text, pgque.caller) is
   'workers; PQ006 another session has reserved it.';
 
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
@@ -9758,7 +9758,7 @@ comment on table pgque.bad_record is 'Messages that a stream could not parse, un
 create or replace function pgque.stage_dead(
   queue_name text, consumer_name text, tick_id bigint, msg_ids bigint[], reasons text[], caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
@@ -9784,7 +9784,7 @@ comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque
   'such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
@@ -9836,7 +9836,7 @@ $$;
 create or replace function pgque.subscribe_archive(
   queue_name text, consumer_name text, archive_of text, incomplete boolean default false, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_of     pgque.subscriber;
@@ -9888,7 +9888,7 @@ end
 $$;
 
 create or replace function pgque.archive_of(queue_name text, consumer_name text, caller pgque.caller default current_user) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
@@ -10053,7 +10053,7 @@ $$;
 -- rotation that is late by a whole period sometimes waits for a tenth of a second.
 -- Otherwise consumers with overlapping transactions could postpone it without end.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set jit = off as $$
 declare
   v_queue     pgque.queue := pgque._queue($1);
   v_id        int := v_queue.queue_id;
@@ -10163,7 +10163,7 @@ $$;
 -- call.  As in a rotation, a call sometimes waits for the lock of a large leaf.
 -- Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' set jit = off as $$
 declare
   v_cur      int;
   v_flipped  timestamptz;
@@ -10251,7 +10251,7 @@ $$;
 -- queue for longer.  One call drops some 10,000 messages of a consumer, so that ticks
 -- do not wait for long.  Returns 0 only if there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue   pgque.queue;
   v_cutoff  timestamptz;
@@ -10540,7 +10540,7 @@ end
 $$;
 
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_sub    pgque.subscriber;
@@ -10589,7 +10589,7 @@ comment on function pgque.purge(text, pgque.caller) is
   'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_gone   record;
   v_count  bigint := 0;
@@ -10618,7 +10618,7 @@ end
 $$;
 
 create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._expire_messages(v_queue.queue_id);
@@ -10642,7 +10642,7 @@ end
 $$;
 
 create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._delete_expired(v_queue.queue_id);
@@ -10655,7 +10655,7 @@ comment on function pgque.delete_expired(text, pgque.caller) is
   'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_config  pgque.config;
   v_count   int := 0;
@@ -10680,7 +10680,7 @@ comment on function pgque.maint_expire() is
   'Runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed. Part of maint().';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   every := coalesce($2, case $1 when 'expire' then '00:01:00' else '' end);
@@ -10707,7 +10707,7 @@ comment on function pgque.set_schedule(text, text) is
   'unchanged then.';
 
 create or replace function pgque.maint_lapsed() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber;
   v_queue  pgque.queue;
@@ -10749,7 +10749,7 @@ comment on function pgque.maint_lapsed() is
 -- at once.  The queue then begins again with a tick of this cluster.  Until then it
 -- takes no events, so old and new numbers never mix.
 create or replace function pgque._rebase(p_queue_id int) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue     pgque.queue;
   v_last      pgque.tick;
@@ -10865,7 +10865,7 @@ $$;
 -- Empties side tables without live rows, so that not even their dead rows stay.  A
 -- table in use is skipped.
 create or replace function pgque._sweep() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_count  int := 0;
 begin
@@ -10946,7 +10946,7 @@ language sql immutable as $$
 $$;
 
 create or replace function pgque.maint_operations(out func_name text, out func_arg text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     select f.func_name, q.queue_name
@@ -10961,7 +10961,7 @@ $$;
 comment on function pgque.maint_operations() is 'Returns the operations of maint(), one call a row, for a scheduler that commits after each call.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
@@ -10969,7 +10969,7 @@ comment on function pgque.maint_retain(text) is
   'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_part   text;
   v_done   int;
@@ -11000,7 +11000,7 @@ comment on function pgque.maint_tables() is
 -- Runs one of maint_operations().  A failure is reported, and the next call tries
 -- again.
 create or replace function pgque._maint_operation(p_func text, p_arg text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set jit = off as $$
 declare
   v_done  int;
 begin
@@ -11021,7 +11021,7 @@ $$;
 -- A rotation keeps a dozen locks until the transaction ends.  If the server has no room
 -- for all queues, the next call does the rest.
 create or replace function pgque.maint() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_room   bigint := greatest(pgque._lock_room() / 16, 1);
   v_count  int := 0;
@@ -11052,7 +11052,7 @@ comment on function pgque.maint() is
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.set_tick_period_ms(ms int) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   update pgque.config c set tick_period_ms = $1;
@@ -11068,7 +11068,7 @@ comment on function pgque.set_tick_period_ms(int) is
   'running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   update pgque.config c set tick_share = $1;
@@ -11086,7 +11086,7 @@ comment on function pgque.set_tick_share(int) is
 
 -- Returns the queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return array(
     select q.queue_id from pgque.queue q
@@ -11102,7 +11102,7 @@ $$;
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
@@ -11439,7 +11439,7 @@ $$;
 -- Older versions know only minutes: there a second job takes over and runs for five
 -- seconds of the next minute, while the first one begins again.
 create or replace function pgque.start() returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_job     bigint;
   v_hint    text;
@@ -11497,7 +11497,7 @@ comment on function pgque.start() is
   'this database or works for another one, the owner has no right to schema cron, or pg_cron has jobs of pgque for another database.';
 
 create or replace function pgque.stop() returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   update pgque.config c set stopped_at = clock_timestamp();
@@ -11645,7 +11645,7 @@ end
 $$;
 
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_loop     int;
   v_jobs     text;
@@ -11750,7 +11750,7 @@ comment on function pgque.uninstall() is
 
 -- Returns the position of a subscriber as PgQ's view shows it.
 create or replace function pgque._position_of(p_sub int) returns pgque.position
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub       pgque.subscriber;
   v_position  pgque.position := pgque._position(p_sub);
@@ -11946,7 +11946,7 @@ $$;
 -- two ticks shows all that the earlier one shows.  So a binary search over tick ids
 -- finds the first.
 create or replace function pgque._pending_since(p_sub pgque.subscriber, p_pos pgque.position, p_last pgque.tick) returns timestamptz
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_low    bigint := p_pos.pos_tick;
   v_high   bigint := p_last.tick_id;
@@ -12108,7 +12108,7 @@ comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'not subscribed.';
 
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
@@ -12167,7 +12167,7 @@ comment on function pgque.peek(text, int, text, pgque.caller) is
 -- Returns the first tick by which an id had been drawn; all columns are null if there
 -- is none yet.  A binary search over tick ids, since there are too many ticks to read.
 create or replace function pgque._tick_of_event(p_queue pgque.queue, p_id bigint) returns pgque.tick
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -12200,7 +12200,7 @@ $$;
 --     current id.
 -- If messages entered the log under older ids (see _noted), there is no upper end.
 create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick   pgque.tick;
   v_now    bigint := pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint;
@@ -12440,7 +12440,7 @@ create or replace function pgque.list_messages(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_where  text;
@@ -12483,7 +12483,7 @@ create or replace function pgque.get_message(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -12515,7 +12515,7 @@ create or replace function pgque.message_status(
   out consumer_name text, out status text, out receive_count int, out retry_count int, out available_at timestamptz,
   out worker text, out batch_id bigint, out last_error text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
@@ -12537,7 +12537,7 @@ create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
   out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue;
 begin
@@ -12570,7 +12570,7 @@ create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out receive_count int, out last_error text, out status text, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -13248,7 +13248,7 @@ create or replace function pgque.queue_rates(
   queue_name text, since interval default '6 hours', buckets int default 72, caller pgque.caller default current_user,
   out start_at timestamptz, out events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'see');
   v_first  pgque.tick;
@@ -13306,7 +13306,7 @@ create or replace function pgque.list_actions(
   queue_name text default null, limit_count int default 100, before timestamptz default null,
   out at timestamptz, out role_name name, out application text, out call text, out queue text, out args jsonb
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     select a.act_time, a.act_role, a.act_application, a.act_call, a.act_queue, a.act_args
@@ -13326,7 +13326,7 @@ create or replace function pgque.consumer_lags(
   queue_name text, consumer_name text default null, since interval default '6 hours', caller pgque.caller default current_user,
   out at timestamptz, out consumer text, out lag_seconds real, out pending_events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'see');
   v_sub    int := case when $2 is not null then (pgque._subscriber($1, $2, caller)).sub_id end;
@@ -13419,7 +13419,7 @@ comment on function pgque.maint_lags() is
   'Takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do. Part of maint().';
 
 create or replace function pgque.set_history(what text, keep interval) returns interval
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   if pgque._period($2::text) > '100 years' then
@@ -13675,7 +13675,7 @@ language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 -- For the check constraints of tables of dropped queues, until maintenance drops these
 -- tables.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._no_queue(p_queue);
   return false;

@@ -223,7 +223,7 @@ language sql immutable as $$
 $$;
 
 create or replace function pgque.create_queue(queue_name text, config jsonb default '{}') returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_new  int;
 begin
@@ -325,7 +325,7 @@ language sql volatile as $$
 $$;
 
 create or replace function pgque.alter_queue(queue_name text, config jsonb, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue     pgque.queue := pgque._queue(alter_queue.queue_name, caller, 'admin');
   v_settings  record;
@@ -392,14 +392,14 @@ end
 $$;
 
 create or replace function pgque._keyed(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return p_queue.queue_keyed or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'key');
 end
 $$;
 
 create or replace function pgque._expiring(p_queue pgque.queue) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return p_queue.queue_expiring or exists (select from pgque.queue_option o where o.opt_queue = p_queue.queue_id and o.opt_name = 'ttl');
 end
@@ -409,7 +409,7 @@ $$;
 -- than their ids: delayed ones, or retries of consumers that are read by offsets) or
 -- 'external'.
 create or replace function pgque._noted(p_queue_id int, p_names text[]) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return exists (select from pgque.queue_option o where o.opt_queue = p_queue_id and o.opt_name = any (p_names));
 end
@@ -457,7 +457,7 @@ comment on function pgque.set_queue_config(text, text, text) is
   'unknown setting or invalid value.';
 
 create or replace function pgque.queue_config(queue_name text, caller pgque.caller default current_user) returns table (param_name text, param_value text)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(queue_config.queue_name, caller, 'see');
 begin
@@ -482,7 +482,7 @@ create or replace function pgque.queue_settings(
   queue_name text, caller pgque.caller default current_user,
   out setting text, out value text, out default_value text, out source text, out type text, out description text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(queue_settings.queue_name, caller, 'see');
 begin
@@ -503,7 +503,7 @@ comment on function pgque.queue_settings(text, pgque.caller) is
   'set_default_config(); built in), the type, and what the setting does, with its unit. Errors: PQ001 no such queue.';
 
 create or replace function pgque.set_default_config(param text, value text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_param   text;
   v_column  text;
@@ -552,7 +552,7 @@ comment on function pgque.set_default_config(text, text) is
 
 -- Names concern all queues, so a right to one queue is not enough.
 create or replace function pgque.rename_queue(queue_name text, new_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1);
 begin
@@ -572,7 +572,7 @@ comment on function pgque.rename_queue(text, text) is
   'Errors: PQ001 no such queue; PQ002 the new name is taken; PQ004 invalid name.';
 
 create or replace function pgque.pause(queue_name text, caller pgque.caller default current_user) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(pause.queue_name, caller, 'admin');
 begin
@@ -584,7 +584,7 @@ comment on function pgque.pause(text, pgque.caller) is
   'Pauses a queue: sending fails, and consumers still receive its messages. Errors: PQ001 no such queue; senders get PQ013.';
 
 create or replace function pgque.resume(queue_name text, caller pgque.caller default current_user) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(resume.queue_name, caller, 'admin');
 begin
@@ -620,7 +620,7 @@ $$;
 -- dropped.  The check constraint runs with the rights of the inserting role, and
 -- everybody can read its text: so it contains the queue's number and not its name.
 create or replace function pgque._takes_nothing(p_queue_id int) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._fail('PQ001', format('queue not found: queue number %s was dropped while this call waited', p_queue_id),
     'Create it again with pgque.create_queue(name).');
@@ -670,7 +670,7 @@ $$;
 -- The tables are emptied at once.  maint() drops them when no other queue has to wait
 -- for that.
 create or replace function pgque.drop_queue(queue_name text, force boolean default false, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
 begin

@@ -67,7 +67,7 @@ end
 $$;
 
 create or replace function pgque.grant_queue(queue_name text, role_name text, right_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := pgque._right_queue($1, $2, $3);
 begin
@@ -91,7 +91,7 @@ comment on function pgque.grant_queue(text, text, text) is
   'queues. Errors: PQ001 no such queue; PQ005 no such right; 42704 no such role.';
 
 create or replace function pgque.revoke_queue(queue_name text, role_name text, right_name text default null) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := pgque._right_queue($1, $2, coalesce($3, 'admin'));
   v_role   oid := (select r.oid from pg_roles r where r.rolname = $2);
@@ -111,7 +111,7 @@ comment on function pgque.revoke_queue(text, text, text) is
 create or replace function pgque.my_rights(
   caller pgque.caller default current_user, out queue_name text, out see boolean, out produce boolean, out consume boolean, out admin boolean
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     with every as materialized (

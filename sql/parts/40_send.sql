@@ -45,7 +45,7 @@ create or replace function pgque._send(
   p_queue text, p_type text, p_data text,
   p_extra1 text, p_extra2 text, p_extra3 text, p_extra4 text, p_headers jsonb, p_bytes bytea, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_txid  xid8 := pg_current_xact_id();
   v_id    bigint;
@@ -106,7 +106,7 @@ language sql as $$ select pgque._room_left(p_queue, p_count) >= p_count $$;
 --   * beyond a transaction with an old snapshot.
 -- The value has a seal, because every role can set it.
 create or replace function pgque._room_left(p_queue pgque.queue, p_count bigint) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_name    text := 'pgque.depth_' || p_queue.queue_id;
   v_known   text := current_setting(v_name, true);
@@ -216,7 +216,7 @@ create or replace function pgque._send_as(
   p_queue text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text,
   p_delay interval, p_deliver_at timestamptz, p_ttl interval, p_partition_key text, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if p_key is null and p_delay is null and p_deliver_at is null and p_ttl is null then
     return pgque._send(p_queue, p_type, p_data, p_partition_key, null, null, null, p_headers, p_bytes, caller);
@@ -280,7 +280,7 @@ create or replace function pgque._send_all(
   p_queue text, p_type text, p_data text[], p_bytes bytea[], p_headers jsonb[], p_keys text[],
   p_delays interval[], p_deliver_ats timestamptz[], p_ttls interval[], p_partition_keys text[], caller pgque.caller default current_user
 ) returns bigint[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue, caller, 'produce');
 begin
@@ -695,7 +695,7 @@ comment on function pgque.send(text, text, bytea, jsonb, text, interval, timesta
 -- Appends one event for each element with one statement, and returns ids in input
 -- order.  Taking the ids first is faster than returning them from the insert.
 create or replace function pgque._send_many(queue_name text, type_name text, payloads text[], caller pgque.caller default current_user) returns bigint[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_txid  xid8;
   v_id    int;
@@ -796,7 +796,7 @@ create or replace function pgque.send_idem(
   ttl interval default '1 hour', partition_key text default null, caller pgque.caller default current_user,
   out event_id bigint, out deduped boolean
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'produce');
   v_last   pgque.idempotency;
@@ -855,7 +855,7 @@ language sql as $$ select * from pgque.send_idem($1, $2, $3::pg_catalog.text, $4
 comment on function pgque.send_idem(text, text, jsonb, text, interval, text) is 'The same for JSON.';
 
 create or replace function pgque.current_event_table(queue_name text) returns text
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
   select format('pgque.event_%s_%s', q.queue_id, q.queue_cur_table) from pgque._queue($1) q
 $$;
 comment on function pgque.current_event_table(text) is

@@ -69,7 +69,7 @@ comment on view pgque.sink_bulk is
 -- closed or not at all.  Raises PQ001 or PQ013, or repairs a queue that came out of a
 -- dump.  A queue that was created after the statement began does not exist for it yet.
 create or replace function pgque._open_slot(p_queue text, p_seen boolean) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if not p_seen then
     perform pgque._no_queue(p_queue);
@@ -83,7 +83,7 @@ $$;
 -- PQ003 if not.  A random number stands for the statement.  The id up to which there is
 -- room is computed once, and again when other sessions have used these ids.
 create or replace function pgque._sink_room(p_queue_id int, p_statement uuid) returns boolean
-language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql strict security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_name   text := 'pgque.room_' || p_queue_id;
   v_known  text := current_setting(v_name, true);
@@ -128,7 +128,7 @@ create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
 
 -- COPY ignores rules and fires triggers.
 create or replace function pgque._sink_bulk_row() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._send(new.queue, coalesce(new.type, 'default'), new.payload, null, null, null, null, pgque._headers(new.queue, new.headers), null);
   return new;
@@ -151,7 +151,7 @@ $$;
 -- transaction wrote.  Rows with options are rare.  Others are stored here, which is
 -- faster.  A row without an open queue with room is left to _send().
 create or replace function pgque._sink_row() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_txid  xid8 := pg_current_xact_id();
 begin
@@ -324,7 +324,7 @@ create or replace function pgque._sink_leaf() returns int
 language sql stable as $$ select s.last_value::int from pgque.sink_leaf s $$;
 
 create or replace function pgque.sink_begin(sink_id text, epoch bigint, out attempt uuid, out stage text)
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_leaf  int := pgque._sink_leaf();
 begin
@@ -544,7 +544,7 @@ $$;
 -- after the rows that may still be committed were copied to the current one.  The
 -- leaves rotate when the current one is large, or has had nothing to keep for a minute.
 create or replace function pgque._compact_stage() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_cur   int := pgque._sink_leaf();
   v_live  bigint;
@@ -586,7 +586,7 @@ language sql immutable as $$ select case when p_once then interval '2 days' else
 
 -- Does the same for committed epochs.  The newest of each sink is kept.
 create or replace function pgque._compact_epochs() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_cur  int := (select j.journal_epoch_cur from pgque.journal j);
   v_due  boolean := pg_relation_size('pgque.sink_epoch_' || (1 - v_cur)) > 0;

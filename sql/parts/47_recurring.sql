@@ -24,7 +24,7 @@ $$;
 
 -- Returns the row of the journal that names the next run of a definition.
 create or replace function pgque._last_run(p_id int, p_since bigint) returns pgque.recurring_run
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_run  pgque.recurring_run;
 begin
@@ -184,7 +184,7 @@ end
 $$;
 
 create or replace function pgque.maint_recurring() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '50ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '50ms' set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_end    timestamptz := clock_timestamp() + interval '200 milliseconds';
@@ -276,7 +276,7 @@ create or replace function pgque._create_recurring(
   p_name text, p_queue text, p_cron text, p_type text, p_data text, p_bytes bytea, p_headers jsonb, p_key text, p_delay interval, p_ttl interval,
   p_partition_key text, p_timezone text, p_catch_up text, p_starts_at timestamptz, p_ends_at timestamptz, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue, caller, 'produce');
   v_now    timestamptz := pgque.clock();
@@ -378,7 +378,7 @@ comment on function pgque.create_recurring(text, text, text, text, bytea, jsonb,
   'The same for bytes.';
 
 create or replace function pgque.drop_recurring(name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
@@ -392,7 +392,7 @@ comment on function pgque.drop_recurring(text, pgque.caller) is
   'Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.pause_recurring(name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
@@ -406,7 +406,7 @@ comment on function pgque.pause_recurring(text, pgque.caller) is
   'such recurring message.';
 
 create or replace function pgque.resume_recurring(name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
 begin
@@ -423,7 +423,7 @@ comment on function pgque.resume_recurring(text, pgque.caller) is
   'created it and for administrators of its queue. Errors: PQ010 no such recurring message.';
 
 create or replace function pgque.run_recurring(name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_rec  pgque.recurring := pgque._recurring($1, caller);
   v_run  pgque.recurring_run;
@@ -448,7 +448,7 @@ create or replace function pgque.list_recurring(
   out delay interval, out ttl interval, out partition_key text, out catch_up text, out starts_at timestamptz, out ends_at timestamptz,
   out created_by text, out created_at timestamptz, out registered_at timestamptz
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     select r.rec_name, r.rec_queue,

@@ -31,7 +31,7 @@ $$;
 -- the newest is there.  (No sequential scans here and below: the planner expects no
 -- rows in a table that was vacuumed while empty.)
 create or replace function pgque._last_tick(p_queue pgque.queue) returns pgque.tick
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -52,7 +52,7 @@ $$;
 
 -- Returns a tick by its id; all columns are null if it no longer exists.
 create or replace function pgque._tick(p_queue_id int, p_tick_id bigint) returns pgque.tick
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -66,7 +66,7 @@ $$;
 -- no such events), or null (too early to check).  The function only reads: no WAL, no
 -- transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
@@ -204,7 +204,7 @@ end
 $$;
 
 create or replace function pgque.ticker(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
 begin
@@ -234,7 +234,7 @@ comment on function pgque.ticker(text, pgque.caller) is
 -- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
 -- server has no room for all queues, a call serves some, chosen at random.
 create or replace function pgque.ticker() returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_room   bigint := greatest(pgque._lock_room(), 8);
   v_all    boolean := (select count(*) from pgque.queue) <= v_room / 8;
@@ -277,7 +277,7 @@ comment on function pgque.ticker() is
 create or replace function pgque._queues_due(
   p_queues int[], p_known pgque.look[], p_period interval, out looks pgque.look[], out early pgque.look[], out early_until timestamptz
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '20ms' set jit = off as $$
 declare
   v_now     timestamptz := pgque.clock();
   v_locked  regclass[];
@@ -341,7 +341,7 @@ $$;
 -- table.  A broken queue causes a warning, and its settled is null.  A check without a
 -- tick keeps no locks but those of the two sequences.
 create or replace function pgque._look_at(p_look pgque.look) returns pgque.look
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '200ms' set jit = off as $$
 declare
   v_queue  pgque.queue;
   v_tick   record;
@@ -377,7 +377,7 @@ end
 $$;
 
 create or replace function pgque.ticker(queue_name text, tick_id bigint, tick_time timestamptz, event_seq bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(ticker.queue_name, caller, 'admin');
   v_last   pgque.tick;
@@ -409,7 +409,7 @@ comment on function pgque.ticker(text, bigint, timestamptz, bigint, pgque.caller
 
 -- The request is kept in a sequence, so it leaves no row behind.
 create or replace function pgque.force_next_tick(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(force_next_tick.queue_name, caller, 'admin');
   v_last   bigint := (pgque._last_tick(v_queue)).tick_id;

@@ -192,7 +192,7 @@ create or replace function pgque._slice_sql(
   p_sub pgque.subscriber, p_pos pgque.position, p_and text default '', p_max bigint default null, p_by_map boolean default false,
   p_places text[] default null
 ) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_by_map  boolean;
   v_xids    text;
@@ -282,7 +282,7 @@ begin
     create or replace function pgque._events_%s(
       p_from pg_snapshot, p_to pg_snapshot, p_owner int, p_after bigint, p_limit bigint, p_batch bigint, p_attempt int, p_queue text
     ) returns setof pgque.delivery
-    language plpgsql set enable_seqscan = off as $body$
+    language plpgsql set enable_seqscan = off set jit = off as $body$
     declare
       v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);
       v_end   xid8 := pg_catalog.pg_snapshot_xmax(p_to);

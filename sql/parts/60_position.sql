@@ -5,7 +5,7 @@
 -- Returns the newest row of a subscriber in one leaf.  Only this leaf is locked.  No
 -- sequential scans: a plan made while the journal was short is kept while it grows.
 create or replace function pgque._position_in(p_sub int, p_leaf int) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_position  pgque.position;
 begin
@@ -22,7 +22,7 @@ $$;
 -- other one only if the current one has no row.  So the other leaf can be emptied while
 -- consumers work.  A caller that will append holds the subscriber's row lock.
 create or replace function pgque._position(p_sub int, p_leaf int default null) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_leaf      int := coalesce(p_leaf, pgque._journal_leaf());
   v_position  pgque.position;
@@ -51,7 +51,7 @@ $$;
 
 -- Returns whether a leaf has a newer row than a position.
 create or replace function pgque._is_newer(p_position pgque.position, p_leaf int) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   if p_leaf = 0 then
     return exists (select from pgque.position_0 p where p.pos_sub = p_position.pos_sub and p.pos_seq > p_position.pos_seq);
@@ -193,7 +193,7 @@ $$;
 -- consumer that lags by many small ticks gets full batches.  There is no window if
 -- there is no further tick.  p_reader is the queue's queue_reader, if that is known.
 create or replace function pgque._open_window(p_position pgque.position, p_queue_id int, p_max bigint, p_reader text default null) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_reader  text := p_reader;
   v_tick    pgque.tick;

@@ -84,7 +84,7 @@ $$;
 
 -- Returns the delivery of a batch, or null.
 create or replace function pgque._lease(p_sub int, p_batch bigint) returns pgque.position
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_position  pgque.position;
 begin
@@ -102,7 +102,7 @@ $$;
 -- many of its messages have an outcome, how often the end of its lease was moved
 -- (negative), and the new end.
 create or replace function pgque._lease_state(p_batch bigint, out closed boolean, out settled bigint, out moved bigint, out until timestamptz)
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   select coalesce(bool_or(s.set_ev_id = 0 or s.set_ev_id between 6917529027641081856 and 9223372036854775806), false), count(*) filter (where s.set_ev_id between 1 and 4611686018427387903), coalesce(min(s.set_ev_id) filter (where s.set_ev_id < 0), 0),
     (array_agg(s.set_until order by s.set_ev_id) filter (where s.set_ev_id < 0))[1]
@@ -165,7 +165,7 @@ $$;
 
 -- Returns those batches that are not finished.
 create or replace function pgque._not_closed(p_tokens bigint[]) returns bigint[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return array(
     select o.token
@@ -178,7 +178,7 @@ $$;
 -- Returns whether a batch is finished, or its messages from the log were moved to the
 -- retry queue.
 create or replace function pgque._is_closed(p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return exists (
     select from pgque.settled s
@@ -191,7 +191,7 @@ $$;
 -- has its outcome.  p_leaf is the current leaf.  If it has the delivery, it has the
 -- outcomes too, and the other leaf, which may be about to be emptied, is not read.
 create or replace function pgque._open_batch_of(p_sub pgque.subscriber, p_pos pgque.position, p_worker text, p_leaf int default null) returns bigint
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_token  bigint;
 begin
@@ -262,7 +262,7 @@ $$;
 -- The caller holds the batch's lock.  A batch whose delivery was lost in a compaction
 -- counts as whole, as those of 0.4.1 may be.
 create or replace function pgque._still_whole(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease    pgque.position := pgque._lease(p_sub, p_batch);
   v_state    record := pgque._lease_state(p_batch);
@@ -297,7 +297,7 @@ $$;
 -- Acknowledges a whole batch.  Messages in the retry queue under its id are done as
 -- well: they were not delivered again.
 create or replace function pgque._close(p_sub pgque.subscriber, p_batch bigint) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease   pgque.position;
   v_count   int := 0;
@@ -342,7 +342,7 @@ $$;
 -- Returns false if it was finished before, or never existed.  In the usual case the
 -- leaf that is to be emptied is not used: an expression that names it would lock it.
 create or replace function pgque._note_finished(p_sub int, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_leaf  int := pgque._journal_leaf();
 begin
@@ -463,7 +463,7 @@ $$;
 
 -- Returns whether a leaf has all rows of a batch, or none is needed.
 create or replace function pgque._carried(p_sub int, p_batch bigint, p_cur int) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_there  boolean := exists (select from pgque.position p where p.pos_batch = p_batch and p.pos_sub + 0 = p_sub and p.leaf = p_cur);
 begin

@@ -97,7 +97,7 @@ $$;
 create or replace function pgque._add_subscriber(
   p_queue_id int, p_consumer int, p_role text, p_main int, p_worker text, p_tick pgque.tick, p_caller name
 ) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_seq       regclass := pg_catalog.pg_get_serial_sequence('pgque.subscriber', 'sub_id');
   v_position  pgque.position;
@@ -137,7 +137,7 @@ $$;
 -- if there are that many.  These roles subscribe to a queue one after the other, in a
 -- transaction whose snapshot shows all consumers.
 create or replace function pgque._need_place(p_queue_id int, p_caller name) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue;
   v_count  bigint;
@@ -163,7 +163,7 @@ end
 $$;
 
 create or replace function pgque.subscribe(queue_name text, consumer_name text, start_at text default 'latest', keyed_order boolean default false, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_new  int := pgque._subscribe($1, $2, 'normal', $3, caller);
   v_sub  pgque.subscriber;
@@ -242,7 +242,7 @@ language sql as $$ select pgque.subscribe($1, $2, 'latest', false) $$;
 comment on function pgque.register_consumer(text, text) is 'PgQ''s name for subscribe(queue_name, consumer_name).';
 
 create or replace function pgque.register_consumer_at(queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue     pgque.queue;
   v_sub       pgque.subscriber;
@@ -298,7 +298,7 @@ end
 $$;
 
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue(unsubscribe.queue_name, caller, 'consume');
   v_main   int;

@@ -133,7 +133,7 @@ create or replace function pgque._turn(
   out sub pgque.subscriber, out queue pgque.queue, out pos pgque.position, out leaf int, out open bigint, out due boolean,
   out room bigint, out span bigint, out until timestamptz, out changed boolean
 )
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_found  record;
@@ -330,7 +330,7 @@ $$;
 -- Returns the query of an open batch, as columns of pgque.event: its messages from the
 -- log that have no outcome, or those in the retry queue under its id.
 create or replace function pgque._batch_sql(p_sub pgque.subscriber, p_batch bigint) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
 begin
@@ -423,7 +423,7 @@ $$;
 
 -- Returns the messages of a batch that are in the retry queue.
 create or replace function pgque._waiting_of(p_sub int, p_batch bigint, p_queue text) returns setof pgque.delivery
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   return query
     select r.ev_id, p_batch, r.ev_type, r.ev_data, coalesce(r.ev_retry, 0), r.ev_time,

@@ -137,7 +137,7 @@ $$;
 -- expired lease and p_receives deliveries.
 create or replace function pgque._due(p_sub pgque.subscriber, p_max bigint, p_now timestamptz, p_but bigint[], p_receives int)
 returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   if p_sub.sub_keyed then
     return array(
@@ -163,7 +163,7 @@ $$;
 create or replace function pgque._take_waiting(
   p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
 ) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now       timestamptz := pgque.clock();
   v_attempts  int := case when p_sub.sub_role = 'pool' then p_queue.queue_max_receive_attempts else 2147483647 end;
@@ -232,7 +232,7 @@ create or replace function pgque._weed(
   p_queue pgque.queue, p_sub pgque.subscriber, p_rows pgque.retry_queue[], p_now timestamptz, p_enough bigint default null
 )
 returns pgque.retry_queue[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_row   pgque.retry_queue;
   v_gone  pgque.retry_queue;

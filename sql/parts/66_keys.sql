@@ -148,7 +148,7 @@ $$;
 -- Does the same for a message that went to the retry queue before its first delivery.
 -- Returns null if it cannot be delivered now.
 create or replace function pgque._claim_waiting(p_queue pgque.queue, p_row pgque.retry_queue) returns pgque.retry_queue
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_claim  record := pgque._claim(p_queue, array[pgque._event(p_row)]);
 begin
@@ -237,7 +237,7 @@ end
 $$;
 
 create or replace function pgque.purge_key(queue_name text, key text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_last   pgque.event;

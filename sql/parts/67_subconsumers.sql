@@ -49,7 +49,7 @@ $$;
 create or replace function pgque.register_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, convert_normal boolean default false, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_main      pgque.subscriber;
   v_position  pgque.position;
@@ -102,7 +102,7 @@ comment on function pgque.subscribe_subconsumer(text, text, text, boolean) is 'T
 create or replace function pgque.unregister_subconsumer(
   queue_name text, consumer_name text, subconsumer_name text, batch_handling int default 0, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_main   pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_sub    int;
@@ -139,7 +139,7 @@ language sql as $$ select pgque.unregister_subconsumer($1, $2, $3, $4) $$;
 comment on function pgque.unsubscribe_subconsumer(text, text, text, int) is 'The same as unregister_subconsumer().';
 
 create or replace function pgque.touch_subconsumer(queue_name text, consumer_name text, subconsumer_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_main  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin
@@ -155,7 +155,7 @@ comment on function pgque.touch_subconsumer(text, text, text, pgque.caller) is
 -- another worker.  A worker that has a batch takes none over.  A worker that holds its
 -- own lock is alive.
 create or replace function pgque._take_over(p_main pgque.subscriber, p_worker text, p_dead_interval interval) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_dead  record;
 begin
@@ -185,7 +185,7 @@ $$;
 -- outcome.  p_deliveries is added to their count.  The caller holds the consumer's
 -- lock.
 create or replace function pgque._give_batch(p_main pgque.subscriber, p_batch bigint, p_worker text, p_deliveries int) returns void
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_pos    pgque.position := pgque._next_from(pgque._position(p_main.sub_id));
   v_token  bigint := pgque._new_batch_id(v_pos);
@@ -217,7 +217,7 @@ $$;
 create or replace function pgque._join(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval, caller pgque.caller default current_user
 ) returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  int := (pgque._queue($1, caller, 'consume')).queue_id;
   v_main   int;
@@ -242,7 +242,7 @@ $$;
 create or replace function pgque.receive_coop(
   queue_name text, consumer_name text, subconsumer_name text, max_return int default 100, dead_interval interval default null, caller pgque.caller default current_user
 ) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $5, caller);
   return query select * from pgque.receive($1, $2, $4, $3);
@@ -259,7 +259,7 @@ create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
   dead_interval interval default null, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._join($1, $2, $3, $7, caller);
   return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);

@@ -14,7 +14,7 @@ create or replace function pgque._next_batch(
   out cur_tick_time timestamptz, out prev_tick_time timestamptz,
   out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_turn   record := pgque._turn($1, $2, 1, $3, null, null, caller);
   v_sub    pgque.subscriber := v_turn.sub;
@@ -122,7 +122,7 @@ $$;
 
 -- Returns whether a batch is open in any way.
 create or replace function pgque._is_open(p_sub pgque.subscriber, p_batch bigint) returns boolean
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 begin
   if p_sub.sub_role <> 'pool' then
     return (pgque._lease(p_sub.sub_id, p_batch)).pos_sub is not null and pgque._not_closed(array[p_batch]) <> '{}';
@@ -156,7 +156,7 @@ create or replace function pgque.get_batch_events(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query execute format('select %s from (%s) e order by e.ev_id', pgque._event_columns(), pgque._open_sql(pgque._batch_for(caller, $1)));
 end
@@ -172,7 +172,7 @@ $$;
 
 -- Returns the query of an open batch for roles that may read the leaves themselves.
 create or replace function pgque._cursor_sql(p_batch bigint) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return pgque._open_sql(p_batch);
 end
@@ -216,7 +216,7 @@ create or replace function pgque.get_batch_info(
   out queue_name text, out consumer_name text, out batch_start timestamptz, out batch_end timestamptz,
   out prev_tick_id bigint, out tick_id bigint, out lag interval, out seq_start bigint, out seq_end bigint
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._batch_owner(pgque._batch_for(caller, $1));
   v_lease  pgque.position := pgque._open_lease(v_sub, $1);

@@ -19,7 +19,7 @@ $$;
 
 -- Returns the lanes of a consumer's messages that came from the log and are leased.
 create or replace function pgque._lanes_out(p_sub pgque.subscriber) returns text[]
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_held   record;
   v_some   text[];

@@ -4,7 +4,7 @@
 
 -- Finishes a batch: exactly its messages.  Returns 1, or 0 if the batch is not open.
 create or replace function pgque._ack(p_batch bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_found  record;
   v_count  bigint;
@@ -279,7 +279,7 @@ end
 $$;
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.message, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
@@ -289,7 +289,7 @@ comment on function pgque.nack(bigint, pgque.message, interval, text, pgque.call
   'The same as nack(batch_id, msg pgque.delivery, ...), for clients that write the ten columns of pgque.message.';
 
 create or replace function pgque.nack(batch_id bigint, msg pgque.delivery, retry_after interval default null, reason text default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._answer(f, $1) from pgque._settle(pgque._batch_for(caller, $1), array[($2).msg_id], 'nack', pgque._not_negative($3, 'retry_after', $1), $4, true) f;
   return 1;
@@ -303,7 +303,7 @@ comment on function pgque.nack(bigint, pgque.delivery, interval, text, pgque.cal
 
 create or replace function pgque.nack(batch_id bigint, msg_ids bigint[], retry_after interval default null, reason text default null, caller pgque.caller default current_user)
 returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'nack', pgque._not_negative($3, 'retry_after', $1), $4, false) f;
 end
@@ -313,7 +313,7 @@ comment on function pgque.nack(bigint, bigint[], interval, text, pgque.caller) i
   'Errors: PQ005 retry_after is negative or above 100 years.';
 
 create or replace function pgque.ack(batch_id bigint, msg_ids bigint[], caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_archive  boolean;
 begin
@@ -332,7 +332,7 @@ comment on function pgque.ack(bigint, bigint[], pgque.caller) is
 
 -- Gives up messages at once, as if their attempts were used up.
 create or replace function pgque._dead(p_batch bigint, p_ids bigint[], p_reason text, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), coalesce($2, '{}'), 'dead', null, $3, false) f;
 end
@@ -345,7 +345,7 @@ comment on function pgque.dead(bigint, bigint[], text) is
   'message as ack(batch_id, msg_ids) does.';
 
 create or replace function pgque.archive(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query select f.* from pgque._settle(pgque._batch_for(caller, $1), $2, 'archive', null, 'archived', false) f;
 end
@@ -355,7 +355,7 @@ comment on function pgque.archive(bigint, bigint[], pgque.caller) is
   'msg_ids) does.';
 
 create or replace function pgque.event_retry(batch_id bigint, event_id bigint, retry_time timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_now  timestamptz := pgque.clock();
 begin
@@ -377,7 +377,7 @@ language sql as $$ select pgque.event_retry($1, $2, pgque.clock() + pg_catalog.m
 comment on function pgque.event_retry(bigint, bigint, int) is 'The same with a number of seconds from now.';
 
 create or replace function pgque.batch_retry(batch_id bigint, retry_seconds int, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._open_lease(pgque._batch_owner($1), $1);

@@ -18,7 +18,7 @@ end
 $$;
 
 create or replace function pgque.release(batch_id bigint, msg_ids bigint[] default null, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   batch_id := pgque._batch_for(caller, $1);
   perform pgque._pool_of($1);
@@ -30,7 +30,7 @@ comment on function pgque.release(bigint, bigint[], pgque.caller) is
   'Errors: PQ005 the batch is not a worker''s.';
 
 create or replace function pgque.set_visibility(batch_id bigint, visibility_timeout interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   if pgque._not_negative(coalesce($2, '-1 second'), 'visibility_timeout', $1) = '0' then
     return pgque.release($1, null, caller);
@@ -43,7 +43,7 @@ comment on function pgque.set_visibility(bigint, interval, pgque.caller) is
   'batch is lost. Errors: PQ005 visibility_timeout is NULL, negative or above 100 years.';
 
 create or replace function pgque.extend(batch_id bigint, by interval, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._not_negative(coalesce($2, '-1 second'), 'the time to add', $1);
   return pgque._lease_until(pgque._batch_for(caller, $1), $2, true);
@@ -55,7 +55,7 @@ comment on function pgque.extend(bigint, interval, pgque.caller) is
 
 -- Moves the end of a lease: to p_span from now, or, to extend it, by p_span.
 create or replace function pgque._lease_until(p_batch bigint, p_span interval, p_extend boolean) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._pool_of(p_batch);
   v_now    timestamptz := pgque.clock();
@@ -99,7 +99,7 @@ $$;
 -- Releases the messages of a batch, so that any worker may receive them at once.  The
 -- caller holds the batch's lock.
 create or replace function pgque._hand_back(p_sub pgque.subscriber, p_batch bigint) returns bigint
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_lease  pgque.position := pgque._lease(p_sub.sub_id, p_batch);
   v_count  bigint;
@@ -117,14 +117,14 @@ $$;
 
 -- Returns the batches of a consumer that workers hold, also those whose lease expired.
 create or replace function pgque._batches_of(p_sub int) returns setof bigint
-language sql set enable_seqscan = off as $$
+language sql set enable_seqscan = off set jit = off as $$
   select h.token from pgque._held(p_sub) h
   union
   select r.ev_batch from pgque.retry_queue r where r.ev_owner = p_sub and r.ev_batch is not null
 $$;
 
 create or replace function pgque.reclaim(queue_name text, consumer_name text, older_than interval default '0', caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
   v_now    timestamptz := pgque.clock();
@@ -154,14 +154,14 @@ comment on function pgque.reclaim(text, text, interval, pgque.caller) is
   'number of batches. While workers finish batches, one call releases at most 500: call it again. Errors: PQ005 older_than is NULL.';
 
 create or replace function pgque.share_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'normal', 'pool', caller) $$;
 comment on function pgque.share_consumer(text, text, pgque.caller) is
   'Turns a consumer that reads on its own into a pool of workers: from now on, receive with worker => name. Its position and pending retries stay. '
   'An open batch goes to the workers, and its batch id is invalid. Returns 1, or 0 if it is a pool already. Errors: PQ001 no such queue; PQ006 it '
   'has subconsumers; PQ011 not subscribed; 25000 not READ COMMITTED.';
 
 create or replace function pgque.unshare_consumer(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$ select pgque._change_role($1, $2, 'pool', 'normal', caller) $$;
 comment on function pgque.unshare_consumer(text, text, pgque.caller) is
   'Turns a pool of workers into a consumer that reads on its own: from now on, receive without worker. Its position and pending retries stay. '
   'Messages that workers hold are redelivered, and their batch ids are invalid. Returns 1, or 0 if it reads on its own already. Errors: PQ001 no '

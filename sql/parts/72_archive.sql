@@ -56,7 +56,7 @@ create or replace function pgque.archive_list(
   out archive_id bigint, out queue text, out consumer_name text, out msg_id bigint, out type text, out payload text, out payload_bytes bytea,
   out headers jsonb, out key text, out sent_at timestamptz, out archived_at timestamptz, out receive_count int, out worker text, out outcome text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $f$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -85,7 +85,7 @@ comment on function pgque.archive_list(text, int, timestamptz, timestamptz, text
   'only those archived before the one with this archive_id, to read page by page. Errors: PQ001 no such queue.';
 
 create or replace function pgque.archive_replay(archive_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_row   pgque.archive;
   v_leaf  text;
@@ -117,7 +117,7 @@ comment on function pgque.archive_replay(bigint, pgque.caller) is
   'archive.';
 
 create or replace function pgque.archive_purge(queue_name text, before timestamptz, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin

@@ -59,7 +59,7 @@ comment on function pgque.maint_retry_events() is
 -- the number of messages.  Every five seconds it notifies for all messages that are
 -- due, because the rows may have been committed later.
 create or replace function pgque._wake(p_now timestamptz) returns int
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), p_now);
   v_all    boolean := p_now >= pgque._next_five(v_since);
@@ -101,7 +101,7 @@ language sql as $$ select pg_catalog.to_timestamp(coalesce(pg_catalog.pg_sequenc
 
 -- Returns when maint_retry_events() has work; null if the retry queue is empty.
 create or replace function pgque._next_retry() returns timestamptz
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_since  timestamptz := least(pgque._woken(), pgque.clock());
 begin
@@ -189,7 +189,7 @@ end
 $$;
 
 create or replace function pgque.retry_now(queue_name text, consumer_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_sub    pgque.subscriber := pgque._subscriber((pgque._queue($1, caller, 'admin')).queue_name, $2);
   v_now    timestamptz := pgque.clock();

@@ -69,7 +69,7 @@ create or replace function pgque.dlq_inspect(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text, out consumer_name text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out payload_size int, out receive_count int, out dl_held boolean
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $f$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $f$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -115,7 +115,7 @@ create or replace function pgque.dlq_reasons(
   queue_name text, caller pgque.caller default current_user,
   out consumer_name text, out reason text, out dead_letters bigint, out held bigint, out oldest timestamptz, out newest timestamptz, out newest_dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -175,7 +175,7 @@ end
 $$;
 
 create or replace function pgque.dlq_replay(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_replay.dl_id, caller, 'dlq_replay');
 begin
@@ -190,7 +190,7 @@ create or replace function pgque.dlq_replay_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user,
   out replayed int, out failed int, out first_error text
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_id     bigint;
@@ -258,7 +258,7 @@ end
 $$;
 
 create or replace function pgque.dlq_requeue(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_requeue.dl_id, caller, 'dlq_requeue');
 begin
@@ -273,7 +273,7 @@ comment on function pgque.dlq_requeue(bigint, pgque.caller) is
 create or replace function pgque.dlq_requeue_all(
   queue_name text, limit_count int default null, reason text default null, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  int;
@@ -303,7 +303,7 @@ comment on function pgque.dlq_requeue_all(text, int, text, pgque.caller) is
 create or replace function pgque.dlq_purge(
   queue_name text, older_than interval default '30 days', reason text default null, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_until  timestamptz := pgque.clock() - $2;
@@ -326,7 +326,7 @@ comment on function pgque.dlq_purge(text, interval, text, pgque.caller) is
   'as stored or as dlq_reasons() returns it. Held ones (drop_policy hold) stay. Errors: PQ001 no such queue; PQ005 older_than is NULL.';
 
 create or replace function pgque.dlq_delete(dl_id bigint, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_dead  pgque.dead_letter := pgque._exhume(dlq_delete.dl_id, caller, 'dlq_delete');
 begin
@@ -337,7 +337,7 @@ comment on function pgque.dlq_delete(bigint, pgque.caller) is
   'Deletes one dead letter, also a held one, and returns the id of its message. Errors: PQ008 no such dead letter.';
 
 create or replace function pgque.archive_poison(queue_name text, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_dead   pgque.dead_letter;

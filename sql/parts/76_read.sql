@@ -18,7 +18,7 @@ end
 $$;
 
 create or replace function pgque.tick_for(queue_name text, start_at text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
@@ -35,7 +35,7 @@ comment on function pgque.tick_for(text, text, pgque.caller) is
 create or replace function pgque.next_tick(
   queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
 ) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_after  pgque.tick;
@@ -73,7 +73,7 @@ comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.cal
 create or replace function pgque.split_window(
   queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_from   pgque.tick;
@@ -193,7 +193,7 @@ comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, t
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
 -- would pass the body that they commit later.
 create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_queue     pgque.queue;
@@ -243,7 +243,7 @@ language sql volatile as $$
 $$;
 
 create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub     pgque.subscriber;
   v_holder  record;
@@ -267,7 +267,7 @@ comment on function pgque.open_stream(text, text, text, pgque.caller) is
   'workers; PQ006 another session has reserved it.';
 
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin

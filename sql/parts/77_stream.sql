@@ -50,7 +50,7 @@ comment on table pgque.bad_record is 'Messages that a stream could not parse, un
 create or replace function pgque.stage_dead(
   queue_name text, consumer_name text, tick_id bigint, msg_ids bigint[], reasons text[], caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
@@ -76,7 +76,7 @@ comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque
   'such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
 
 create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
@@ -128,7 +128,7 @@ $$;
 create or replace function pgque.subscribe_archive(
   queue_name text, consumer_name text, archive_of text, incomplete boolean default false, caller pgque.caller default current_user
 ) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_of     pgque.subscriber;
@@ -180,7 +180,7 @@ end
 $$;
 
 create or replace function pgque.archive_of(queue_name text, consumer_name text, caller pgque.caller default current_user) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub  pgque.subscriber := pgque._subscriber($1, $2, caller);
 begin

@@ -26,7 +26,7 @@ $$;
 -- rotation that is late by a whole period sometimes waits for a tenth of a second.
 -- Otherwise consumers with overlapping transactions could postpone it without end.
 create or replace function pgque.maint_rotate_tables_step1(queue_name text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set jit = off as $$
 declare
   v_queue     pgque.queue := pgque._queue($1);
   v_id        int := v_queue.queue_id;
@@ -136,7 +136,7 @@ $$;
 -- call.  As in a rotation, a call sometimes waits for the lock of a large leaf.
 -- Returns 1 if something was done.
 create or replace function pgque._compact_journal() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '100ms' set jit = off as $$
 declare
   v_cur      int;
   v_flipped  timestamptz;
@@ -224,7 +224,7 @@ $$;
 -- queue for longer.  One call drops some 10,000 messages of a consumer, so that ticks
 -- do not wait for long.  Returns 0 only if there is nothing more to do.
 create or replace function pgque._retain(p_queue_id int) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue   pgque.queue;
   v_cutoff  timestamptz;
@@ -513,7 +513,7 @@ end
 $$;
 
 create or replace function pgque.purge(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_sub    pgque.subscriber;
@@ -562,7 +562,7 @@ comment on function pgque.purge(text, pgque.caller) is
   'queue; 25000 not READ COMMITTED.';
 
 create or replace function pgque._expire_messages(p_queue_id int) returns bigint
-language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_gone   record;
   v_count  bigint := 0;
@@ -591,7 +591,7 @@ end
 $$;
 
 create or replace function pgque.expire_messages(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._expire_messages(v_queue.queue_id);
@@ -615,7 +615,7 @@ end
 $$;
 
 create or replace function pgque.delete_expired(queue_name text, caller pgque.caller default current_user) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_count  bigint := pgque._delete_expired(v_queue.queue_id);
@@ -628,7 +628,7 @@ comment on function pgque.delete_expired(text, pgque.caller) is
   'Deletes dead letters whose message has expired, and returns their number. Held ones (drop_policy hold) stay.';
 
 create or replace function pgque.maint_expire() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_config  pgque.config;
   v_count   int := 0;
@@ -653,7 +653,7 @@ comment on function pgque.maint_expire() is
   'Runs the cleanup jobs that are due, see set_schedule(), and returns how many messages they removed. Part of maint().';
 
 create or replace function pgque.set_schedule(job text, every text) returns text
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   every := coalesce($2, case $1 when 'expire' then '00:01:00' else '' end);
@@ -680,7 +680,7 @@ comment on function pgque.set_schedule(text, text) is
   'unchanged then.';
 
 create or replace function pgque.maint_lapsed() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub    pgque.subscriber;
   v_queue  pgque.queue;
@@ -722,7 +722,7 @@ comment on function pgque.maint_lapsed() is
 -- at once.  The queue then begins again with a tick of this cluster.  Until then it
 -- takes no events, so old and new numbers never mix.
 create or replace function pgque._rebase(p_queue_id int) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue     pgque.queue;
   v_last      pgque.tick;
@@ -838,7 +838,7 @@ $$;
 -- Empties side tables without live rows, so that not even their dead rows stay.  A
 -- table in use is skipped.
 create or replace function pgque._sweep() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_count  int := 0;
 begin
@@ -919,7 +919,7 @@ language sql immutable as $$
 $$;
 
 create or replace function pgque.maint_operations(out func_name text, out func_arg text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     select f.func_name, q.queue_name
@@ -934,7 +934,7 @@ $$;
 comment on function pgque.maint_operations() is 'Returns the operations of maint(), one call a row, for a scheduler that commits after each call.';
 
 create or replace function pgque.maint_retain(queue_name text) returns int
-language sql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language sql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
   select pgque._retain((pgque._queue($1)).queue_id)
 $$;
 comment on function pgque.maint_retain(text) is
@@ -942,7 +942,7 @@ comment on function pgque.maint_retain(text) is
   'consumers moved. get_consumer_info() counts the skipped messages. Errors: PQ001 no such queue.';
 
 create or replace function pgque.maint_tables() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_part   text;
   v_done   int;
@@ -973,7 +973,7 @@ comment on function pgque.maint_tables() is
 -- Runs one of maint_operations().  A failure is reported, and the next call tries
 -- again.
 create or replace function pgque._maint_operation(p_func text, p_arg text) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set lock_timeout = '1s' set jit = off as $$
 declare
   v_done  int;
 begin
@@ -994,7 +994,7 @@ $$;
 -- A rotation keeps a dozen locks until the transaction ends.  If the server has no room
 -- for all queues, the next call does the rest.
 create or replace function pgque.maint() returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_room   bigint := greatest(pgque._lock_room() / 16, 1);
   v_count  int := 0;

@@ -3,7 +3,7 @@
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.set_tick_period_ms(ms int) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   update pgque.config c set tick_period_ms = $1;
@@ -19,7 +19,7 @@ comment on function pgque.set_tick_period_ms(int) is
   'running loop follows at once. Errors: PQ005 out of range.';
 
 create or replace function pgque.set_tick_share(percent int) returns int
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   update pgque.config c set tick_share = $1;
@@ -37,7 +37,7 @@ comment on function pgque.set_tick_share(int) is
 
 -- Returns the queues that a ticker serves.
 create or replace function pgque._ticked_queues() returns int[]
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return array(
     select q.queue_id from pgque.queue q
@@ -53,7 +53,7 @@ $$;
 create or replace function pgque._loop_state(
   out stopped_at timestamptz, out period interval, out gap interval, out share float8, out retries boolean, out look_at timestamptz
 )
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
@@ -390,7 +390,7 @@ $$;
 -- Older versions know only minutes: there a second job takes over and runs for five
 -- seconds of the next minute, while the first one begins again.
 create or replace function pgque.start() returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_job     bigint;
   v_hint    text;
@@ -448,7 +448,7 @@ comment on function pgque.start() is
   'this database or works for another one, the owner has no right to schema cron, or pg_cron has jobs of pgque for another database.';
 
 create or replace function pgque.stop() returns void
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   update pgque.config c set stopped_at = clock_timestamp();
@@ -596,7 +596,7 @@ end
 $$;
 
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_loop     int;
   v_jobs     text;

@@ -4,7 +4,7 @@
 
 -- Returns the position of a subscriber as PgQ's view shows it.
 create or replace function pgque._position_of(p_sub int) returns pgque.position
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub       pgque.subscriber;
   v_position  pgque.position := pgque._position(p_sub);
@@ -200,7 +200,7 @@ $$;
 -- two ticks shows all that the earlier one shows.  So a binary search over tick ids
 -- finds the first.
 create or replace function pgque._pending_since(p_sub pgque.subscriber, p_pos pgque.position, p_last pgque.tick) returns timestamptz
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_low    bigint := p_pos.pos_tick;
   v_high   bigint := p_last.tick_id;
@@ -362,7 +362,7 @@ comment on function pgque.get_consumer_info(text, text, pgque.caller) is
   'not subscribed.';
 
 create or replace function pgque.peek(queue_name text, n int default 10, consumer_name text default null, caller pgque.caller default current_user) returns setof pgque.delivery
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
@@ -421,7 +421,7 @@ comment on function pgque.peek(text, int, text, pgque.caller) is
 -- Returns the first tick by which an id had been drawn; all columns are null if there
 -- is none yet.  A binary search over tick ids, since there are too many ticks to read.
 create or replace function pgque._tick_of_event(p_queue pgque.queue, p_id bigint) returns pgque.tick
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick  pgque.tick;
 begin
@@ -454,7 +454,7 @@ $$;
 --     current id.
 -- If messages entered the log under older ids (see _noted), there is no upper end.
 create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
-language plpgsql set enable_seqscan = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_tick   pgque.tick;
   v_now    bigint := pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint;
@@ -694,7 +694,7 @@ create or replace function pgque.list_messages(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set datestyle = 'ISO' set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
   v_where  text;
@@ -737,7 +737,7 @@ create or replace function pgque.get_message(
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin
@@ -769,7 +769,7 @@ create or replace function pgque.message_status(
   out consumer_name text, out status text, out receive_count int, out retry_count int, out available_at timestamptz,
   out worker text, out batch_id bigint, out last_error text
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
 begin
@@ -791,7 +791,7 @@ create or replace function pgque.list_workers(
   queue_name text default null, consumer_name text default null, caller pgque.caller default current_user,
   out queue text, out consumer text, out worker text, out batches int, out messages bigint, out last_seen timestamptz, out lease_until timestamptz
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue;
 begin
@@ -824,7 +824,7 @@ create or replace function pgque.list_poison(
   queue_name text, limit_count int default 100, caller pgque.caller default current_user,
   out msg_id bigint, out consumer_name text, out receive_count int, out last_error text, out status text, out dl_id bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
 begin

@@ -8,7 +8,7 @@ create or replace function pgque.queue_rates(
   queue_name text, since interval default '6 hours', buckets int default 72, caller pgque.caller default current_user,
   out start_at timestamptz, out events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'see');
   v_first  pgque.tick;
@@ -66,7 +66,7 @@ create or replace function pgque.list_actions(
   queue_name text default null, limit_count int default 100, before timestamptz default null,
   out at timestamptz, out role_name name, out application text, out call text, out queue text, out args jsonb
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   return query
     select a.act_time, a.act_role, a.act_application, a.act_call, a.act_queue, a.act_args
@@ -86,7 +86,7 @@ create or replace function pgque.consumer_lags(
   queue_name text, consumer_name text default null, since interval default '6 hours', caller pgque.caller default current_user,
   out at timestamptz, out consumer text, out lag_seconds real, out pending_events bigint
 ) returns setof record
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'see');
   v_sub    int := case when $2 is not null then (pgque._subscriber($1, $2, caller)).sub_id end;
@@ -179,7 +179,7 @@ comment on function pgque.maint_lags() is
   'Takes the samples of consumer_lags(), at most once a minute. Returns 0, since it leaves nothing to do. Part of maint().';
 
 create or replace function pgque.set_history(what text, keep interval) returns interval
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._init();
   if pgque._period($2::text) > '100 years' then

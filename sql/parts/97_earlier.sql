@@ -43,7 +43,7 @@ language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 -- For the check constraints of tables of dropped queues, until maintenance drops these
 -- tables.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._no_queue(p_queue);
   return false;

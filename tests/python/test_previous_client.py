@@ -1,7 +1,7 @@
 """The package of the minor version before this one against our SQL, and ours against the SQL of that version.
 
-previous/pgque-0.6.0.zip is the package as it was released, without its SQL, its demo and its Spark connector:
-git archive 17f828e:python/src pgque.
+previous/pgque-0.7.0.zip is the package as it was released, without its SQL, demo, page, top, Django and Spark:
+git archive 01af2f3:python/src pgque.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sql.helpers import Connection, column, value
 from sql.test_install import install_earlier
 from support import servers
 
-VERSION = "0.6.0"
+VERSION = "0.7.0"
 
 
 @pytest.fixture(scope="session")
