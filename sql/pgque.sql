@@ -3314,7 +3314,7 @@ $$;
 -- one queue, so the limit is checked outside of it.  A row without an open queue is
 -- left to _open_slot(), or it would be lost silently.  The functions run with the
 -- rights of the inserting role.  The transaction has its id before it draws that of a
--- message, see _span().
+-- message, see _span_xids().
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,
@@ -4687,13 +4687,12 @@ $$;
 -- no such events), or null (too early to check).  The function only reads: no WAL, no
 -- transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
   v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
-  v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
@@ -4703,12 +4702,10 @@ begin
   if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
-    v_cond := pgque._xid_condition(p_last.tick_snapshot, p_snapshot);
-    if v_cond is not null then
-      execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
-      if v_found then
-        return 'events';
-      end if;
+    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
+    into v_found;
+    if v_found then
+      return 'events';
     end if;
     v_none := 'nothing';
   end if;
@@ -4800,7 +4797,7 @@ $$;
 -- Stores a tick and notifies listeners.  The commit waits for the disk whatever the
 -- session's synchronous_commit is.  The row gets the id of a (sub)transaction that had
 -- none when the sequence was read.  So every transaction that drew an id up to
--- p_event_seq has a lower id, see _span().
+-- p_event_seq has a lower id, see _span_xids().
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint
@@ -5049,57 +5046,41 @@ comment on function pgque.force_tick(text) is 'PgQ''s name for force_next_tick()
 -- window: which rows lie between two snapshots
 -- ---------------------------------------------------------------------------
 
--- Returns an SQL condition on e.ev_txid for "visible in p_to, not visible in p_from",
--- or null if no transaction can satisfy it.
+-- Returns the ids of the transactions that are visible in p_to and not in p_from, as
+-- ranges; with p_to null, of all transactions that are not visible in p_from.
 --
 -- The naive condition scans from the xmin of p_from: with one transaction that stays
 -- open for a day, every window scans a day of rows.  Instead:
 --   * Every id from xmax(p_from) up to xmax(p_to) was not visible in p_from.  So this
 --     range is divided at the ids that still run in p_to.
---   * Of the ids below it, only those that ran in p_from can be new.  So they are named
+--   * Of the ids below it, only those that ran in p_from can be new.  So they are added
 --     one by one.
--- Every part is a range of the index, and rows of running transactions are not read.
--- With more than 100 parts, one range for all new ids with a filter is faster.
-create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
+-- Rows of running transactions are in none of the ranges, and are not read.
+create or replace function pgque._xids(p_from pg_snapshot, p_to pg_snapshot) returns int8multirange
 language plpgsql stable as $$
 declare
-  v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
-  v_end    bigint := pg_catalog.pg_snapshot_xmax(p_to)::text::bigint;
-  v_late   xid8[];
-  v_running  bigint[] := '{}';
-  v_parts  text[] := '{}';
-  v_hi     bigint;
+  v_lo    bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
+  v_xids  int8multirange := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, greatest(v_lo, pg_catalog.pg_snapshot_xmax(p_to)::text::bigint)));
 begin
+  if p_to is null then
+    v_xids := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, null));
+  elsif pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
+    v_xids := v_xids - (
+      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
+      from pg_catalog.pg_snapshot_xip(p_to) x (xid));
+  end if;
   if pg_catalog.pg_snapshot_xmin(p_from) < pg_catalog.pg_snapshot_xmax(p_from) then
-    select pg_catalog.array_agg(x.xid) into v_late
-    from pg_catalog.pg_snapshot_xip(p_from) x (xid)
-    where pg_catalog.pg_visible_in_snapshot(x.xid, p_to);
-    if v_late is not null then
-      v_parts := array[pg_catalog.format('e.ev_txid = any (%L::xid8[])', v_late)];
-    end if;
+    v_xids := v_xids + (
+      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
+      from pg_catalog.pg_snapshot_xip(p_from) x (xid)
+      where p_to is null or pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
   end if;
-  if v_lo < v_end then
-    if pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
-      v_running := array(
-        select x.xid::text::bigint from pg_catalog.pg_snapshot_xip(p_to) x (xid) where x.xid::text::bigint >= v_lo order by 1);
-    end if;
-    foreach v_hi in array v_running || v_end loop
-      if v_lo < v_hi then
-        v_parts := v_parts || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8)', v_lo, v_hi);
-      end if;
-      v_lo := v_hi + 1;
-    end loop;
-  end if;
-  if pg_catalog.cardinality(v_parts) > 100 then
-    v_parts := v_parts[1:(v_late is not null)::int] || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8 and %s)',
-      pg_catalog.pg_snapshot_xmax(p_from), pg_catalog.pg_snapshot_xmax(p_to), pgque._xid_filter(p_from, p_to));
-  end if;
-  return '(' || nullif(pg_catalog.array_to_string(v_parts, ' or '), '') || ')';
+  return v_xids;
 end
 $$;
 
--- Returns the same set of transactions as a filter that no index serves.  It is for
--- scans by row addresses, where the planner must not choose an index.
+-- Returns the transactions of _xids() as a filter on e.ev_txid that no index serves.  It
+-- is for scans by row addresses, where the planner must not choose an index.
 create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
 language sql stable as $$
   select pg_catalog.format(
@@ -5108,32 +5089,59 @@ $$;
 
 -- Returns a query for the rows of a queue that satisfy a condition on e, over all three
 -- tables.  A writer whose snapshot is older than a rotation stores into a table that is
--- no longer current, so each table is read.  Only a table without a page is left out:
--- rows that a tick covers were stored before.  p_tids narrows each table to a range of
--- row addresses (three conditions, null for none).
-create or replace function pgque._rows_sql(p_queue_id int, p_condition text, p_tids text[] default null) returns text
+-- no longer current, so each table is read.  Only a table without a page is left out,
+-- unless p_all: rows that a tick covers were stored before.
+--   * p_xids: only rows of these transactions
+--   * p_tids: a range of row addresses in each table (three conditions, null for none)
+--   * p_columns: what is selected
+--
+-- The naive condition for several ranges of ids, which joins them by OR, lets the
+-- planner read the whole index and compare each entry with each range, if it takes the
+-- table for small.  It does so until the first ANALYZE, so that a check whether there is
+-- one new row reads all old ones.  Here each range is an index scan of a subquery, which
+-- has no other plan.  OFFSET 0 keeps the planner from merging that subquery.
+create or replace function pgque._rows_sql(
+  p_queue_id int, p_condition text, p_tids text[] default null, p_xids int8multirange default null, p_columns text default 'e.*', p_all boolean default false
+) returns text
 language plpgsql as $$
 declare
-  v_leaf  text;
-  v_sql   text;
+  v_merged  int8range := pg_catalog.range_merge(p_xids);
+  v_many    boolean := p_tids is null and p_xids <> pg_catalog.int8multirange(v_merged);   -- several ranges
+  v_leaf    text;
+  v_part    text;
+  v_sql     text;
 begin
+  if pg_catalog.isempty(v_merged) then
+    p_condition := 'false';
+  elsif v_many then
+    p_condition := 'e.ev_txid >= x.lo and e.ev_txid < x.hi and ' || p_condition;
+  elsif p_tids is null then
+    p_condition := pg_catalog.concat_ws(' and ', 'e.ev_txid >= ' || pg_catalog.quote_literal(pg_catalog.lower(v_merged)) || '::xid8',
+      'e.ev_txid < ' || pg_catalog.quote_literal(pg_catalog.upper(v_merged)) || '::xid8', p_condition);
+  elsif p_xids is not null then
+    p_condition := pg_catalog.format('e.ev_txid::text::bigint <@ %L::int8multirange and %s', p_xids, p_condition);
+  end if;
   for n in 0..2 loop
     v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
-    if p_tids[n + 1] is not null or p_tids is null and pg_catalog.pg_relation_size(v_leaf::regclass) > 0 then
-      v_sql := pg_catalog.concat_ws(' union all ', v_sql,
-        pg_catalog.concat('select * from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition));
+    if p_tids[n + 1] is not null or p_tids is null and (p_all or pg_catalog.pg_relation_size(v_leaf::regclass) > 0) then
+      v_part := pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition);
+      if v_many then
+        v_part := pg_catalog.format(
+          'select e.* from (select coalesce(pg_catalog.lower(r), 0)::text::xid8, coalesce(pg_catalog.upper(r), 9223372036854775807)::text::xid8'
+          ' from pg_catalog.unnest(%L::int8multirange) r) x (lo, hi) cross join lateral (%s offset 0) e', p_xids, v_part);
+      end if;
+      v_sql := pg_catalog.concat_ws(' union all ', v_sql, v_part);
     end if;
   end loop;
-  return coalesce(v_sql, 'select * from ' || v_leaf || ' e where false');
+  return coalesce(v_sql, pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where false'));
 end
 $$;
 
 -- Returns the condition for the part of a window that belongs to one subscriber and has
 -- its ids in (p_after, p_upto].  Either bound may be null.
-create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
+create or replace function pgque._slice_condition(p_owner int, p_after bigint, p_upto bigint) returns text
 language sql stable as $$
-  select p_xids
-    || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_owner)
+  select pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_owner)
     || coalesce(' and e.ev_id > ' || p_after, '')
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
@@ -5143,9 +5151,7 @@ $$;
 -- of row addresses.  A slice is then a TID range scan.  The rows of a window are fixed
 -- and do not move.  VACUUM FULL and the like give the table another file, which is
 -- noted too.  The map is a cache: without it, reading is only slower.
-create or replace function pgque._map_window(
-  p_queue_id int, p_from bigint, p_to bigint, p_xids text
-) returns void
+create or replace function pgque._map_window(p_queue_id int, p_from bigint, p_to bigint, p_xids int8multirange) returns void
 language plpgsql as $$
 begin
   execute pg_catalog.format(
@@ -5157,16 +5163,10 @@ begin
       pgque._filenodes($1), pgque._xid()
     from (
       select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 25 as chunk
-      from (
-        select e.ev_id, e.ev_owner, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
-        union all
-        select e.ev_id, e.ev_owner, 1, e.ctid from pgque.event_%1$s_1 e where %2$s
-        union all
-        select e.ev_id, e.ev_owner, 2, e.ctid from pgque.event_%1$s_2 e where %2$s
-      ) w
+      from (%s) w
     ) r
     group by r.chunk
-    $q$, p_queue_id, p_xids)
+    $q$, pgque._rows_sql(p_queue_id, 'true', null, p_xids, 'e.ev_id, e.ev_owner, e.slot % 3 as n, e.ctid as tid'))
   using p_queue_id, p_from, p_to;
 end
 $$;
@@ -5242,7 +5242,8 @@ create or replace function pgque._slice_sql(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_by_map  boolean;
-  v_xids    text;
+  v_xids    int8multirange;
+  v_filter  text;
   v_tids    text[];
   v_rows    text;
 begin
@@ -5257,16 +5258,17 @@ begin
     v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
   end if;
   if v_tids is null then
-    v_xids := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
+    v_xids := pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
     if p_by_map then
       perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
       v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
     end if;
   end if;
   if v_tids is not null then
-    v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+    v_xids := null;
+    v_filter := ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
   end if;
-  v_rows := pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(v_xids || p_and, p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_tids);
+  v_rows := pgque._rows_sql(p_sub.sub_queue, pg_catalog.concat(pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_filter, p_and), v_tids, v_xids);
   if p_pos.pos_tick < p_pos.pos_high then
     v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
   end if;
@@ -5290,7 +5292,7 @@ $$;
 -- were numbered, at least the next one.
 --
 -- _events_N: the first messages of a small window, p_limit at most, as they are
--- delivered.  As in _xid_condition(), late are the transactions that ran at the
+-- delivered.  As in _xids(), late are the transactions that ran at the
 -- window's first tick and not at its last.
 create or replace function pgque._create_reader(p_queue_id int) returns void
 language plpgsql as $function$
@@ -9545,14 +9547,13 @@ begin
   end if;
   v_from := pgque._need_tick(v_queue, p_from);
   v_to := pgque._need_tick(v_queue, p_to);
-  v_cond := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot)
-    || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
+  v_cond := pg_catalog.format('(e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
     || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
       else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
   return pg_catalog.format('select %s from (%s) e order by e.ev_id',
-    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, coalesce(v_cond, 'false')));
+    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, v_cond, null, pgque._xids(v_from.tick_snapshot, v_to.tick_snapshot)));
 end
 $$;
 
@@ -9697,8 +9698,8 @@ begin
       select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
       where e.ev_id is not null offset 0) b on true
     order by i.n
-    $q$, pgque._rows_sql(p_sub.sub_queue, coalesce(pgque._xid_condition((pgque._position(p_sub.sub_id)).pos_snapshot, p_upto), 'false')
-      || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id)))
+    $q$, pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id), null,
+      pgque._xids((pgque._position(p_sub.sub_id)).pos_snapshot, p_upto)))
   using p_ids, p_reasons, p_sub;
 end
 $$;
@@ -9920,10 +9921,10 @@ $$;
 -- The query for what a consumer reads before it reads the log, with ids above p_after, up
 -- to p_upto.  late are the ids that come from the log: their transactions were still open
 -- at the tick, or the messages were delayed then, or replaced since, or the repair of a
--- restored queue made them retries of this consumer.  They are few, and _span() bounds
--- where they are, but where old ids may enter the log at any time.  Retries of the other
--- consumer may be in the log too, see _pumped().  All is one statement, so that no message
--- moves while it looks for it.  p_first ends the queries for each place.
+-- restored queue made them retries of this consumer.  They are few, and _span_xids()
+-- bounds where they are, unless old ids may enter the log at any time.  Retries of the
+-- other consumer may be in the log too, see _pumped().  All is one statement, so that no
+-- message moves while it looks for it.  p_first ends the queries for each place.
 create or replace function pgque._archived_sql(
   p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
 ) returns text
@@ -9934,7 +9935,7 @@ declare
   v_tick   pgque.tick := pgque._need_tick(p_queue, p_tick_id);
   v_upto   bigint := p_upto;
   v_ids    text;
-  v_since  text;
+  v_since  int8multirange := pgque._xids(v_tick.tick_snapshot, null);
   v_late   text;
   v_which  text;
 begin
@@ -9947,9 +9948,7 @@ begin
     v_upto := least(p_upto, v_tick.tick_event_seq);
   end if;
   v_ids := pg_catalog.format('e.ev_id > %s', coalesce(p_after, 0)) || coalesce(' and e.ev_id <= ' || v_upto, '');
-  v_since := pg_catalog.format('(e.ev_txid >= %L::xid8 or e.ev_txid = any (%L::xid8[])) and ',
-    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot)));
-  v_late := v_since || pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and ', v_sub.sub_id) || v_ids;
+  v_late := pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and ', v_sub.sub_id) || v_ids;
   v_which := v_ids || ' and e.ev_id not in (select l.ev_id from late l)'
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end || p_first;
   return pg_catalog.format(
@@ -9973,13 +9972,13 @@ begin
     ) e
     order by e.ev_id
     $q$,
-    pgque._rows_sql(p_queue.queue_id, pgque._span(p_queue, null, v_upto) || ' and ' || v_late, '{true,true,true}'),
-    pgque._rows_sql(p_queue.queue_id, v_late, '{true,true,true}'),
+    pgque._rows_sql(p_queue.queue_id, v_late, null, v_since * pgque._span_xids(p_queue, null, v_upto), 'e.*', true),
+    pgque._rows_sql(p_queue.queue_id, v_late, null, v_since, 'e.*', true),
     p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
     v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
     v_sub.sub_id, v_ids,
-    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then v_since || 'e.ev_owner = ' || v_of.sub_id else 'false' end));
+    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since));
 end
 $$;
 
@@ -10363,8 +10362,8 @@ declare
   v_event  pgque.event;
   v_ids    bigint[];
 begin
-  v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
-    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
+  v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._undone_sql(p_sub,
+    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end), p_most);
   if pgque._keyed(p_queue) then
     -- As in receive(): a message whose body is being replaced goes to the retry queue.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
@@ -10439,27 +10438,31 @@ begin
 end
 $$;
 
--- Returns the condition on e for the rows of a position's slice or batch that have no
--- outcome.
-create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
+-- Returns the query for the rows of a position's slice or batch that have no outcome.
+-- p_and is one more condition on e.
+create or replace function pgque._undone_sql(p_sub pgque.subscriber, p_pos pgque.position, p_and text default '') returns text
 language sql stable as $$
-  select pgque._slice_condition(
-      coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
-    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '')
+  select pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id)
+    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '') || p_and,
+    null, pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot))
 $$;
 
--- Returns the condition on e for the rows that a subscriber has ahead of it in a
--- snapshot: not passed by its position, not delivered from its window, and without an
--- outcome in its open batch.
-create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot) returns text
+-- Returns the query for the rows that a subscriber has ahead of it in a snapshot: not
+-- passed by its position, not delivered from its window, and without an outcome in its
+-- open batch.  p_and is one more condition on e; p_tids as for _rows_sql(); p_xids: only
+-- rows of these transactions.
+create or replace function pgque._unfinished_sql(
+  p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot, p_and text default '', p_tids text[] default null,
+  p_xids int8multirange default '{(,)}'
+) returns text
 language sql stable as $$
-  select coalesce(pgque._xid_condition(p_position.pos_snapshot, p_snapshot), 'false')
-    || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
+  select pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
     || case when p_position.pos_batch is not null then pg_catalog.format(
       ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
-      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
+      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end || p_and,
+    p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
 
 -- Returns how many messages the slowest consumer has ahead of it or in open batches,
@@ -10480,16 +10483,14 @@ begin
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
-    execute pg_catalog.format('select count(*) from (%s) e',
-      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque._tick_snapshot())
-        || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
+    execute pg_catalog.format('select count(*) from (%s) e', pgque._unfinished_sql(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)),
+      pgque._tick_snapshot(), ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
     v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
     for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
       v_part := (v_held.lease).pos_done_count - v_held.settled;
       if v_sub.sub_role <> 'pool' then
         -- The number of messages in a batch of next_batch() is not known yet.
-        execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
-          pgque._undone_condition(v_sub.sub_id, v_held.lease) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+        execute pg_catalog.format('select count(*) from (%s) e', pgque._undone_sql(v_sub, v_held.lease, ' and (e.ev_expires is null or e.ev_expires > $1)'))
         into v_part using pgque.clock();
       end if;
       v_count := v_count + v_part;
@@ -11929,12 +11930,12 @@ $$;
 -- Returns when a message was sent that a snapshot shows and a subscriber has not
 -- finished; null if there is none.  Any such message will do: one index lookup.
 create or replace function pgque._unfinished(p_sub pgque.subscriber, p_pos pgque.position, p_snapshot pg_snapshot) returns timestamptz
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_sent  timestamptz;
 begin
-  execute pg_catalog.format('select e.ev_time from (%s) e limit 1', pgque._rows_sql(p_sub.sub_queue,
-    pgque._unfinished_condition(p_sub, p_pos, p_snapshot) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+  execute pg_catalog.format('select e.ev_time from (%s) e limit 1', pgque._unfinished_sql(p_sub, p_pos, p_snapshot,
+    ' and (e.ev_expires is null or e.ev_expires > $1)'))
   into v_sent using pgque.clock();
   return v_sent;
 end
@@ -12113,7 +12114,6 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
-  v_cond   text;
   v_rows   text;
   v_lapsed pgque.position;
 begin
@@ -12127,14 +12127,15 @@ begin
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
-  v_cond := coalesce(pgque._xid_condition(v_pos.pos_snapshot, pg_current_snapshot()), 'false')
-    || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
-    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
-      v_pos.pos_next_snapshot), '');
+  v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
+    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), ''),
+    null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()));
   for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
-    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed));
+    v_rows := v_rows || ' union all ' || pgque._undone_sql(v_sub, v_lapsed);
   end loop;
-  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s', pgque._rows_sql(v_queue.queue_id, v_cond), $2));
+  -- After a move back, a row may be ahead of the position and in an expired batch.
+  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select distinct on (e.ev_id, e.ev_txid, e.ev_retry) e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry limit %s',
+    v_rows, $2));
   return query execute format(
     $q$
     with log as materialized (%s)
@@ -12188,8 +12189,8 @@ begin
 end
 $$;
 
--- Returns a condition on e.ev_txid that holds for all rows of the log with ids above
--- p_after, up to p_upto.  A null leaves that end open.
+-- Returns the transactions that may have sent messages with ids above p_after, up to
+-- p_upto.  A null leaves that end open.
 --
 -- A sender has its transaction's id before it draws a message's id.  Let A be the last
 -- tick before the first id was drawn, and B the first tick after the last one was
@@ -12199,35 +12200,32 @@ $$;
 --     _store_tick).  xmin has only 32 bits of that id: the others are taken from the
 --     current id.
 -- If messages entered the log under older ids (see _noted), there is no upper end.
-create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
+create or replace function pgque._span_xids(p_queue pgque.queue, p_after bigint, p_upto bigint) returns int8multirange
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_tick   pgque.tick;
-  v_now    bigint := pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint;
-  v_xid    bigint;
-  v_lower  text;
-  v_upper  text;
+  v_tick  pgque.tick;
+  v_now   bigint := pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint;
+  v_xid   bigint;
+  v_xids  int8multirange := '{(,)}';
 begin
   if pgque._noted(p_queue.queue_id, '{external}') then
-    return 'true';   -- another system numbered events
+    return v_xids;   -- another system numbered events
   end if;
   if p_after > 0 then
     v_tick := pgque._tick_of_event(p_queue, p_after + 1);
     execute pg_catalog.format('select t.* from (%s) t where $1 is null or t.tick_id < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id))
     into v_tick using v_tick.tick_id;
     if v_tick.tick_id is not null then
-      v_lower := pg_catalog.format('(e.ev_txid >= %L::xid8%s)', pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot),
-        (select pg_catalog.format(' or e.ev_txid = any (%L::xid8[])', pg_catalog.array_agg(x.xid))
-        from pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot) x (xid) having count(*) > 0));
+      v_xids := pgque._xids(v_tick.tick_snapshot, null);
     end if;
   end if;
   if p_upto is not null and not pgque._noted(p_queue.queue_id, '{moved}') then
     v_tick := pgque._tick_of_event(p_queue, p_upto);
     execute pg_catalog.format('select t.xmin::text::bigint from pgque.tick_%s_%s t where t.tick_id = $1 and t.xmin <> ''2''', p_queue.queue_id, coalesce(v_tick.slot, 0) % 3)
     into v_xid using v_tick.tick_id;
-    v_upper := 'e.ev_txid < ' || pg_catalog.quote_literal(v_now + ((v_xid - v_now + 2147483648 & 4294967295) - 2147483648)) || '::xid8';
+    v_xids := v_xids * pg_catalog.int8multirange(pg_catalog.int8range(null, v_now + ((v_xid - v_now + 2147483648 & 4294967295) - 2147483648)));
   end if;
-  return coalesce(nullif(pg_catalog.concat_ws(' and ', v_lower, v_upper), ''), 'true');
+  return v_xids;
 end
 $$;
 
@@ -12236,16 +12234,16 @@ $$;
 create or replace function pgque._places(p_queue pgque.queue, p_id bigint) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_span    text := pgque._span(p_queue, p_id - 1, p_id);
-  v_tids    tid[];
-  v_places  text[] := array_fill(null::text, array[3]);
+  v_places  text[];
 begin
-  for n in 0..2 loop
-    execute pg_catalog.format(
-      'select pg_catalog.array_agg(e.ctid) from pgque.event_%s_%s e where %s and e.ev_id = $1 and (e.ev_owner is null or e.ev_owner > 0)', p_queue.queue_id, n, v_span)
-    into v_tids using p_id;
-    v_places[n + 1] := case when v_tids is not null then pg_catalog.format('e.ctid = any (%L::tid[])', v_tids) end;
-  end loop;
+  execute pg_catalog.format(
+    $q$
+    select array_agg('e.ctid = any (' || quote_literal(f.tids) || '::tid[])' order by l.n)
+    from generate_series(0, 2) l (n)
+    left join (select r.n, array_agg(r.tid) as tids from (%s) r group by r.n) f on f.n = l.n
+    $q$, pgque._rows_sql(p_queue.queue_id, 'e.ev_id = $1 and (e.ev_owner is null or e.ev_owner > 0)', null,
+      pgque._span_xids(p_queue, p_id - 1, p_id), 'e.slot % 3 as n, e.ctid as tid'))
+  into v_places using p_id;
   return v_places;
 end
 $$;
@@ -12345,9 +12343,9 @@ language plpgsql set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
   v_position  pgque.position;
-  v_ahead     text;
   v_upto      bigint;
-  v_span      text;
+  v_and       text := '';
+  v_xids      int8multirange := '{(,)}';
   v_length    bigint := 2000;
   v_count     bigint;
   v_found     bigint := 0;
@@ -12358,17 +12356,17 @@ begin
     return;
   end if;
   v_position := pgque._next_from(pgque._position(p_sub.sub_id));
-  v_ahead := pgque._unfinished_condition(p_sub, v_position, pg_catalog.pg_current_snapshot());
   loop
     if p_places is null then
       v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
       if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
         v_upto := null;
       end if;
-      v_span := pg_catalog.format(' and %s and e.ev_id > %s%s', pgque._span(p_queue, p_after, v_upto), p_after, ' and e.ev_id <= ' || v_upto);
+      v_and := pg_catalog.format(' and e.ev_id > %s%s', p_after, ' and e.ev_id <= ' || v_upto);
+      v_xids := pgque._span_xids(p_queue, p_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
-      pgque._renewed_sql(p_queue.queue_id, pgque._rows_sql(p_queue.queue_id, v_ahead || coalesce(v_span, ''), p_places)), $q$
+      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
         $q$, p_where)
@@ -12921,14 +12919,14 @@ end
 $$;
 
 create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, out status text, out detail text, out advice text)
-language plpgsql as $$
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_waits  interval;   -- how long a message has waited for a tick
 begin
   if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
     -- The seal or the purge of a message with a key is no message.
     execute format('select $1 - greatest($2, e.ev_time) from (%s) e where (e.ev_owner < 0) is not true limit 1',
-      pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(p_last.tick_snapshot, pg_current_snapshot()), 'false')))
+      pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, pg_current_snapshot())))
     into v_waits using pgque.clock(), p_last.tick_time;
     if p_last.tick_time > pgque.clock() then
       v_waits := p_last.tick_time - pgque.clock();   -- the clock was set back
@@ -13661,13 +13659,32 @@ language sql as $$
   where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer
 $$;
 
-create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
+-- For calls that had begun to build a query when the upgrade overtook them.
+create or replace function pgque._overtaken() returns text
 language plpgsql as $$
 begin
   perform pgque._fail('serialization_failure', 'pgque was upgraded while this call waited', 'Retry the transaction.');
   return null;
 end
 $$;
+
+create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
+language sql as $$ select null::pgque.position from pgque._overtaken() $$;
+
+create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
+language sql as $$ select pgque._overtaken() $$;
 
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;

@@ -109,7 +109,7 @@ $$;
 -- one queue, so the limit is checked outside of it.  A row without an open queue is
 -- left to _open_slot(), or it would be lost silently.  The functions run with the
 -- rights of the inserting role.  The transaction has its id before it draws that of a
--- message, see _span().
+-- message, see _span_xids().
 create or replace rule sink_bulk_send as on insert to pgque.sink_bulk do instead
   insert into pgque.event (slot, ev_id, ev_time, ev_txid, ev_type, ev_data, ev_headers, ev_expires)
   select coalesce(case when q.limited is null or pgque._sink_room(q.limited, (select pg_catalog.gen_random_uuid())) then q.slot end,

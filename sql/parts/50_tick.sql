@@ -66,13 +66,12 @@ $$;
 -- no such events), or null (too early to check).  The function only reads: no WAL, no
 -- transaction id.
 create or replace function pgque._tick_reason(p_queue pgque.queue, p_last pgque.tick, p_snapshot pg_snapshot) returns text
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   v_count  bigint := coalesce(pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq), 0) - p_last.tick_event_seq;
   v_age    interval := v_now - p_last.tick_time;
   v_ahead  boolean := v_age < '-1 second';   -- the clock was set back, by more than a correction
-  v_cond   text;
   v_found  boolean;
   v_none   text;
 begin
@@ -82,12 +81,10 @@ begin
   if v_count >= p_queue.queue_ticker_max_count or v_ahead
     or v_age >= least(p_queue.queue_ticker_max_lag, p_queue.queue_ticker_idle_period)
   then
-    v_cond := pgque._xid_condition(p_last.tick_snapshot, p_snapshot);
-    if v_cond is not null then
-      execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, v_cond)) into v_found;
-      if v_found then
-        return 'events';
-      end if;
+    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, p_snapshot)))
+    into v_found;
+    if v_found then
+      return 'events';
     end if;
     v_none := 'nothing';
   end if;
@@ -179,7 +176,7 @@ $$;
 -- Stores a tick and notifies listeners.  The commit waits for the disk whatever the
 -- session's synchronous_commit is.  The row gets the id of a (sub)transaction that had
 -- none when the sequence was read.  So every transaction that drew an id up to
--- p_event_seq has a lower id, see _span().
+-- p_event_seq has a lower id, see _span_xids().
 create or replace function pgque._store_tick(
   p_queue pgque.queue, p_tick_id bigint, p_time timestamptz, p_snapshot pg_snapshot, p_event_seq bigint, p_notify boolean
 ) returns bigint

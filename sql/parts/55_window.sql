@@ -2,57 +2,41 @@
 -- window: which rows lie between two snapshots
 -- ---------------------------------------------------------------------------
 
--- Returns an SQL condition on e.ev_txid for "visible in p_to, not visible in p_from",
--- or null if no transaction can satisfy it.
+-- Returns the ids of the transactions that are visible in p_to and not in p_from, as
+-- ranges; with p_to null, of all transactions that are not visible in p_from.
 --
 -- The naive condition scans from the xmin of p_from: with one transaction that stays
 -- open for a day, every window scans a day of rows.  Instead:
 --   * Every id from xmax(p_from) up to xmax(p_to) was not visible in p_from.  So this
 --     range is divided at the ids that still run in p_to.
---   * Of the ids below it, only those that ran in p_from can be new.  So they are named
+--   * Of the ids below it, only those that ran in p_from can be new.  So they are added
 --     one by one.
--- Every part is a range of the index, and rows of running transactions are not read.
--- With more than 100 parts, one range for all new ids with a filter is faster.
-create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
+-- Rows of running transactions are in none of the ranges, and are not read.
+create or replace function pgque._xids(p_from pg_snapshot, p_to pg_snapshot) returns int8multirange
 language plpgsql stable as $$
 declare
-  v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
-  v_end    bigint := pg_catalog.pg_snapshot_xmax(p_to)::text::bigint;
-  v_late   xid8[];
-  v_running  bigint[] := '{}';
-  v_parts  text[] := '{}';
-  v_hi     bigint;
+  v_lo    bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;
+  v_xids  int8multirange := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, greatest(v_lo, pg_catalog.pg_snapshot_xmax(p_to)::text::bigint)));
 begin
+  if p_to is null then
+    v_xids := pg_catalog.int8multirange(pg_catalog.int8range(v_lo, null));
+  elsif pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
+    v_xids := v_xids - (
+      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
+      from pg_catalog.pg_snapshot_xip(p_to) x (xid));
+  end if;
   if pg_catalog.pg_snapshot_xmin(p_from) < pg_catalog.pg_snapshot_xmax(p_from) then
-    select pg_catalog.array_agg(x.xid) into v_late
-    from pg_catalog.pg_snapshot_xip(p_from) x (xid)
-    where pg_catalog.pg_visible_in_snapshot(x.xid, p_to);
-    if v_late is not null then
-      v_parts := array[pg_catalog.format('e.ev_txid = any (%L::xid8[])', v_late)];
-    end if;
+    v_xids := v_xids + (
+      select coalesce(pg_catalog.range_agg(pg_catalog.int8range(x.xid::text::bigint, x.xid::text::bigint, '[]')), '{}')
+      from pg_catalog.pg_snapshot_xip(p_from) x (xid)
+      where p_to is null or pg_catalog.pg_visible_in_snapshot(x.xid, p_to));
   end if;
-  if v_lo < v_end then
-    if pg_catalog.pg_snapshot_xmin(p_to) < pg_catalog.pg_snapshot_xmax(p_to) then
-      v_running := array(
-        select x.xid::text::bigint from pg_catalog.pg_snapshot_xip(p_to) x (xid) where x.xid::text::bigint >= v_lo order by 1);
-    end if;
-    foreach v_hi in array v_running || v_end loop
-      if v_lo < v_hi then
-        v_parts := v_parts || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8)', v_lo, v_hi);
-      end if;
-      v_lo := v_hi + 1;
-    end loop;
-  end if;
-  if pg_catalog.cardinality(v_parts) > 100 then
-    v_parts := v_parts[1:(v_late is not null)::int] || pg_catalog.format('(e.ev_txid >= %L::xid8 and e.ev_txid < %L::xid8 and %s)',
-      pg_catalog.pg_snapshot_xmax(p_from), pg_catalog.pg_snapshot_xmax(p_to), pgque._xid_filter(p_from, p_to));
-  end if;
-  return '(' || nullif(pg_catalog.array_to_string(v_parts, ' or '), '') || ')';
+  return v_xids;
 end
 $$;
 
--- Returns the same set of transactions as a filter that no index serves.  It is for
--- scans by row addresses, where the planner must not choose an index.
+-- Returns the transactions of _xids() as a filter on e.ev_txid that no index serves.  It
+-- is for scans by row addresses, where the planner must not choose an index.
 create or replace function pgque._xid_filter(p_from pg_snapshot, p_to pg_snapshot) returns text
 language sql stable as $$
   select pg_catalog.format(
@@ -61,32 +45,59 @@ $$;
 
 -- Returns a query for the rows of a queue that satisfy a condition on e, over all three
 -- tables.  A writer whose snapshot is older than a rotation stores into a table that is
--- no longer current, so each table is read.  Only a table without a page is left out:
--- rows that a tick covers were stored before.  p_tids narrows each table to a range of
--- row addresses (three conditions, null for none).
-create or replace function pgque._rows_sql(p_queue_id int, p_condition text, p_tids text[] default null) returns text
+-- no longer current, so each table is read.  Only a table without a page is left out,
+-- unless p_all: rows that a tick covers were stored before.
+--   * p_xids: only rows of these transactions
+--   * p_tids: a range of row addresses in each table (three conditions, null for none)
+--   * p_columns: what is selected
+--
+-- The naive condition for several ranges of ids, which joins them by OR, lets the
+-- planner read the whole index and compare each entry with each range, if it takes the
+-- table for small.  It does so until the first ANALYZE, so that a check whether there is
+-- one new row reads all old ones.  Here each range is an index scan of a subquery, which
+-- has no other plan.  OFFSET 0 keeps the planner from merging that subquery.
+create or replace function pgque._rows_sql(
+  p_queue_id int, p_condition text, p_tids text[] default null, p_xids int8multirange default null, p_columns text default 'e.*', p_all boolean default false
+) returns text
 language plpgsql as $$
 declare
-  v_leaf  text;
-  v_sql   text;
+  v_merged  int8range := pg_catalog.range_merge(p_xids);
+  v_many    boolean := p_tids is null and p_xids <> pg_catalog.int8multirange(v_merged);   -- several ranges
+  v_leaf    text;
+  v_part    text;
+  v_sql     text;
 begin
+  if pg_catalog.isempty(v_merged) then
+    p_condition := 'false';
+  elsif v_many then
+    p_condition := 'e.ev_txid >= x.lo and e.ev_txid < x.hi and ' || p_condition;
+  elsif p_tids is null then
+    p_condition := pg_catalog.concat_ws(' and ', 'e.ev_txid >= ' || pg_catalog.quote_literal(pg_catalog.lower(v_merged)) || '::xid8',
+      'e.ev_txid < ' || pg_catalog.quote_literal(pg_catalog.upper(v_merged)) || '::xid8', p_condition);
+  elsif p_xids is not null then
+    p_condition := pg_catalog.format('e.ev_txid::text::bigint <@ %L::int8multirange and %s', p_xids, p_condition);
+  end if;
   for n in 0..2 loop
     v_leaf := 'pgque.event_' || p_queue_id || '_' || n;
-    if p_tids[n + 1] is not null or p_tids is null and pg_catalog.pg_relation_size(v_leaf::regclass) > 0 then
-      v_sql := pg_catalog.concat_ws(' union all ', v_sql,
-        pg_catalog.concat('select * from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition));
+    if p_tids[n + 1] is not null or p_tids is null and (p_all or pg_catalog.pg_relation_size(v_leaf::regclass) > 0) then
+      v_part := pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where ', p_tids[n + 1] || ' and ', p_condition);
+      if v_many then
+        v_part := pg_catalog.format(
+          'select e.* from (select coalesce(pg_catalog.lower(r), 0)::text::xid8, coalesce(pg_catalog.upper(r), 9223372036854775807)::text::xid8'
+          ' from pg_catalog.unnest(%L::int8multirange) r) x (lo, hi) cross join lateral (%s offset 0) e', p_xids, v_part);
+      end if;
+      v_sql := pg_catalog.concat_ws(' union all ', v_sql, v_part);
     end if;
   end loop;
-  return coalesce(v_sql, 'select * from ' || v_leaf || ' e where false');
+  return coalesce(v_sql, pg_catalog.concat('select ', p_columns, ' from ', v_leaf, ' e where false'));
 end
 $$;
 
 -- Returns the condition for the part of a window that belongs to one subscriber and has
 -- its ids in (p_after, p_upto].  Either bound may be null.
-create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
+create or replace function pgque._slice_condition(p_owner int, p_after bigint, p_upto bigint) returns text
 language sql stable as $$
-  select p_xids
-    || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_owner)
+  select pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_owner)
     || coalesce(' and e.ev_id > ' || p_after, '')
     || coalesce(' and e.ev_id <= ' || p_upto, '')
 $$;
@@ -96,9 +107,7 @@ $$;
 -- of row addresses.  A slice is then a TID range scan.  The rows of a window are fixed
 -- and do not move.  VACUUM FULL and the like give the table another file, which is
 -- noted too.  The map is a cache: without it, reading is only slower.
-create or replace function pgque._map_window(
-  p_queue_id int, p_from bigint, p_to bigint, p_xids text
-) returns void
+create or replace function pgque._map_window(p_queue_id int, p_from bigint, p_to bigint, p_xids int8multirange) returns void
 language plpgsql as $$
 begin
   execute pg_catalog.format(
@@ -110,16 +119,10 @@ begin
       pgque._filenodes($1), pgque._xid()
     from (
       select w.ev_id, w.n, w.tid, (greatest(count(*) filter (where w.ev_owner is null) over (order by w.ev_id), 1) - 1) / 25 as chunk
-      from (
-        select e.ev_id, e.ev_owner, 0 as n, e.ctid as tid from pgque.event_%1$s_0 e where %2$s
-        union all
-        select e.ev_id, e.ev_owner, 1, e.ctid from pgque.event_%1$s_1 e where %2$s
-        union all
-        select e.ev_id, e.ev_owner, 2, e.ctid from pgque.event_%1$s_2 e where %2$s
-      ) w
+      from (%s) w
     ) r
     group by r.chunk
-    $q$, p_queue_id, p_xids)
+    $q$, pgque._rows_sql(p_queue_id, 'true', null, p_xids, 'e.ev_id, e.ev_owner, e.slot % 3 as n, e.ctid as tid'))
   using p_queue_id, p_from, p_to;
 end
 $$;
@@ -195,7 +198,8 @@ create or replace function pgque._slice_sql(
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_by_map  boolean;
-  v_xids    text;
+  v_xids    int8multirange;
+  v_filter  text;
   v_tids    text[];
   v_rows    text;
 begin
@@ -210,16 +214,17 @@ begin
     v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
   end if;
   if v_tids is null then
-    v_xids := coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false');
+    v_xids := pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
     if p_by_map then
       perform pgque._map_window(p_sub.sub_queue, p_pos.pos_tick, p_pos.pos_next_tick, v_xids);
       v_tids := pgque._map_conditions(p_sub.sub_queue, p_pos, p_max);
     end if;
   end if;
   if v_tids is not null then
-    v_xids := pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
+    v_xids := null;
+    v_filter := ' and ' || pgque._xid_filter(p_pos.pos_snapshot, p_pos.pos_next_snapshot);
   end if;
-  v_rows := pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(v_xids || p_and, p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_tids);
+  v_rows := pgque._rows_sql(p_sub.sub_queue, pg_catalog.concat(pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id), v_filter, p_and), v_tids, v_xids);
   if p_pos.pos_tick < p_pos.pos_high then
     v_rows := pg_catalog.format('select distinct on (e.ev_id) e.* from (%s) e order by e.ev_id, e.ev_txid desc', v_rows);
   end if;
@@ -243,7 +248,7 @@ $$;
 -- were numbered, at least the next one.
 --
 -- _events_N: the first messages of a small window, p_limit at most, as they are
--- delivered.  As in _xid_condition(), late are the transactions that ran at the
+-- delivered.  As in _xids(), late are the transactions that ran at the
 -- window's first tick and not at its last.
 create or replace function pgque._create_reader(p_queue_id int) returns void
 language plpgsql as $function$

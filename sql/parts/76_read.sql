@@ -143,14 +143,13 @@ begin
   end if;
   v_from := pgque._need_tick(v_queue, p_from);
   v_to := pgque._need_tick(v_queue, p_to);
-  v_cond := pgque._xid_condition(v_from.tick_snapshot, v_to.tick_snapshot)
-    || pg_catalog.format(' and (e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
+  v_cond := pg_catalog.format('(e.ev_expires is null or e.ev_expires > %L::timestamptz) and ', v_to.tick_time)
     || case when p_consumer is null then '(e.ev_owner is null or e.ev_owner = 0)'
       else pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s))', (pgque._subscriber(p_queue, p_consumer)).sub_id) end
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end
     || case when p_parts = 1 then '' else pg_catalog.format(' and e.ev_id %% %s = %s', p_parts, p_part) end;
   return pg_catalog.format('select %s from (%s) e order by e.ev_id',
-    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, coalesce(v_cond, 'false')));
+    pgque._event_columns(), pgque._rows_sql(v_queue.queue_id, v_cond, null, pgque._xids(v_from.tick_snapshot, v_to.tick_snapshot)));
 end
 $$;
 
@@ -295,8 +294,8 @@ begin
       select pgque._add_dead_letter(pgque._waiting(row(e.*)::pgque.event, $3, case when e.ev_owner > 0 then coalesce(e.ev_retry, 0) else 0 end + 1, null, null, null), $3.sub_consumer, i.reason, false) as ok
       where e.ev_id is not null offset 0) b on true
     order by i.n
-    $q$, pgque._rows_sql(p_sub.sub_queue, coalesce(pgque._xid_condition((pgque._position(p_sub.sub_id)).pos_snapshot, p_upto), 'false')
-      || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id)))
+    $q$, pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and e.ev_id = any ($1)', p_sub.sub_id), null,
+      pgque._xids((pgque._position(p_sub.sub_id)).pos_snapshot, p_upto)))
   using p_ids, p_reasons, p_sub;
 end
 $$;

@@ -212,10 +212,10 @@ $$;
 -- The query for what a consumer reads before it reads the log, with ids above p_after, up
 -- to p_upto.  late are the ids that come from the log: their transactions were still open
 -- at the tick, or the messages were delayed then, or replaced since, or the repair of a
--- restored queue made them retries of this consumer.  They are few, and _span() bounds
--- where they are, but where old ids may enter the log at any time.  Retries of the other
--- consumer may be in the log too, see _pumped().  All is one statement, so that no message
--- moves while it looks for it.  p_first ends the queries for each place.
+-- restored queue made them retries of this consumer.  They are few, and _span_xids()
+-- bounds where they are, unless old ids may enter the log at any time.  Retries of the
+-- other consumer may be in the log too, see _pumped().  All is one statement, so that no
+-- message moves while it looks for it.  p_first ends the queries for each place.
 create or replace function pgque._archived_sql(
   p_queue pgque.queue, p_consumer text, p_tick_id bigint, p_after bigint, p_upto bigint, p_types text[], p_columns text, p_first text default ''
 ) returns text
@@ -226,7 +226,7 @@ declare
   v_tick   pgque.tick := pgque._need_tick(p_queue, p_tick_id);
   v_upto   bigint := p_upto;
   v_ids    text;
-  v_since  text;
+  v_since  int8multirange := pgque._xids(v_tick.tick_snapshot, null);
   v_late   text;
   v_which  text;
 begin
@@ -239,9 +239,7 @@ begin
     v_upto := least(p_upto, v_tick.tick_event_seq);
   end if;
   v_ids := pg_catalog.format('e.ev_id > %s', coalesce(p_after, 0)) || coalesce(' and e.ev_id <= ' || v_upto, '');
-  v_since := pg_catalog.format('(e.ev_txid >= %L::xid8 or e.ev_txid = any (%L::xid8[])) and ',
-    pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot), array(select pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot)));
-  v_late := v_since || pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and ', v_sub.sub_id) || v_ids;
+  v_late := pg_catalog.format('(e.ev_owner is null or e.ev_owner in (0, %s)) and ', v_sub.sub_id) || v_ids;
   v_which := v_ids || ' and e.ev_id not in (select l.ev_id from late l)'
     || case when p_types is null then '' else pg_catalog.format(' and e.ev_type = any (%L::text[])', pg_catalog.array_remove(p_types, null)) end || p_first;
   return pg_catalog.format(
@@ -265,13 +263,13 @@ begin
     ) e
     order by e.ev_id
     $q$,
-    pgque._rows_sql(p_queue.queue_id, pgque._span(p_queue, null, v_upto) || ' and ' || v_late, '{true,true,true}'),
-    pgque._rows_sql(p_queue.queue_id, v_late, '{true,true,true}'),
+    pgque._rows_sql(p_queue.queue_id, v_late, null, v_since * pgque._span_xids(p_queue, null, v_upto), 'e.*', true),
+    pgque._rows_sql(p_queue.queue_id, v_late, null, v_since, 'e.*', true),
     p_queue.queue_id, p_columns, pg_catalog.replace(pgque._event_columns(), 'e.ev_txid', 'null::xid8 as ev_txid'), v_of.sub_consumer,
     v_which, pgque._event_columns(), pgque._renewed_sql(p_queue.queue_id, pg_catalog.format(
       'select (pgque._event(e)).* from pgque.retry_queue e where e.ev_owner = %s and e.ev_queue = %s and %s', v_of.sub_id, p_queue.queue_id, v_ids)),
     v_sub.sub_id, v_ids,
-    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then v_since || 'e.ev_owner = ' || v_of.sub_id else 'false' end));
+    pgque._rows_sql(p_queue.queue_id, case when pgque._noted(p_queue.queue_id, '{moved}') then 'e.ev_owner = ' || v_of.sub_id else 'false' end, null, v_since));
 end
 $$;
 

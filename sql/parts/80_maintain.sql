@@ -336,8 +336,8 @@ declare
   v_event  pgque.event;
   v_ids    bigint[];
 begin
-  v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._rows_sql(p_queue.queue_id, pgque._undone_condition(p_sub.sub_id,
-    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end)), p_most);
+  v_rows := pg_catalog.format('select * from (%s) e order by e.ev_id limit %L', pgque._undone_sql(p_sub,
+    case when p_position.pos_next_tick < p_to.tick_id then p_position else pgque._with_window(p_position, p_to) end), p_most);
   if pgque._keyed(p_queue) then
     -- As in receive(): a message whose body is being replaced goes to the retry queue.
     execute pg_catalog.format('select array_agg(%s) from (%s) e where e.ev_key is not null', pgque._slim('null'), v_rows) into v_keyed;
@@ -412,27 +412,31 @@ begin
 end
 $$;
 
--- Returns the condition on e for the rows of a position's slice or batch that have no
--- outcome.
-create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
+-- Returns the query for the rows of a position's slice or batch that have no outcome.
+-- p_and is one more condition on e.
+create or replace function pgque._undone_sql(p_sub pgque.subscriber, p_pos pgque.position, p_and text default '') returns text
 language sql stable as $$
-  select pgque._slice_condition(
-      coalesce(pgque._xid_condition(p_pos.pos_snapshot, p_pos.pos_next_snapshot), 'false'), p_owner, p_pos.pos_done_id, p_pos.pos_last_id)
-    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '')
+  select pgque._rows_sql(p_sub.sub_queue, pgque._slice_condition(p_sub.sub_id, p_pos.pos_done_id, p_pos.pos_last_id)
+    || coalesce(' and not exists (select from pgque.settled s where s.set_batch = ' || p_pos.pos_batch || ' and s.set_ev_id = e.ev_id)', '') || p_and,
+    null, pgque._xids(p_pos.pos_snapshot, p_pos.pos_next_snapshot))
 $$;
 
--- Returns the condition on e for the rows that a subscriber has ahead of it in a
--- snapshot: not passed by its position, not delivered from its window, and without an
--- outcome in its open batch.
-create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot) returns text
+-- Returns the query for the rows that a subscriber has ahead of it in a snapshot: not
+-- passed by its position, not delivered from its window, and without an outcome in its
+-- open batch.  p_and is one more condition on e; p_tids as for _rows_sql(); p_xids: only
+-- rows of these transactions.
+create or replace function pgque._unfinished_sql(
+  p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot, p_and text default '', p_tids text[] default null,
+  p_xids int8multirange default '{(,)}'
+) returns text
 language sql stable as $$
-  select coalesce(pgque._xid_condition(p_position.pos_snapshot, p_snapshot), 'false')
-    || pg_catalog.format(' and (e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
+  select pgque._rows_sql(p_sub.sub_queue, pg_catalog.format('(e.ev_owner is null or e.ev_owner = %s)', p_sub.sub_id)
     || coalesce(' and not (e.ev_id <= ' || p_position.pos_done_id
       || pg_catalog.format(' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %L))', p_position.pos_next_snapshot), '')
     || case when p_position.pos_batch is not null then pg_catalog.format(
       ' and not (exists (select from pgque.settled s where s.set_batch = %1$s and s.set_ev_id = e.ev_id)'
-      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end
+      ' and pg_catalog.pg_visible_in_snapshot(e.ev_txid, %2$L))', p_position.pos_batch, p_position.pos_next_snapshot) else '' end || p_and,
+    p_tids, pgque._xids(p_position.pos_snapshot, p_snapshot) * p_xids)
 $$;
 
 -- Returns how many messages the slowest consumer has ahead of it or in open batches,
@@ -453,16 +457,14 @@ begin
     into v_own using pg_catalog.pg_current_xact_id();
   end if;
   for v_sub in select s.* from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null loop
-    execute pg_catalog.format('select count(*) from (%s) e',
-      pgque._rows_sql(p_queue_id, pgque._unfinished_condition(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)), pgque._tick_snapshot())
-        || ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
+    execute pg_catalog.format('select count(*) from (%s) e', pgque._unfinished_sql(v_sub, pgque._next_from(pgque._position(v_sub.sub_id)),
+      pgque._tick_snapshot(), ' and (e.ev_expires is null or e.ev_expires > $1)')) into v_count using pgque.clock();
     v_count := v_count + v_own + (select count(*) from pgque.retry_queue r where r.ev_owner = v_sub.sub_id);
     for v_held in select h.lease, h.settled from pgque._held(v_sub.sub_id) h loop
       v_part := (v_held.lease).pos_done_count - v_held.settled;
       if v_sub.sub_role <> 'pool' then
         -- The number of messages in a batch of next_batch() is not known yet.
-        execute pg_catalog.format('select count(*) from (%s) e', pgque._rows_sql(p_queue_id,
-          pgque._undone_condition(v_sub.sub_id, v_held.lease) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+        execute pg_catalog.format('select count(*) from (%s) e', pgque._undone_sql(v_sub, v_held.lease, ' and (e.ev_expires is null or e.ev_expires > $1)'))
         into v_part using pgque.clock();
       end if;
       v_count := v_count + v_part;

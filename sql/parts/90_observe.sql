@@ -183,12 +183,12 @@ $$;
 -- Returns when a message was sent that a snapshot shows and a subscriber has not
 -- finished; null if there is none.  Any such message will do: one index lookup.
 create or replace function pgque._unfinished(p_sub pgque.subscriber, p_pos pgque.position, p_snapshot pg_snapshot) returns timestamptz
-language plpgsql set enable_seqscan = off set jit = off as $$
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_sent  timestamptz;
 begin
-  execute pg_catalog.format('select e.ev_time from (%s) e limit 1', pgque._rows_sql(p_sub.sub_queue,
-    pgque._unfinished_condition(p_sub, p_pos, p_snapshot) || ' and (e.ev_expires is null or e.ev_expires > $1)'))
+  execute pg_catalog.format('select e.ev_time from (%s) e limit 1', pgque._unfinished_sql(p_sub, p_pos, p_snapshot,
+    ' and (e.ev_expires is null or e.ev_expires > $1)'))
   into v_sent using pgque.clock();
   return v_sent;
 end
@@ -367,7 +367,6 @@ declare
   v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
-  v_cond   text;
   v_rows   text;
   v_lapsed pgque.position;
 begin
@@ -381,14 +380,15 @@ begin
   else
     v_pos.pos_snapshot := (pgque._tick(v_queue.queue_id, pgque._slowest_tick(v_queue.queue_id))).tick_snapshot;
   end if;
-  v_cond := coalesce(pgque._xid_condition(v_pos.pos_snapshot, pg_current_snapshot()), 'false')
-    || coalesce(' and (e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', ' and e.ev_owner is null')
-    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))',
-      v_pos.pos_next_snapshot), '');
+  v_rows := pgque._rows_sql(v_queue.queue_id, coalesce('(e.ev_owner is null or e.ev_owner = ' || v_sub.sub_id || ')', 'e.ev_owner is null')
+    || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), ''),
+    null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()));
   for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
-    v_cond := format('(%s) or (%s)', v_cond, pgque._undone_condition(v_sub.sub_id, v_lapsed));
+    v_rows := v_rows || ' union all ' || pgque._undone_sql(v_sub, v_lapsed);
   end loop;
-  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select * from (%s) e order by e.ev_id, e.ev_txid desc limit %s', pgque._rows_sql(v_queue.queue_id, v_cond), $2));
+  -- After a move back, a row may be ahead of the position and in an expired batch.
+  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select distinct on (e.ev_id, e.ev_txid, e.ev_retry) e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry limit %s',
+    v_rows, $2));
   return query execute format(
     $q$
     with log as materialized (%s)
@@ -442,8 +442,8 @@ begin
 end
 $$;
 
--- Returns a condition on e.ev_txid that holds for all rows of the log with ids above
--- p_after, up to p_upto.  A null leaves that end open.
+-- Returns the transactions that may have sent messages with ids above p_after, up to
+-- p_upto.  A null leaves that end open.
 --
 -- A sender has its transaction's id before it draws a message's id.  Let A be the last
 -- tick before the first id was drawn, and B the first tick after the last one was
@@ -453,35 +453,32 @@ $$;
 --     _store_tick).  xmin has only 32 bits of that id: the others are taken from the
 --     current id.
 -- If messages entered the log under older ids (see _noted), there is no upper end.
-create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
+create or replace function pgque._span_xids(p_queue pgque.queue, p_after bigint, p_upto bigint) returns int8multirange
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_tick   pgque.tick;
-  v_now    bigint := pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint;
-  v_xid    bigint;
-  v_lower  text;
-  v_upper  text;
+  v_tick  pgque.tick;
+  v_now   bigint := pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::bigint;
+  v_xid   bigint;
+  v_xids  int8multirange := '{(,)}';
 begin
   if pgque._noted(p_queue.queue_id, '{external}') then
-    return 'true';   -- another system numbered events
+    return v_xids;   -- another system numbered events
   end if;
   if p_after > 0 then
     v_tick := pgque._tick_of_event(p_queue, p_after + 1);
     execute pg_catalog.format('select t.* from (%s) t where $1 is null or t.tick_id < $1 order by t.tick_id desc limit 1', pgque._ticks_sql(p_queue.queue_id))
     into v_tick using v_tick.tick_id;
     if v_tick.tick_id is not null then
-      v_lower := pg_catalog.format('(e.ev_txid >= %L::xid8%s)', pg_catalog.pg_snapshot_xmax(v_tick.tick_snapshot),
-        (select pg_catalog.format(' or e.ev_txid = any (%L::xid8[])', pg_catalog.array_agg(x.xid))
-        from pg_catalog.pg_snapshot_xip(v_tick.tick_snapshot) x (xid) having count(*) > 0));
+      v_xids := pgque._xids(v_tick.tick_snapshot, null);
     end if;
   end if;
   if p_upto is not null and not pgque._noted(p_queue.queue_id, '{moved}') then
     v_tick := pgque._tick_of_event(p_queue, p_upto);
     execute pg_catalog.format('select t.xmin::text::bigint from pgque.tick_%s_%s t where t.tick_id = $1 and t.xmin <> ''2''', p_queue.queue_id, coalesce(v_tick.slot, 0) % 3)
     into v_xid using v_tick.tick_id;
-    v_upper := 'e.ev_txid < ' || pg_catalog.quote_literal(v_now + ((v_xid - v_now + 2147483648 & 4294967295) - 2147483648)) || '::xid8';
+    v_xids := v_xids * pg_catalog.int8multirange(pg_catalog.int8range(null, v_now + ((v_xid - v_now + 2147483648 & 4294967295) - 2147483648)));
   end if;
-  return coalesce(nullif(pg_catalog.concat_ws(' and ', v_lower, v_upper), ''), 'true');
+  return v_xids;
 end
 $$;
 
@@ -490,16 +487,16 @@ $$;
 create or replace function pgque._places(p_queue pgque.queue, p_id bigint) returns text[]
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
-  v_span    text := pgque._span(p_queue, p_id - 1, p_id);
-  v_tids    tid[];
-  v_places  text[] := array_fill(null::text, array[3]);
+  v_places  text[];
 begin
-  for n in 0..2 loop
-    execute pg_catalog.format(
-      'select pg_catalog.array_agg(e.ctid) from pgque.event_%s_%s e where %s and e.ev_id = $1 and (e.ev_owner is null or e.ev_owner > 0)', p_queue.queue_id, n, v_span)
-    into v_tids using p_id;
-    v_places[n + 1] := case when v_tids is not null then pg_catalog.format('e.ctid = any (%L::tid[])', v_tids) end;
-  end loop;
+  execute pg_catalog.format(
+    $q$
+    select array_agg('e.ctid = any (' || quote_literal(f.tids) || '::tid[])' order by l.n)
+    from generate_series(0, 2) l (n)
+    left join (select r.n, array_agg(r.tid) as tids from (%s) r group by r.n) f on f.n = l.n
+    $q$, pgque._rows_sql(p_queue.queue_id, 'e.ev_id = $1 and (e.ev_owner is null or e.ev_owner > 0)', null,
+      pgque._span_xids(p_queue, p_id - 1, p_id), 'e.slot % 3 as n, e.ctid as tid'))
+  into v_places using p_id;
   return v_places;
 end
 $$;
@@ -599,9 +596,9 @@ language plpgsql set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
   v_position  pgque.position;
-  v_ahead     text;
   v_upto      bigint;
-  v_span      text;
+  v_and       text := '';
+  v_xids      int8multirange := '{(,)}';
   v_length    bigint := 2000;
   v_count     bigint;
   v_found     bigint := 0;
@@ -612,17 +609,17 @@ begin
     return;
   end if;
   v_position := pgque._next_from(pgque._position(p_sub.sub_id));
-  v_ahead := pgque._unfinished_condition(p_sub, v_position, pg_catalog.pg_current_snapshot());
   loop
     if p_places is null then
       v_upto := greatest(v_upto, p_after, v_position.pos_event_seq) + v_length;
       if v_moved or v_upto >= pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is not false then
         v_upto := null;
       end if;
-      v_span := pg_catalog.format(' and %s and e.ev_id > %s%s', pgque._span(p_queue, p_after, v_upto), p_after, ' and e.ev_id <= ' || v_upto);
+      v_and := pg_catalog.format(' and e.ev_id > %s%s', p_after, ' and e.ev_id <= ' || v_upto);
+      v_xids := pgque._span_xids(p_queue, p_after, v_upto);
     end if;
     return query execute pgque._messages_sql(
-      pgque._renewed_sql(p_queue.queue_id, pgque._rows_sql(p_queue.queue_id, v_ahead || coalesce(v_span, ''), p_places)), $q$
+      pgque._renewed_sql(p_queue.queue_id, pgque._unfinished_sql(p_sub, v_position, pg_catalog.pg_current_snapshot(), v_and, p_places, v_xids)), $q$
         case when e.ev_expires <= $2 then 'expired' when e.ev_owner is not null then 'retry' else 'pending' end,
         e.ev_time, coalesce(e.ev_retry, 0), null::text, null::bigint
         $q$, p_where)
@@ -1175,14 +1172,14 @@ end
 $$;
 
 create or replace function pgque._health_ticks(p_queue pgque.queue, p_last pgque.tick, out status text, out detail text, out advice text)
-language plpgsql as $$
+language plpgsql set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_waits  interval;   -- how long a message has waited for a tick
 begin
   if pgque._tick_reason(p_queue, p_last, pg_current_snapshot()) = 'events' then
     -- The seal or the purge of a message with a key is no message.
     execute format('select $1 - greatest($2, e.ev_time) from (%s) e where (e.ev_owner < 0) is not true limit 1',
-      pgque._rows_sql(p_queue.queue_id, coalesce(pgque._xid_condition(p_last.tick_snapshot, pg_current_snapshot()), 'false')))
+      pgque._rows_sql(p_queue.queue_id, 'true', null, pgque._xids(p_last.tick_snapshot, pg_current_snapshot())))
     into v_waits using pgque.clock(), p_last.tick_time;
     if p_last.tick_time > pgque.clock() then
       v_waits := p_last.tick_time - pgque.clock();   -- the clock was set back

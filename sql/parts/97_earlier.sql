@@ -29,13 +29,32 @@ language sql as $$
   where q.queue_id = p_sub.sub_queue and c.co_id = p_sub.sub_consumer
 $$;
 
-create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
+-- For calls that had begun to build a query when the upgrade overtook them.
+create or replace function pgque._overtaken() returns text
 language plpgsql as $$
 begin
   perform pgque._fail('serialization_failure', 'pgque was upgraded while this call waited', 'Retry the transaction.');
   return null;
 end
 $$;
+
+create or replace function pgque._behind(p_position pgque.position, p_batch pgque.position) returns pgque.position
+language sql as $$ select null::pgque.position from pgque._overtaken() $$;
+
+create or replace function pgque._xid_condition(p_from pg_snapshot, p_to pg_snapshot) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._slice_condition(p_xids text, p_owner int, p_after bigint, p_upto bigint) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._undone_condition(p_owner int, p_pos pgque.position) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p_position pgque.position, p_snapshot pg_snapshot) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
+language sql as $$ select pgque._overtaken() $$;
 
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
