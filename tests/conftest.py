@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from support import servers
+from support import jit, servers
 from support.servers import TestServer
 
 T = TypeVar("T")
@@ -77,6 +77,11 @@ _REQUIRABLE = {
 }
 
 
+def _required() -> set[str]:
+    """The words of PGQUE_REQUIRE: those of _REQUIRABLE, jit (the guard over JIT), all."""
+    return {word.strip() for word in os.environ.get("PGQUE_REQUIRE", "").split(",")} - {""}
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -87,7 +92,7 @@ def pytest_runtest_makereport(
     report.sections = [
         (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
     ]
-    required = {word.strip() for word in os.environ.get("PGQUE_REQUIRE", "").split(",")} - {""}
+    required = _required()
     if report.skipped and not hasattr(report, "wasxfail"):
         for word, marker in _REQUIRABLE.items():
             if word in required and item.get_closest_marker(marker) is not None:
@@ -115,9 +120,15 @@ def _start_server() -> TestServer:
 
 
 @pytest.fixture(scope="session")
-def server() -> TestServer:
-    """The running server."""
-    return _start_server()
+def server() -> Iterator[TestServer]:
+    """The running server. In the end it has compiled none of pgque's statements, see support/jit.py."""
+    server = _start_server()
+    yield server
+    problem = jit.problem(server.dsn)
+    if problem is None:
+        assert jit.compiled(server.dsn) == []
+    elif "jit" in _required():
+        pytest.fail(f"PGQUE_REQUIRE={os.environ['PGQUE_REQUIRE']}: {problem}")
 
 
 def _admin(server: TestServer) -> Connection:

@@ -21,7 +21,6 @@ from support.servers import TestServer
 
 SETTINGS: Mapping[str, str] = {
     "fsync": "off",
-    "jit": "off",
     "shared_buffers": "32MB",
     "max_prepared_transactions": "5",
 }

@@ -33,7 +33,7 @@ def durable(server: TestServer) -> Iterator[embedded.Server]:
     """A server of the test's own that writes to disk what it says it wrote."""
     bindir = server.process.binaries.bindir if server.process else None
     try:
-        own = embedded.start(bindir, settings={"fsync": "on", "jit": "off", "shared_buffers": "32MB"})
+        own = embedded.start(bindir, settings={"fsync": "on", "shared_buffers": "32MB"})
     except embedded.EmbeddedServerError as error:
         pytest.skip(f"no server of its own: {error}")
     with own:

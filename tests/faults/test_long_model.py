@@ -35,7 +35,7 @@ def prepared(own_dsn: str) -> Iterator[bench.Bench]:
 def durable(server: TestServer) -> Iterator[bench.Bench]:
     """The same on a server that may be killed."""
     bindir = server.process.binaries.bindir if server.process else None
-    settings = {"fsync": "on", "full_page_writes": "on", "jit": "off", "shared_buffers": "32MB"}
+    settings = {"fsync": "on", "full_page_writes": "on", "shared_buffers": "32MB"}
     try:
         own = embedded.start(bindir, settings=settings)
     except embedded.EmbeddedServerError as error:

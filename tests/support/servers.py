@@ -18,6 +18,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgque import embedded
+from support import jit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SQL_FILE = REPOSITORY / "sql" / "pgque.sql"
@@ -32,7 +33,6 @@ TEST_SETTINGS: Mapping[str, str] = {
     "max_connections": "200",
     "max_prepared_transactions": "20",
     "max_wal_size": "1GB",
-    "jit": "off",
 }
 
 
@@ -134,7 +134,8 @@ def engine_problem() -> str | None:
 def _binaries(how: str, bindir: Path | None) -> TestServer:
     if bindir is None:
         bindir = embedded.find_server(how).bindir
-    process = embedded.start(bindir, settings=TEST_SETTINGS)
+    preload = [jit.EXTENSION] if embedded.given(bindir).has_extension(jit.EXTENSION) else []
+    process = embedded.start(bindir, settings={**TEST_SETTINGS, **(jit.SETTINGS if preload else {})}, preload=preload)
     return TestServer(f"{how} ({bindir})", process.dsn, process=process, _stop=process.stop)
 
 
