@@ -12115,6 +12115,7 @@ declare
   v_sub    pgque.subscriber;
   v_pos    pgque.position;
   v_rows   text;
+  v_once   text := '';
   v_lapsed pgque.position;
 begin
   if $2 is null or $2 < 1 then
@@ -12131,11 +12132,11 @@ begin
     || coalesce(' and not (e.ev_id <= ' || v_pos.pos_done_id || format(' and pg_visible_in_snapshot(e.ev_txid, %L))', v_pos.pos_next_snapshot), ''),
     null, pgque._xids(v_pos.pos_snapshot, pg_current_snapshot()));
   for v_lapsed in select (l.lease).* from pgque._lapsed(v_sub.sub_id, v_pos) l loop
+    -- After a move back, a row may be ahead of the position and in an expired batch.
+    v_once := 'distinct on (e.ev_id, e.ev_txid, e.ev_retry)';
     v_rows := v_rows || ' union all ' || pgque._undone_sql(v_sub, v_lapsed);
   end loop;
-  -- After a move back, a row may be ahead of the position and in an expired batch.
-  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select distinct on (e.ev_id, e.ev_txid, e.ev_retry) e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry limit %s',
-    v_rows, $2));
+  v_rows := pgque._renewed_sql(v_queue.queue_id, format('select %s e.* from (%s) e order by e.ev_id, e.ev_txid desc, e.ev_retry limit %s', v_once, v_rows, $2));
   return query execute format(
     $q$
     with log as materialized (%s)

@@ -110,9 +110,7 @@ class OwnServer:
 
     def __init__(self, bindir: Path | None) -> None:
         self.turmoil = threading.Lock()  # one of its faults at a time: it could not come up on a full disk
-        self.server = embedded.start(
-            bindir, settings={"shared_buffers": "32MB", "checkpoint_timeout": "30s"}
-        )
+        self.server = embedded.start(bindir, settings={"shared_buffers": "32MB", "checkpoint_timeout": "30s"})
         self.disk: Path | None = self.server.socket_dir / "disk"
         self.no_disk = ""
         self.disk.mkdir(mode=0o700)

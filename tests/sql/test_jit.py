@@ -17,4 +17,10 @@ def test_each_function_that_callers_enter_or_that_forbids_a_plan_switches_jit_of
         )
         == []
     )
-    assert value(own, "select count(*) from pg_proc as p where p.proname ~ '^_events_[0-9]+$' and 'jit=off' = any (p.proconfig)") == 1
+    assert (
+        value(
+            own,
+            "select count(*) from pg_proc as p where p.proname ~ '^_events_[0-9]+$' and 'jit=off' = any (p.proconfig)",
+        )
+        == 1
+    )

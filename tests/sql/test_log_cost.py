@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from sql.helpers import Connection, rows, send, subscribe, tick, value
 
 CALLS = {
@@ -31,7 +29,11 @@ def blocks(conn: Connection, query: str) -> int:
 def fill(conn: Connection, count: int) -> None:
     """Send so many messages in transactions of 10,000, with a tick after each."""
     for _ in range(max(count // 10000, 1)):
-        value(conn, "select cardinality(pgque.send_batch('q', 't', array_fill('x'::text, array[%s])))", min(count, 10000))
+        value(
+            conn,
+            "select cardinality(pgque.send_batch('q', 't', array_fill('x'::text, array[%s])))",
+            min(count, 10000),
+        )
         tick(conn, "q")
 
 
@@ -64,6 +66,9 @@ def test_a_look_at_the_log_reads_as_much_with_a_million_messages_as_with_a_thous
 ) -> None:
     short = cost(own, connect, own_dsn, 1000)
     long = cost(own, connect, own_dsn, 1000000)
-    assert not rows(own, "select relname from pg_stat_user_tables where last_analyze is not null or last_autoanalyze is not null")
+    assert not rows(
+        own,
+        "select relname from pg_stat_user_tables where last_analyze is not null or last_autoanalyze is not null",
+    )
     # A binary search over more ticks reads some more; the log and its index have 10,000 blocks.
     assert {name: long[name] - short[name] for name in CALLS if long[name] > short[name] + 500} == {}

@@ -61,5 +61,7 @@ def compiled(dsn: str) -> list[str]:
         found = connection.execute(_COMPILED).fetchall()
     assert any(CONTROL in query for _, _, query in found), "JIT compiled nothing, not even the control"
     return [
-        f"{functions} functions in {calls} calls: {query}" for calls, functions, query in found if CONTROL not in query
+        f"{functions} functions in {calls} calls: {query}"
+        for calls, functions, query in found
+        if CONTROL not in query
     ]

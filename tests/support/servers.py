@@ -135,7 +135,9 @@ def _binaries(how: str, bindir: Path | None) -> TestServer:
     if bindir is None:
         bindir = embedded.find_server(how).bindir
     preload = [jit.EXTENSION] if embedded.given(bindir).has_extension(jit.EXTENSION) else []
-    process = embedded.start(bindir, settings={**TEST_SETTINGS, **(jit.SETTINGS if preload else {})}, preload=preload)
+    process = embedded.start(
+        bindir, settings={**TEST_SETTINGS, **(jit.SETTINGS if preload else {})}, preload=preload
+    )
     return TestServer(f"{how} ({bindir})", process.dsn, process=process, _stop=process.stop)
 
 
