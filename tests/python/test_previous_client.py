@@ -1,7 +1,8 @@
-"""The package of the minor version before this one against our SQL, and ours against the SQL of that version.
+"""Earlier packages against our SQL, and ours against the SQL of an earlier version.
 
-previous/pgque-0.7.0.zip is the package as it was released, without its SQL, demo, page, top, Django and Spark:
-git archive 01af2f3:python/src pgque.
+A package works with every SQL of its minor version, and processes that are connected go on with the next one too.
+previous/ has the packages as they were released, without their SQL, demo, page, top, Django and Spark: 0.6.0 is
+git archive 17f828e:python/src pgque, 0.7.0 is that of 01af2f3.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
@@ -25,25 +27,44 @@ from sql.helpers import Connection, column, value
 from sql.test_install import install_earlier
 from support import servers
 
-VERSION = "0.7.0"
+VERSION = "0.6.0"  # of the minor version before this one
+SAME_MINOR = "0.7.0"  # the version before this one
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package as it was released, in a folder."""
+
+    version: str
+    folder: Path
+
+
+def released(tmp_path_factory: pytest.TempPathFactory, version: str) -> Package:
+    """Unpack the package of a version."""
+    folder = tmp_path_factory.mktemp("previous")
+    with zipfile.ZipFile(Path(__file__).parent / "previous" / f"pgque-{version}.zip") as archive:
+        archive.extractall(folder)
+    return Package(version, folder)
 
 
 @pytest.fixture(scope="session")
-def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the package of the minor version before this one."""
-    folder = tmp_path_factory.mktemp("previous")
-    packed = Path(__file__).parent / "previous" / f"pgque-{VERSION}.zip"
-    with zipfile.ZipFile(packed) as archive:
-        archive.extractall(folder)
-    return folder
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The package of the minor version before this one."""
+    return released(tmp_path_factory, VERSION)
 
 
-PREAMBLE = f"""
+@pytest.fixture(scope="session", params=[VERSION, SAME_MINOR])
+def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """The package of the minor version before this one, and that of the version before this one."""
+    return released(tmp_path_factory, request.param)
+
+
+PREAMBLE = """
 import asyncio, sys, threading, time
 import psycopg, pgque
 from pgque.ticker import run_ticker
-assert pgque.__version__ == "{VERSION}" and pgque.__file__.startswith(sys.argv[3]), pgque.__file__
-dsn, newer = sys.argv[1:3]
+dsn, newer, folder, version = sys.argv[1:]
+assert pgque.__version__ == version and pgque.__file__.startswith(folder), pgque.__file__
 
 def until(condition, meanwhile=lambda: None):
     deadline = time.monotonic() + 20
@@ -54,10 +75,12 @@ def until(condition, meanwhile=lambda: None):
 """
 
 
-def run(previous: Path, script: str, dsn: str) -> None:
+def run(package: Package, script: str, dsn: str) -> None:
+    """Run a script with a released package."""
+    arguments = [dsn, str(servers.SQL_FILE), str(package.folder), package.version]
     done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + script, dsn, str(servers.SQL_FILE), str(previous)],
-        env={**os.environ, "PYTHONPATH": str(previous)},
+        [sys.executable, "-c", PREAMBLE + script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(package.folder)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -66,12 +89,12 @@ def run(previous: Path, script: str, dsn: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_processes_of_the_previous_version_that_are_connected_go_on_after_the_upgrade(
-    previous: Path, fresh_dsn: str
+def test_processes_of_an_earlier_version_that_are_connected_go_on_after_the_upgrade(
+    earlier: Package, fresh_dsn: str
 ) -> None:
-    install_earlier(fresh_dsn, VERSION)
+    install_earlier(fresh_dsn, earlier.version)
     run(
-        previous,
+        earlier,
         """
 client = pgque.connect(dsn, autocommit=True)
 client.create_queue("q", {"max_retries": 0})
@@ -133,6 +156,9 @@ with psycopg.connect(dsn) as upgrade:
 with psycopg.connect(dsn) as check:
     assert check.execute("select pgque.version()").fetchone()[0] != pgque.__version__
 round_of(2)
+if version != "0.6.0":  # a package of this minor version may also connect now
+    with pgque.connect(dsn, autocommit=True) as client:
+        round_of(3)
 assert all(thread.is_alive() for thread in threads)
 consumer.stop(); worker.stop()
 for thread in threads:
@@ -143,10 +169,10 @@ assert not any(thread.is_alive() for thread in threads)
     )
 
 
-def test_a_ticker_of_the_previous_version_goes_on_through_the_upgrade(previous: Path, fresh_dsn: str) -> None:
-    install_earlier(fresh_dsn, VERSION)
+def test_a_ticker_of_an_earlier_version_goes_on_through_the_upgrade(earlier: Package, fresh_dsn: str) -> None:
+    install_earlier(fresh_dsn, earlier.version)
     run(
-        previous,
+        earlier,
         """
 client = pgque.connect(dsn, autocommit=True)
 client.create_queue("q")
@@ -211,7 +237,9 @@ def _ticker(conn: Connection) -> object:
     return value(conn, "select s.status from pgque.status() as s where s.component = 'ticker'")
 
 
-def test_the_previous_version_that_connects_is_told_to_upgrade_the_package(previous: Path, dsn: str) -> None:
+def test_the_previous_version_that_connects_is_told_to_upgrade_the_package(
+    previous: Package, dsn: str
+) -> None:
     run(
         previous,
         """
