@@ -4937,17 +4937,22 @@ begin
   end if;
 exception
   when others then
-    v_free := array(
-      select q.queue_id
-      from pgque.queue q
-      where q.queue_id = any (p_queues) and not exists (
-        select from pg_locks l
-        where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
-          and l.database = (select d.oid from pg_database d where d.datname = current_database())));
-    if cardinality(v_free) < cardinality(p_queues) then
-      select s.* into looks, early, early_until from pgque._queues_due(v_free, p_known, p_period) s;
-      return;
-    end if;
+    begin
+      v_free := array(
+        select q.queue_id
+        from pgque.queue q
+        where q.queue_id = any (p_queues) and not exists (
+          select from pg_locks l
+          where l.relation in (q.queue_event_seq, q.queue_tick_seq) and l.mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+            and l.database = (select d.oid from pg_database d where d.datname = current_database())));
+      if cardinality(v_free) < cardinality(p_queues) then
+        select s.* into looks, early, early_until from pgque._queues_due(v_free, p_known, p_period) s;
+        return;
+      end if;
+    exception
+      when lock_not_available then
+        null;   -- an upgrade has the table of queues: each queue is checked, and waits for it
+    end;
     looks := array(select row(q, 0, 0, null, false, false)::pgque.look from unnest(p_queues) q);
     early := '{}';
     early_until := null;
@@ -4985,9 +4990,14 @@ exception
   when invalid_transaction_state then
     raise;
   when others then
-    if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
-      raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
-    end if;   -- else the queue was dropped meanwhile
+    begin
+      if exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
+        raise warning 'pgque: no tick for queue %: % (%)', quote_ident(v_queue.queue_name), sqlerrm, sqlstate;
+      end if;   -- else the queue was dropped meanwhile
+    exception
+      when lock_not_available then
+        null;   -- an upgrade has the table of queues
+    end;
     p_look.settled := null;
     p_look.tick_time := pgque.clock();
     return p_look;

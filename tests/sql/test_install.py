@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import lzma
 import shutil
 import subprocess
@@ -502,9 +503,15 @@ def test_an_upgrade_from_before_0_4_3_is_refused_and_changes_nothing(own: Connec
 
 
 @pytest.mark.timeout(120)
-def test_installing_over_itself_under_load_neither_deadlocks_nor_loses(
-    own: Connection, own_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any]
+@pytest.mark.parametrize("version", [None, EARLIER[-1]])
+def test_installing_under_load_neither_deadlocks_nor_loses(
+    fresh_dsn: str, connect: Callable[..., Connection], background: Callable[..., Any], version: str | None
 ) -> None:
+    if version is None:
+        install(fresh_dsn)
+    else:
+        install_earlier(fresh_dsn, version)
+    own_dsn, own = fresh_dsn, connect(fresh_dsn)
     value(own, "select pgque.set_tick_period_ms(10)")
     for name in ("q", "p"):
         value(own, "select pgque.create_queue(%s)", name)
@@ -512,9 +519,13 @@ def test_installing_over_itself_under_load_neither_deadlocks_nor_loses(
         value(own, "select pgque.set_queue_config(%s, 'rotation_period', '1 microsecond')", name)
     stop: list[bool] = []
 
+    # The loop of 0.7.0 ends if it meets the upgrade's lock while it checks a queue; its scheduler starts it again.
+    ends = () if version is None else (psycopg.errors.LockNotAvailable,)
+
     def loop(c: Connection) -> None:
         while not stop:
-            c.execute("call pgque.ticker_loop('2 seconds')")
+            with contextlib.suppress(*ends):
+                c.execute("call pgque.ticker_loop('2 seconds')")
 
     def maintain(c: Connection) -> None:
         while not stop:
