@@ -1422,7 +1422,7 @@ comment on function pgque.health(text, pgque.caller) is
 -- grants the role no such right on any of them, else at most 50 objects: the next check
 -- names the rest.
 create or replace function pgque._health_rights(out status text, out detail text, out advice text)
-language plpgsql as $$
+language plpgsql set enable_seqscan = on set jit = off as $$
 begin
   with every as materialized (
     select r.class_id, r.object_id, r.right_name, r.is_grantable, r.is_ours, r.is_told,

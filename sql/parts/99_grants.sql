@@ -37,18 +37,18 @@ language sql immutable as $$
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
 $$;
 
--- Returns what other rights on objects pgque grants: "#" in a name is the number of a
--- queue and of its table.
+-- Returns what other rights on objects pgque grants.  The names of a queue's tables and
+-- sequences are without their numbers.
 create or replace function pgque._object_grants() returns table (kind text, object_name text, role_name text, right_name text)
 language sql immutable as $$
   select g.kind, o.name, r.name, i.name
   from (values
     ('schema', 'pgque', 'pgque_reader pgque_writer pgque_admin pgque_user', 'USAGE'),
-    ('table', 'queue consumer subscription tick retry_queue dead_letter archive config queue_right subscriber sink_epoch sink_attempt event_# tick_#',
+    ('table', 'queue consumer subscription tick retry_queue dead_letter archive config queue_right subscriber sink_epoch sink_attempt event__ tick__',
       'pgque_admin', 'SELECT'),
     ('table', 'sink sink_bulk', 'pgque_writer', 'SELECT INSERT'),
     ('table', 'sink_stage_0 sink_stage_1', 'pgque_writer', 'INSERT'),
-    ('sequence', 'event_#', 'pgque_writer', 'USAGE'),
+    ('sequence', 'event__seq', 'pgque_writer', 'USAGE'),
     -- A writer may have a view or a rule of its own over the sinks.
     ('type', 'sink_queue', 'pgque_writer', 'USAGE')
   ) g (kind, objects, roles, rights)
@@ -70,7 +70,8 @@ language sql stable as $$
   with objects as materialized (
     select 'pg_catalog.pg_class'::regclass::oid as class_id, c.oid as object_id, 0 as column_id,
       case c.relkind when 'S' then 'sequence' else 'table' end as kind,
-      pg_catalog.regexp_replace(c.relname, '^(event|tick)_[0-9]+_([0-2]|seq)$', '\1_#') as name, c.relowner as owner, c.relacl as acl
+      case when c.relname like 'event\_%' or c.relname like 'tick\_%' then pg_catalog.translate(c.relname, '0123456789', '') else c.relname end as name,
+      c.relowner as owner, c.relacl as acl
     from pg_catalog.pg_class c
     where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S') and (p_objects is null or c.oid = any (p_objects))
     union all
@@ -88,9 +89,9 @@ language sql stable as $$
     where n.nspname = 'pgque' and p_objects is null
     union all
     select 'pg_catalog.pg_class'::regclass, c.oid, a.attnum, 'table', c.relname, c.relowner, a.attacl
-    from pg_catalog.pg_attribute a
+    from (select t.attrelid, t.attnum, t.attacl from pg_catalog.pg_attribute t where t.attacl is not null and p_objects is null offset 0) a
     join pg_catalog.pg_class c on c.oid = a.attrelid
-    where a.attacl is not null and c.relnamespace = 'pgque'::regnamespace and p_objects is null
+    where c.relnamespace = 'pgque'::regnamespace
   ),
   granted as (
     select o.class_id, o.object_id, o.column_id, o.kind, o.name, a.grantee, a.privilege_type as right_name, pg_catalog.bool_or(a.is_grantable) as is_grantable
@@ -117,19 +118,20 @@ language sql stable as $$
     where o.class_id = 'pg_catalog.pg_proc'::regclass and 'pgque.caller'::regtype = any (p.proargtypes)
   ),
   given as (
-    select distinct d.defaclobjtype as kind, g.grantee, g.privilege_type as right_name
+    select distinct k.kind, g.grantee, g.privilege_type as right_name
     from pg_catalog.pg_namespace n
     join pg_catalog.pg_default_acl d on d.defaclrole = n.nspowner and d.defaclnamespace in (0, n.oid)
+    join (values ('r', 'table'), ('S', 'sequence'), ('f', 'function'), ('f', 'procedure'), ('T', 'type'), ('n', 'schema')) k (code, kind)
+      on k.code = d.defaclobjtype::text
     cross join lateral pg_catalog.aclexplode(d.defaclacl) g
     where n.nspname = 'pgque'
   )
   select class_id, object_id, column_id, kind, grantee, right_name, a.name is not null, coalesce(a.is_grantable, false), o.name is not null,
     kind = 'table' and a.name in ('queue', 'consumer', 'subscriber', 'sink_epoch', 'sink_attempt') and right_name = 'SELECT'
-      and grantee <> 0 and pg_catalog.pg_has_role(grantee, 'pgque_reader', 'member'),
+      and not a.is_grantable and grantee <> 0 and pg_catalog.pg_has_role(grantee, 'pgque_reader', 'member'),
     exists (
       select from given d
-      where d.grantee = a.grantee and d.right_name = a.right_name
-        and d.kind = case kind when 'table' then 'r' when 'sequence' then 'S' when 'type' then 'T' when 'schema' then 'n' else 'f' end::"char")
+      where d.grantee = a.grantee and d.right_name = a.right_name and d.kind = a.kind)
   from granted a
   full join ours o using (class_id, object_id, column_id, kind, grantee, right_name)
 $$;
@@ -149,7 +151,7 @@ language sql stable as $$ select i.identity from pg_catalog.pg_identify_object(p
 -- away until the transaction ends, if the server has room for the lock.  A change that
 -- fails is reported, and health() then shows it.
 create or replace function pgque._set_rights(p_objects oid[] default null, p_only_ours boolean default true) returns void
-language plpgsql as $$
+language plpgsql set jit = off as $$
 declare
   v_before  text := pg_catalog.current_setting('lock_timeout');
   v_wait    text := '5s';
