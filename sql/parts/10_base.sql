@@ -148,6 +148,15 @@ begin
 end
 $$;
 
+-- Returns whether a role has a name, for a generated column, and so declared immutable
+-- as _xid() is: loading a dump computes the column again.  A row of 0.7.0 has no name.
+create or replace function pgque._is_role(p_role oid, p_name name) returns boolean
+language plpgsql immutable as $$
+begin
+  return exists (select from pg_catalog.pg_roles r where r.oid = p_role and (p_name is null or r.rolname = p_name));
+end
+$$;
+
 -- Returns the name of this session, which no other session has or had.  Exception: an
 -- owner that is no superuser cannot see when other sessions began.  Then the start of
 -- the server has to do, and a process id may recur.
