@@ -342,9 +342,7 @@ class Roles:
                 )
             )
             self._names.append(name)
-            connection.execute(
-                sql.SQL("grant {} to {}").format(sql.Identifier(APP), sql.Identifier(name))
-            )
+            connection.execute(sql.SQL("grant {} to {}").format(sql.Identifier(APP), sql.Identifier(name)))
             for group in member_of:
                 full = group if group.startswith(("pgque_", "pg_")) else f"pgque_{group}"
                 connection.execute(
