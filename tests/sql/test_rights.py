@@ -328,3 +328,30 @@ def test_an_install_over_itself_changes_no_rights_in_the_catalog(own: Connection
     before = rows(own, versions)
     install(own_dsn)
     assert rows(own, versions) == before
+
+
+def test_an_upgrade_keeps_the_rights_to_single_queues_and_drops_those_of_dropped_roles(
+    roles: Any, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, "0.7.0")
+    own = connect(fresh_dsn)
+    user, late = (roles(dbname=own.info.dbname) for _ in range(2))
+    value(own, "select pgque.create_queue('q')")
+    for name in (user.name, "pg_monitor"):
+        value(own, "select pgque.grant_queue('q', %s, 'produce')", name)
+    # What is left of a dropped role.
+    own.execute("update pgque.queue_right set right_role = 4200000000 where right_role::text = 'pg_monitor'")
+    install(fresh_dsn)
+    # As a call of 0.7.0 that runs on, or a dump of its data, stores it.
+    own.execute(
+        "insert into pgque.queue_right select q.queue_id, %s::regrole, 'produce' from pgque.queue q",
+        [late.name],
+    )
+    own.execute(f"grant pgque_user to {late.name}".encode())
+    for role in (user, late):
+        with psycopg.connect(role.dsn, autocommit=True) as conn:
+            assert send(conn, "q")
+    value(own, "select pgque.maint_tables()")
+    assert sorted(column(own, "select right_role_name::text from pgque.queue_right")) == sorted(
+        [user.name, late.name]
+    )
