@@ -69,13 +69,13 @@ create or replace function pgque._rights(p_objects oid[] default null) returns t
 language sql stable as $$
   with objects as materialized (
     select 'pg_catalog.pg_class'::regclass::oid as class_id, c.oid as object_id, 0 as column_id,
-      case c.relkind when 'S' then 'sequence' else 'table' end as kind,
+      case when c.relkind = 'S' then 'sequence' else 'table' end as kind,
       case when c.relname like 'event\_%' or c.relname like 'tick\_%' then pg_catalog.translate(c.relname, '0123456789', '') else c.relname end as name,
       c.relowner as owner, c.relacl as acl
     from pg_catalog.pg_class c
     where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S') and (p_objects is null or c.oid = any (p_objects))
     union all
-    select 'pg_catalog.pg_proc'::regclass, p.oid, 0, case p.prokind when 'p' then 'procedure' else 'function' end,
+    select 'pg_catalog.pg_proc'::regclass, p.oid, 0, case when p.prokind = 'p' then 'procedure' else 'function' end,
       p.proname, p.proowner, coalesce(p.proacl, pg_catalog.acldefault('f', p.proowner))
     from pg_catalog.pg_proc p
     where p.pronamespace = 'pgque'::regnamespace and (p_objects is null or p.oid = any (p_objects))
