@@ -160,27 +160,28 @@ declare
 begin
   for v_change in
     with changes as (
-      select r.*, case r.grantee when 0 then 'public' else r.grantee::regrole::text end as role_name,
+      select r.*, o.name as object_name, case r.grantee when 0 then 'public' else r.grantee::regrole::text end as role_name,
         case when not r.is_granted then 'grant %s on %s %s to %s' when r.is_ours then 'revoke grant option for %s on %s %s from %s cascade'
           else 'revoke %s on %s %s from %s cascade' end as command
       from pgque._rights(p_objects) r
-      where not r.is_granted
+      cross join lateral pgque._object_name(r.class_id, r.object_id) o (name)   -- null: dropped meanwhile
+      where o.name is not null and (not r.is_granted
         or (not r.is_ours or r.is_grantable)
           and (p_only_ours or not r.is_told and (
             r.is_default or r.grantee = 0
-            or r.kind in ('function', 'procedure') and r.grantee::regrole::text in ('pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user')))
+            or r.kind in ('function', 'procedure') and r.grantee::regrole::text in ('pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user'))))
     ),
     statements as (
-      select c.class_id, c.object_id, c.kind, pg_catalog.format(c.command,
+      select c.kind, c.object_name, pg_catalog.format(c.command,
         pg_catalog.string_agg(c.right_name || coalesce(' (' || pg_catalog.quote_ident(a.attname) || ')', ''), ', '),
-        c.kind, pgque._object_name(c.class_id, c.object_id), c.role_name) as statement
+        c.kind, c.object_name, c.role_name) as statement
       from changes c
       left join pg_catalog.pg_attribute a on c.column_id > 0 and a.attrelid = c.object_id and a.attnum = c.column_id
-      group by c.class_id, c.object_id, c.kind, c.command, c.role_name
+      group by c.kind, c.object_name, c.command, c.role_name
     )
-    select s.kind, pgque._object_name(s.class_id, s.object_id) as name, pg_catalog.string_agg(s.statement, '; ') as statements
+    select s.kind, s.object_name as name, pg_catalog.string_agg(s.statement, '; ') as statements
     from statements s
-    group by s.kind, s.class_id, s.object_id
+    group by s.kind, s.object_name
   loop
     if p_only_ours then
       execute v_change.statements;
@@ -198,8 +199,8 @@ begin
         v_wait := '100ms';
         raise warning 'pgque: cannot set the rights on % %: %', v_change.kind, v_change.name, sqlerrm
           using hint = 'Install this version again, or follow the check rights of pgque.health().';
-      when undefined_table or undefined_function then
-        null;   -- dropped meanwhile
+      when undefined_table or undefined_function or undefined_object then
+        null;   -- the object or the role was dropped meanwhile
     end;
     perform pg_catalog.set_config('lock_timeout', v_before, true);
   end loop;
