@@ -26,6 +26,9 @@ Connection = psycopg.Connection[tuple[Any, ...]]
 _server: TestServer | None = None
 # An ordinary role, which may create roles, to own pgque instead of the superuser.
 OWNER = os.environ.get("PGQUE_TEST_OWNER", "")
+# Default privileges of the owner give this role everything, as on many managed databases, and the roles of
+# tests are its members: what they may do shows that pgque ends with its own grants nevertheless.
+APP = "pgque_test_app"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,9 +114,11 @@ def _start_server() -> TestServer:
     if _server is None:
         try:
             _server = servers.choose()
-            if OWNER:
-                with _admin(_server) as admin:
+            with _admin(_server) as admin:
+                if OWNER:
                     admin.execute(sql.SQL("create role {} createrole").format(sql.Identifier(OWNER)))
+                if admin.execute("select pg_catalog.to_regrole(%s)", [APP]).fetchone() == (None,):
+                    admin.execute(sql.SQL("create role {}").format(sql.Identifier(APP)))
         except Exception as error:
             raise pytest.UsageError(str(error)) from error
     return _server
@@ -168,12 +173,33 @@ def install(dsn: str) -> None:
         connection.execute(servers.SQL_FILE.read_bytes())
 
 
+KINDS = ("tables", "sequences", "functions", "types")
+
+
+def default_privileges(connection: Connection, to: str, verb: str = "grant", where: str = "") -> None:
+    """Give default privileges on all kinds of objects to roles, or revoke them."""
+    for kind in KINDS if where else (*KINDS, "schemas"):
+        connection.execute(
+            f"alter default privileges {where} {verb} all on {kind} {'to' if verb == 'grant' else 'from'} {to}".encode()
+        )
+
+
+def install_for_app(dsn: str) -> None:
+    """Install where default privileges give APP everything. Afterwards they do so in schema pgque only, so that
+    tables of tests are not given away."""
+    with as_owner(dsn) as connection:
+        default_privileges(connection, APP)
+        connection.execute(servers.SQL_FILE.read_bytes())
+        default_privileges(connection, APP, "revoke")
+        default_privileges(connection, APP, where="in schema pgque")
+
+
 @pytest.fixture(scope="session")
 def dsn(server: TestServer) -> Iterator[str]:
     """Connection string of a database with pgque, as superuser, for the whole session."""
     name = create_database(server, "pgque_test")
     try:
-        install(server.dsn_for(name))
+        install_for_app(server.dsn_for(name))
         yield server.dsn_for(name)
     finally:
         drop_database(server, name)
@@ -184,7 +210,7 @@ def installed(server: TestServer) -> Iterator[str]:
     """The name of a database with pgque to copy: five times faster than to install it again."""
     name = create_database(server, "pgque_template")
     try:
-        install(server.dsn_for(name))
+        install_for_app(server.dsn_for(name))
         yield name
     finally:
         drop_database(server, name)
@@ -309,7 +335,7 @@ class Role:
 
 
 class Roles:
-    """Create login roles that are members of the given roles; dropped after the test."""
+    """Create login roles that are members of the given roles, and of APP; dropped after the test."""
 
     def __init__(self, server: TestServer, dsn: str) -> None:
         self._server = server
@@ -327,6 +353,7 @@ class Roles:
                 )
             )
             self._names.append(name)
+            connection.execute(sql.SQL("grant {} to {}").format(sql.Identifier(APP), sql.Identifier(name)))
             for group in member_of:
                 full = group if group.startswith(("pgque_", "pg_")) else f"pgque_{group}"
                 connection.execute(

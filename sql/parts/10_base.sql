@@ -21,8 +21,20 @@ begin
   perform pg_catalog.set_config('check_function_bodies', 'off', v_local);
   if to_regnamespace('pgque') is null then
     create schema pgque;
-    revoke all on schema pgque from public;   -- what default privileges gave
   end if;
+  -- Rights on the schema that come from default privileges end before there is an object
+  -- that they reach.  In an upgrade the roles of pgque keep USAGE.
+  for v_role in
+    select distinct case a.grantee when 0 then 'public' else a.grantee::regrole::text end
+    from pg_namespace n
+    join pg_default_acl d on d.defaclrole = n.nspowner and d.defaclobjtype = 'n'
+    cross join lateral aclexplode(n.nspacl) a
+    cross join lateral aclexplode(d.defaclacl) g
+    where n.nspname = 'pgque' and n.nspowner::regrole = quote_ident(current_user)::regrole
+      and a.grantee <> n.nspowner and g.grantee = a.grantee and g.privilege_type = a.privilege_type
+  loop
+    execute format('revoke %s on schema pgque from %s cascade', case when to_regclass('pgque.queue') is null then 'all' else 'create' end, v_role);
+  end loop;
   -- Objects that another role put into the schema, or may put there, would run with our
   -- rights.
   select min(f.what) into v_foreign
@@ -136,6 +148,15 @@ begin
 end
 $$;
 
+-- Returns whether a role has a name, for a generated column, and so declared immutable
+-- as _xid() is: loading a dump computes the column again.  A row of 0.7.0 has no name.
+create or replace function pgque._is_role(p_role oid, p_name name) returns boolean
+language plpgsql immutable as $$
+begin
+  return exists (select from pg_catalog.pg_roles r where r.oid = p_role and (p_name is null or r.rolname = p_name));
+end
+$$;
+
 -- Returns the name of this session, which no other session has or had.  Exception: an
 -- owner that is no superuser cannot see when other sessions began.  Then the start of
 -- the server has to do, and a process id may recur.
@@ -188,7 +209,9 @@ $$;
 -- Executes a statement that takes locks in another order than other code.  It waits a
 -- moment for a lock, then releases all locks and starts again, and waits longer each
 -- time: in the end the server detects a deadlock.  The caller's lock_timeout limits the
--- whole.
+-- whole.  It also starts again if another session has changed the catalog row that the
+-- statement changes: a GRANT and a TRUNCATE of one table do not wait for each other, and
+-- the second one fails.
 create or replace function pgque._insist(p_statement text) returns void
 language plpgsql as $$
 declare
@@ -213,6 +236,11 @@ begin
         -- Another session dropped a table since it was found.
         v_gone := v_gone + 1;
         if v_gone > 6 then
+          raise;
+        end if;
+      when internal_error then
+        v_gone := v_gone + 1;
+        if v_gone > 6 or sqlerrm <> 'tuple concurrently updated' then
           raise;
         end if;
     end;

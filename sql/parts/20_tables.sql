@@ -271,19 +271,34 @@ comment on column pgque.tick.tick_time is 'When the tick was stored.';
 comment on column pgque.tick.tick_snapshot is 'The snapshot: which transactions had finished at the tick.';
 comment on column pgque.tick.tick_event_seq is 'Value of the event sequence at the tick.';
 
--- Rights of roles to one queue; see "rights".
+-- Rights of roles to one queue; see "rights".  A dump writes right_role as a name, but as
+-- a number if the role was dropped, and another server may have given this number to
+-- another role.  So a right counts only if right_role had the name right_role_name when
+-- the row was written or loaded.
 create table if not exists pgque.queue_right (
   right_queue  int not null
     constraint queue_right_queue_fkey references pgque.queue,
   right_role   regrole not null,
   right_name   text not null
     constraint queue_right_known check (right_name in ('produce', 'consume', 'admin')),
+  right_role_name  name,
+  right_valid  boolean generated always as (pgque._is_role(right_role, right_role_name)) stored,
   constraint queue_right_pkey primary key (right_queue, right_role, right_name)
 );
 comment on table pgque.queue_right is 'Rights of roles to single queues; see grant_queue().';
 comment on column pgque.queue_right.right_queue is 'The queue.';
 comment on column pgque.queue_right.right_role is 'The role.';
 comment on column pgque.queue_right.right_name is 'produce, consume or admin.';
+do $$
+begin
+  perform pgque._add_columns('pgque.queue_right', $c$
+    right_role_name name;
+    right_valid boolean generated always as (pgque._is_role(right_role, right_role_name)) stored$c$);
+end
+$$;
+comment on column pgque.queue_right.right_role_name is 'Name of the role when maintenance saw it last.';
+comment on column pgque.queue_right.right_valid is
+  'Whether the role had this name when the row was written, or loaded from a dump. If not, the right counts for nothing, and maintenance deletes it.';
 
 -- Dropped queues whose leaves are dropped when that blocks no other session.
 create table if not exists pgque.dropped_queue (

@@ -40,18 +40,6 @@ begin
 end
 $$;
 
--- Revokes the rights that default privileges give to public.
-create or replace function pgque._keep_from_public(p_relation text) returns void
-language plpgsql as $$
-begin
-  if exists (
-    select from pg_catalog.pg_class c cross join lateral pg_catalog.aclexplode(c.relacl) a where c.oid = p_relation::regclass and a.grantee = 0)
-  then
-    execute 'revoke all on ' || p_relation || ' from public';
-  end if;
-end
-$$;
-
 -- Creates one of a queue's six tables and attaches it.  ATTACH locks the parent in a
 -- mode that does not block senders and readers of other queues.
 create or replace function pgque._create_leaf(p_kind text, p_queue_id int, p_n int, p_event_seq regclass) returns void
@@ -61,8 +49,6 @@ declare
   v_slot  int := p_queue_id * 3 + p_n;
 begin
   execute pg_catalog.format('create table pgque.%I (like pgque.%I including all)', v_leaf, p_kind);
-  perform pgque._keep_from_public('pgque.' || v_leaf);
-  execute pg_catalog.format('grant select on pgque.%I to pgque_admin', v_leaf);
   if p_kind = 'tick' then
     execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (tick_id)', v_leaf, v_leaf || '_pkey');
   else
@@ -273,8 +259,6 @@ begin
   v_seq := format('pgque.event_%s_seq', v_id);
   execute format('create sequence %s', v_seq);
   execute format('create sequence pgque.tick_%s_seq', v_id);
-  perform pgque._keep_from_public(v_seq), pgque._keep_from_public(format('pgque.tick_%s_seq', v_id));
-  execute format('grant usage on sequence %s to pgque_writer', v_seq);
   execute 'insert into pgque.queue (queue_id, queue_name, queue_event_seq, queue_tick_seq, queue_own, queue_xid, queue_reader'
     || coalesce(', ' || nullif(array_to_string(v_settings.columns, ', '), ''), '')
     || ') values ($1, $2, $3, $4, $5, pgque._xid(), pgque.version()'
@@ -287,6 +271,8 @@ begin
     perform pgque._create_leaf('tick', v_id, n, v_seq::regclass);
   end loop;
   perform pgque._create_reader(v_id);
+  perform pgque._set_rights(array[v_seq::regclass::oid, format('pgque.tick_%s_seq', v_id)::regclass]
+    || array(select l.leaf::regclass::oid from pgque._leaves(v_id) l));
   execute format('alter sequence %s owned by pgque.event.ev_id', v_seq);
   execute format('alter sequence pgque.tick_%s_seq owned by pgque.tick.tick_id', v_id);
   insert into pgque.tick (slot, tick_queue, tick_id, tick_time, tick_snapshot, tick_event_seq)

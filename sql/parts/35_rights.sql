@@ -20,7 +20,7 @@ begin
     or pg_catalog.pg_has_role(p_caller, case p_right when 'produce' then 'pgque_writer' when 'admin' then 'pgque_admin' else 'pgque_reader' end, 'usage')
     or exists (
       select from pgque.queue_right r
-      where r.right_queue = p_queue_id and (r.right_name in (p_right, 'admin') or p_right = 'see')
+      where r.right_queue = p_queue_id and (r.right_name in (p_right, 'admin') or p_right = 'see') and r.right_valid
         and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage')),
     false);
 end
@@ -71,8 +71,8 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  int := pgque._right_queue($1, $2, $3);
 begin
-  insert into pgque.queue_right (right_queue, right_role, right_name)
-  select v_queue, r.oid, $3 from pg_roles r where r.rolname = $2
+  insert into pgque.queue_right (right_queue, right_role, right_name, right_role_name)
+  select v_queue, r.oid, $3, r.rolname from pg_roles r where r.rolname = $2
   on conflict do nothing;
   if not found then
     return 0;
@@ -128,7 +128,7 @@ begin
         select count(*) as n, count(*) filter (where r.right_name <> 'consume') > 0 as produce,
           count(*) filter (where r.right_name <> 'produce') > 0 as consume, count(*) filter (where r.right_name = 'admin') > 0 as admin
         from pgque.queue_right r
-        where r.right_queue = q.queue_id and pg_has_role(caller, r.right_role, 'usage')
+        where r.right_queue = q.queue_id and r.right_valid and pg_has_role(caller, r.right_role, 'usage')
       ) o
       where e.see or e.produce or e.admin or o.n > 0
       order by q.queue_name
@@ -141,15 +141,27 @@ comment on function pgque.my_rights(pgque.caller) is
   'queue; in the first row also the calls that concern no single queue. The rights come from pgque_reader (see and consume), pgque_writer '
   '(produce), pgque_admin or grant_queue().';
 
+-- Deletes the rights of roles that do not exist, and stores the new names of renamed
+-- roles.
+create or replace function pgque._tidy_rights() returns void
+language plpgsql as $$
+begin
+  delete from pgque.queue_right r where not r.right_valid or not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
+  update pgque.queue_right r set right_role_name = a.rolname
+  from pg_catalog.pg_roles a
+  where a.oid = r.right_role and r.right_role_name is distinct from a.rolname;
+end
+$$;
+
 -- Returns the id of the queue for a change of rights, after a check of the arguments.
--- One such change runs at a time.  It also deletes rights of dropped roles.
+-- One such change runs at a time.
 create or replace function pgque._right_queue(p_queue text, p_role text, p_right text) returns int
 language plpgsql as $$
 declare
   v_queue  pgque.queue := pgque._queue(p_queue);
 begin
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.rights'));
-  delete from pgque.queue_right r where not exists (select from pg_catalog.pg_roles a where a.oid = r.right_role);
+  perform pgque._tidy_rights();
   if p_right is null or p_right not in ('produce', 'consume', 'admin') then
     perform pgque._fail('PQ005', pg_catalog.format('no such right to queue %I: %s', v_queue.queue_name, coalesce(pg_catalog.quote_literal(p_right), 'null')),
       'Use produce, consume or admin.');
@@ -161,3 +173,9 @@ begin
 end
 $$;
 
+-- Up to 0.7.0 a right had no name of its role.
+do $$
+begin
+  perform pgque._tidy_rights();
+end
+$$;

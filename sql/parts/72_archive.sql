@@ -22,7 +22,7 @@ begin
     return;
   end if;
   execute pg_catalog.format('create table pgque.%I (like pgque.archive including defaults)', v_leaf);
-  perform pgque._keep_from_public('pgque.' || v_leaf);
+  perform pgque._set_rights(array[('pgque.' || v_leaf)::regclass::oid]);
   execute pg_catalog.format('alter table pgque.%I add constraint %I primary key (archive_id)', v_leaf, v_leaf || '_pkey');
   execute pg_catalog.format('create index %I on pgque.%I (ev_id)', v_leaf || '_ev_id', v_leaf);
   execute pg_catalog.format('alter table pgque.archive attach partition pgque.%I for values in (%s)', v_leaf, p_bucket);

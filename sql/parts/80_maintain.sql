@@ -864,6 +864,7 @@ begin
     )
     select w.id from queue w where w.id is not null and not exists (select from pgque.queue q where q.queue_id = w.id));
   delete from pgque.bad_record b where not exists (select from pgque.subscriber s where s.sub_id = b.bad_sub);
+  perform pgque._tidy_rights();
   if pg_relation_size('pgque.bad_record') > 0 and not exists (select from pgque.bad_record) then
     v_count := v_count + pgque._empty('pgque.bad_record', 'true');
   end if;

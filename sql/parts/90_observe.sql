@@ -1414,6 +1414,69 @@ $$;
 comment on function pgque.health(text, pgque.caller) is
   'Returns those checks of health() that concern one queue, or with NULL each queue that the caller has a right to. Any right to a queue is enough. Errors: PQ001 no such queue.';
 
+-- Checks whether roles have rights on objects of pgque that neither pgque nor its
+-- documents grant: a restore into a database with default privileges gives such rights,
+-- and so does an administrator.  A command names all objects of a kind if pgque itself
+-- grants the role no such right on any of them, else at most 50 objects: the next check
+-- names the rest.
+create or replace function pgque._health_rights(out status text, out detail text, out advice text)
+language plpgsql set enable_seqscan = on set jit = off as $$
+begin
+  with every as materialized (
+    select r.class_id, r.object_id, r.right_name, r.is_grantable, r.is_ours, r.is_told,
+      case r.kind when 'procedure' then 'function' else r.kind end as kind,
+      case r.grantee when 0 then 'public' else r.grantee::regrole::text end as role_name,
+      (select ' (' || pg_catalog.quote_ident(a.attname) || ')' from pg_catalog.pg_attribute a
+       where r.column_id > 0 and a.attrelid = r.object_id and a.attnum = r.column_id) as column_name
+    from pgque._rights() r
+    where r.is_granted
+  ),
+  others as materialized (
+    select e.*, e.kind in ('table', 'sequence', 'function') and not exists (
+      select from every k
+      where (k.is_ours or k.is_told) and k.role_name = e.role_name and k.kind = e.kind and k.right_name = e.right_name) as everywhere
+    from every e
+    where not e.is_ours and not e.is_told or e.is_ours and e.is_grantable
+  ),
+  roles as (
+    select o.role_name, pg_catalog.format('%s: %s on %s %s%s (%s%s)', o.role_name, pg_catalog.string_agg(distinct o.right_name, ', '),
+      count(distinct o.object_id), o.kind, case when count(distinct o.object_id) > 1 then 's' end,
+      pgque._object_name(min(o.class_id), min(o.object_id)), case when count(distinct o.object_id) > 1 then ', …' end) as text
+    from others o
+    group by o.role_name, o.kind
+  ),
+  objects as (
+    select o.role_name, o.kind, pgque._object_name(o.class_id, o.object_id) as object_name, o.is_ours,
+      pg_catalog.string_agg(o.right_name || coalesce(o.column_name, ''), ', ' order by o.right_name, o.column_name) as rights,
+      pg_catalog.bool_or(o.is_grantable) as is_grantable
+    from others o
+    where not o.everywhere
+    group by o.role_name, o.kind, o.class_id, o.object_id, o.is_ours
+  ),
+  commands as (
+    select o.role_name, o.kind, pg_catalog.format('revoke %s on all %ss in schema pgque from %s%s',
+      pg_catalog.string_agg(distinct o.right_name, ', '), case o.kind when 'function' then 'routine' else o.kind end, o.role_name,
+      case when pg_catalog.bool_or(o.is_grantable) then ' cascade' end) as text
+    from others o
+    where o.everywhere
+    group by o.role_name, o.kind
+    union all
+    select o.role_name, o.kind, pg_catalog.format('revoke %s%s on %s %s from %s%s', case when o.is_ours then 'grant option for ' end, o.rights,
+      case o.kind when 'function' then 'routine' else o.kind end,
+      pg_catalog.array_to_string((pg_catalog.array_agg(o.object_name order by o.object_name))[:50], ', '), o.role_name,
+      case when pg_catalog.bool_or(o.is_grantable) then ' cascade' end)
+    from objects o
+    group by o.role_name, o.kind, o.rights, o.is_ours
+  )
+  select (select pg_catalog.string_agg(r.text, '; ' order by r.text) from roles r),
+    (select pg_catalog.string_agg(c.text, '; ' order by c.role_name, c.kind, c.text) from commands c)
+  into detail, advice;
+  status := case when detail is null then 'ok' else 'warn' end;
+  detail := coalesce(detail, 'no role has rights on the objects of pgque that pgque did not grant');
+  advice := 'Let these roles use pgque''s own roles or grant_queue(). Then revoke: ' || advice;
+end
+$$;
+
 create or replace function pgque.health(out check_name text, out queue text, out status text, out detail text, out advice text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set jit = off set max_parallel_workers_per_gather = 0 as $$
 declare
@@ -1464,6 +1527,10 @@ begin
   detail := coalesce('these can hold a value of type pgque.caller: ' || v_found.objects, 'none');
   advice := case when v_found.objects is not null then
     'Drop them. Every role that can read a stored caller can act as the role that stored it, and a dump of them cannot be restored.' end;
+  return next;
+
+  check_name := 'rights'; queue := null;
+  select h.* into status, detail, advice from pgque._health_rights() h;
   return next;
 
   check_name := 'open transactions'; queue := null;

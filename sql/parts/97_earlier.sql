@@ -59,6 +59,19 @@ language sql as $$ select pgque._overtaken() $$;
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 
+-- For an ack() that creates a table of the archive, and for a create_queue(), which would
+-- not set the rights on all that it creates.
+create or replace function pgque._keep_from_public(p_relation text) returns void
+language plpgsql as $$
+begin
+  if pg_catalog.starts_with(p_relation, 'pgque.archive_') then
+    perform pgque._set_rights(array[p_relation::regclass::oid]);
+  else
+    perform pgque._behind(null::pgque.position, null::pgque.position);
+  end if;
+end
+$$;
+
 -- For the check constraints of tables of dropped queues, until maintenance drops these
 -- tables.
 create or replace function pgque._takes_nothing(p_queue text) returns boolean

@@ -37,6 +37,176 @@ language sql immutable as $$
   cross join lateral pg_catalog.regexp_split_to_table(r.functions, '\s+') f (name)
 $$;
 
+-- Returns what other rights on objects pgque grants.  The names of a queue's tables and
+-- sequences are without their numbers.
+create or replace function pgque._object_grants() returns table (kind text, object_name text, role_name text, right_name text)
+language sql immutable as $$
+  select g.kind, o.name, r.name, i.name
+  from (values
+    ('schema', 'pgque', 'pgque_reader pgque_writer pgque_admin pgque_user', 'USAGE'),
+    ('table', 'queue consumer subscription tick retry_queue dead_letter archive config queue_right subscriber sink_epoch sink_attempt event__ tick__',
+      'pgque_admin', 'SELECT'),
+    ('table', 'sink sink_bulk', 'pgque_writer', 'SELECT INSERT'),
+    ('table', 'sink_stage_0 sink_stage_1', 'pgque_writer', 'INSERT'),
+    ('sequence', 'event__seq', 'pgque_writer', 'USAGE'),
+    -- A writer may have a view or a rule of its own over the sinks.
+    ('type', 'sink_queue', 'pgque_writer', 'USAGE')
+  ) g (kind, objects, roles, rights)
+  cross join lateral pg_catalog.regexp_split_to_table(g.objects, ' ') o (name)
+  cross join lateral pg_catalog.regexp_split_to_table(g.roles, ' ') r (name)
+  cross join lateral pg_catalog.regexp_split_to_table(g.rights, ' ') i (name)
+$$;
+
+-- Returns the rights on pgque's objects, without those of the owner: which exist
+-- (is_granted), which pgque grants (is_ours), which the documents tell administrators to
+-- grant (is_told), and which the owner's default privileges give (is_default).  grantee
+-- 0 is PUBLIC.  is_grantable: with grant option.  p_objects: only these.
+-- PUBLIC keeps USAGE of types, as everywhere in PostgreSQL, but not of the domains.
+create or replace function pgque._rights(p_objects oid[] default null) returns table (
+  class_id oid, object_id oid, column_id int, kind text, grantee oid, right_name text, is_granted boolean, is_grantable boolean,
+  is_ours boolean, is_told boolean, is_default boolean
+)
+language sql stable as $$
+  with objects as materialized (
+    select 'pg_catalog.pg_class'::regclass::oid as class_id, c.oid as object_id, 0 as column_id,
+      case when c.relkind = 'S' then 'sequence' else 'table' end as kind,
+      case when c.relname like 'event\_%' or c.relname like 'tick\_%' then pg_catalog.translate(c.relname, '0123456789', '') else c.relname end as name,
+      c.relowner as owner, c.relacl as acl
+    from pg_catalog.pg_class c
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S') and (p_objects is null or c.oid = any (p_objects))
+    union all
+    select 'pg_catalog.pg_proc'::regclass, p.oid, 0, case when p.prokind = 'p' then 'procedure' else 'function' end,
+      p.proname, p.proowner, coalesce(p.proacl, pg_catalog.acldefault('f', p.proowner))
+    from pg_catalog.pg_proc p
+    where p.pronamespace = 'pgque'::regnamespace and (p_objects is null or p.oid = any (p_objects))
+    union all
+    select 'pg_catalog.pg_type'::regclass, t.oid, 0, 'type', t.typname, t.typowner, coalesce(t.typacl, pg_catalog.acldefault('T', t.typowner))
+    from pg_catalog.pg_type t
+    where t.typnamespace = 'pgque'::regnamespace and (t.typacl is not null or t.typtype = 'd') and p_objects is null
+    union all
+    select 'pg_catalog.pg_namespace'::regclass, n.oid, 0, 'schema', n.nspname, n.nspowner, n.nspacl
+    from pg_catalog.pg_namespace n
+    where n.nspname = 'pgque' and p_objects is null
+    union all
+    select 'pg_catalog.pg_class'::regclass, c.oid, a.attnum, 'table', c.relname, c.relowner, a.attacl
+    from (select t.attrelid, t.attnum, t.attacl from pg_catalog.pg_attribute t where t.attacl is not null and p_objects is null offset 0) a
+    join pg_catalog.pg_class c on c.oid = a.attrelid
+    where c.relnamespace = 'pgque'::regnamespace
+  ),
+  granted as (
+    select o.class_id, o.object_id, o.column_id, o.kind, o.name, a.grantee, a.privilege_type as right_name, pg_catalog.bool_or(a.is_grantable) as is_grantable
+    from objects o
+    cross join lateral pg_catalog.aclexplode(o.acl) a
+    where a.grantee <> o.owner and (a.grantee = 0 or exists (select from pg_catalog.pg_roles r where r.oid = a.grantee))
+      and not (a.grantee = 0 and o.kind = 'type' and o.name not in ('caller', 'sink_queue'))
+    group by 1, 2, 3, 4, 5, 6, 7
+  ),
+  ours as (
+    select o.class_id, o.object_id, o.column_id, o.kind, o.name, pg_catalog.to_regrole(g.role_name)::oid as grantee, g.right_name
+    from objects o
+    join (
+      select f.kind, g.func_name as object_name, g.role_name, 'EXECUTE' as right_name
+      from pgque._grants() g, (values ('function'), ('procedure')) f (kind)
+      union all
+      select g.* from pgque._object_grants() g
+    ) g on g.kind = o.kind and g.object_name = o.name
+    where o.column_id = 0
+    union
+    select o.class_id, o.object_id, 0, o.kind, o.name, pg_catalog.to_regrole('pgque_user')::oid, 'EXECUTE'
+    from objects o
+    join pg_catalog.pg_proc p on p.oid = o.object_id
+    where o.class_id = 'pg_catalog.pg_proc'::regclass and 'pgque.caller'::regtype = any (p.proargtypes)
+  ),
+  given as (
+    select distinct k.kind, g.grantee, g.privilege_type as right_name
+    from pg_catalog.pg_namespace n
+    join pg_catalog.pg_default_acl d on d.defaclrole = n.nspowner and d.defaclnamespace in (0, n.oid)
+    join (values ('r', 'table'), ('S', 'sequence'), ('f', 'function'), ('f', 'procedure'), ('T', 'type'), ('n', 'schema')) k (code, kind)
+      on k.code = d.defaclobjtype::text
+    cross join lateral pg_catalog.aclexplode(d.defaclacl) g
+    where n.nspname = 'pgque'
+  )
+  select class_id, object_id, column_id, kind, grantee, right_name, a.name is not null, coalesce(a.is_grantable, false), o.name is not null,
+    kind = 'table' and a.name in ('queue', 'consumer', 'subscriber', 'sink_epoch', 'sink_attempt') and right_name = 'SELECT'
+      and not a.is_grantable and grantee <> 0 and pg_catalog.pg_has_role(grantee, 'pgque_reader', 'member'),
+    exists (
+      select from given d
+      where d.grantee = a.grantee and d.right_name = a.right_name and d.kind = a.kind)
+  from granted a
+  full join ours o using (class_id, object_id, column_id, kind, grantee, right_name)
+$$;
+
+-- Returns the name of an object of _rights() for GRANT and REVOKE, whatever search_path
+-- is.
+create or replace function pgque._object_name(p_class oid, p_object oid) returns text
+language sql stable as $$ select i.identity from pg_catalog.pg_identify_object(p_class, p_object, 0) i $$;
+
+-- Makes the rights on objects those that pgque grants.  With p_only_ours it revokes all
+-- others: for objects that this transaction created, on which default privileges of the
+-- owner may have given rights.  Without, it leaves other rights that an administrator
+-- may have granted: it revokes those of PUBLIC and of pgque's roles on functions, and
+-- those that default privileges give now, except grants that the documents tell to make.
+-- It changes an object only if needed.  A TRUNCATE that runs at the same time changes
+-- the same row of the catalog.  So each change first waits for it, and keeps later ones
+-- away until the transaction ends, if the server has room for the lock.  A change that
+-- fails is reported, and health() then shows it.
+create or replace function pgque._set_rights(p_objects oid[] default null, p_only_ours boolean default true) returns void
+language plpgsql set jit = off as $$
+declare
+  v_before  text := pg_catalog.current_setting('lock_timeout');
+  v_wait    text := '5s';
+  v_room    bigint := pgque._lock_room() / 2;
+  v_change  record;
+begin
+  for v_change in
+    with changes as (
+      select r.*, o.name as object_name, case r.grantee when 0 then 'public' else r.grantee::regrole::text end as role_name,
+        case when not r.is_granted then 'grant %s on %s %s to %s' when r.is_ours then 'revoke grant option for %s on %s %s from %s cascade'
+          else 'revoke %s on %s %s from %s cascade' end as command
+      from pgque._rights(p_objects) r
+      cross join lateral pgque._object_name(r.class_id, r.object_id) o (name)   -- null: dropped meanwhile
+      where o.name is not null and (not r.is_granted
+        or (not r.is_ours or r.is_grantable)
+          and (p_only_ours or not r.is_told and (
+            r.is_default or r.grantee = 0
+            or r.kind in ('function', 'procedure') and r.grantee::regrole::text in ('pgque_reader', 'pgque_writer', 'pgque_admin', 'pgque_user'))))
+    ),
+    statements as (
+      select c.kind, c.object_name, pg_catalog.format(c.command,
+        pg_catalog.string_agg(c.right_name || coalesce(' (' || pg_catalog.quote_ident(a.attname) || ')', ''), ', '),
+        c.kind, c.object_name, c.role_name) as statement
+      from changes c
+      left join pg_catalog.pg_attribute a on c.column_id > 0 and a.attrelid = c.object_id and a.attnum = c.column_id
+      group by c.kind, c.object_name, c.command, c.role_name
+    )
+    select s.kind, s.object_name as name, pg_catalog.string_agg(s.statement, '; ') as statements
+    from statements s
+    group by s.kind, s.object_name
+  loop
+    if p_only_ours then
+      execute v_change.statements;
+      continue;
+    end if;
+    if v_change.kind = 'table' and v_room > 0 then
+      v_change.statements := pg_catalog.format('lock table only %s in access share mode; ', v_change.name) || v_change.statements;
+      v_room := v_room - 1;
+    end if;
+    begin
+      perform pg_catalog.set_config('lock_timeout', v_wait, true);
+      perform pgque._insist(v_change.statements);
+    exception
+      when lock_not_available or internal_error or deadlock_detected then
+        v_wait := '100ms';
+        raise warning 'pgque: cannot set the rights on % %: %', v_change.kind, v_change.name, sqlerrm
+          using hint = 'Install this version again, or follow the check rights of pgque.health().';
+      when undefined_table or undefined_function or undefined_object then
+        null;   -- the object or the role was dropped meanwhile
+    end;
+    perform pg_catalog.set_config('lock_timeout', v_before, true);
+  end loop;
+end
+$$;
+
 -- An upgrade leaves functions with changed arguments behind, and a call could then be
 -- ambiguous.  Functions with our names that are older than version(), the first
 -- function in this file, are dropped, or renamed if a view uses them.  The readers of
@@ -67,47 +237,8 @@ end
 $$;
 
 do $$
-declare
-  v_func   record;
-  v_table  text;
 begin
-  revoke all on schema pgque from public;
-  -- Only rights from default privileges: revoking writes to the catalog, where an
-  -- upgrade should not collide with a rotation.
-  perform pgque._keep_from_public(c.oid::regclass::text) from pg_class c where c.relnamespace = 'pgque'::regnamespace and c.relacl is not null;
-  grant usage on schema pgque to pgque_reader, pgque_writer, pgque_admin, pgque_user;
-  for v_func in
-    select p.oid::regprocedure as sig, case p.prokind when 'p' then 'procedure' else 'function' end as kind,
-      (select string_agg(g.role_name, ', ') from (
-        select g.role_name from pgque._grants() g where g.func_name = p.proname
-        union
-        select 'pgque_user' where 'pgque.caller'::regtype = any (p.proargtypes)
-      ) g) as roles
-    from pg_proc p
-    where p.pronamespace = 'pgque'::regnamespace
-  loop
-    execute format('revoke all on %s %s from public, pgque_reader, pgque_writer, pgque_admin, pgque_user', v_func.kind, v_func.sig);
-    if v_func.roles is not null then
-      execute format('grant execute on %s %s to %s', v_func.kind, v_func.sig, v_func.roles);
-    end if;
-  end loop;
-  foreach v_table in array array['queue', 'consumer', 'subscription', 'tick', 'retry_queue', 'dead_letter', 'archive', 'config', 'queue_right',
-      'subscriber', 'sink_epoch', 'sink_attempt'] loop
-    if not has_table_privilege('pgque_admin', 'pgque.' || v_table, 'select') then
-      execute format('grant select on pgque.%I to pgque_admin', v_table);
-    end if;
-  end loop;
-  if not has_table_privilege('pgque_writer', 'pgque.sink', 'insert') then
-    grant select, insert on pgque.sink, pgque.sink_bulk to pgque_writer;
-    grant insert on pgque.sink_stage_0, pgque.sink_stage_1 to pgque_writer;
-  end if;
-  -- A writer may have a view or a rule of its own over the sinks.
-  if not has_type_privilege('pgque_writer', 'pgque.sink_queue', 'usage') then
-    grant usage on type pgque.sink_queue to pgque_writer;
-  end if;
-  for v_table in select q.queue_event_seq::text from pgque.queue q where not has_sequence_privilege('pgque_writer', q.queue_event_seq, 'usage') loop
-    execute format('grant usage on sequence %s to pgque_writer', v_table);
-  end loop;
+  perform pgque._set_rights(null, current_setting('pgque.version_before') = '');
 end
 $$;
 

@@ -15,6 +15,7 @@ from sql.helpers import (
     ids,
     offer,
     outcome,
+    rows,
     send_many,
     subscribe,
     take,
@@ -123,6 +124,31 @@ def test_a_call_that_an_upgrade_overtakes_ends_well_or_can_be_repeated(
     except psycopg.errors.SerializationFailure:
         done = outcome(old, call, batch[0].batch_id, ids(batch)[:2])
     assert done == dict.fromkeys(ids(batch)[:2])
+
+
+def test_a_queue_whose_creation_an_upgrade_overtakes_has_the_rights_of_any_queue(
+    old: Connection,
+    fresh_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_for_lock: Callable[..., None],
+) -> None:
+    old.execute("alter default privileges in schema pgque grant all on tables to public")
+    upgrading = connect(fresh_dsn, autocommit=False)
+    upgrading.execute(SOURCE)
+    job = background(lambda c: value(c, "select pgque.create_queue('new')"), connect(fresh_dsn))
+    wait_for_lock(job.pid)
+    upgrading.commit()
+    try:
+        assert job.result() == 1
+    except psycopg.errors.SerializationFailure:
+        assert value(old, "select pgque.create_queue('new')") == 1
+    rights = (
+        "select regexp_replace(c.relname, '_[0-9]+_', '_'), c.relacl::text from pg_class c, pgque.queue q"
+        " where q.queue_name = %s and c.relname ~ ('^(event|tick)_' || q.queue_id || '_([0-2]|seq)$') order by 1"
+    )
+    assert len(rows(old, rights, "new")) == 8
+    assert rows(old, rights, "new") == rows(old, rights, "q")
 
 
 def test_a_pool_in_the_middle_of_a_window_goes_on_after_the_upgrade(old: Connection) -> None:

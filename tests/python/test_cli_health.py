@@ -141,6 +141,14 @@ def test_health_watches_until_it_is_interrupted(ticked: str, monkeypatch: pytest
                 ("pgque start", True),
             ],
         ),
+        (
+            'Then revoke: revoke SELECT, INSERT on all tables in schema pgque from "a;b"; revoke USAGE on schema pgque from c',
+            [
+                ("Then revoke:", False),
+                ("psql -c 'revoke SELECT, INSERT on all tables in schema pgque from \"a;b\"'", True),
+                ("psql -c 'revoke USAGE on schema pgque from c'", True),
+            ],
+        ),
     ],
 )
 def test_an_advice_in_sql_becomes_commands_for_a_shell(

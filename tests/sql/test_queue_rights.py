@@ -726,6 +726,16 @@ def test_rights_follow_a_role_and_a_queue_that_are_renamed_and_end_with_them(
     conn.execute(f"drop role {gone}".encode())
     assert grant(conn, queue, role.name, "produce") == 1
     assert rows(conn, rights, queue) == [(role.name, "produce")]
+    conn.execute(f"create role {gone}".encode())
+    grant(conn, queue, gone, "consume")
+    conn.execute(f"drop role {gone}".encode())
+    conn.execute(f"alter role {role.name} rename to {gone}".encode())
+    try:
+        value(conn, "select pgque.maint_tables()")
+        assert rows(conn, rights, queue) == [(gone, "produce")]
+    finally:
+        conn.execute(f"alter role {gone} rename to {role.name}".encode())
+        conn.execute("select pgque.maint_tables()")
 
 
 def test_a_right_is_given_once_and_taken_once_and_bad_words_are_refused(

@@ -27,8 +27,8 @@ PYTHON
   echo "$target/package/native/bin"
 }
 
-part=("$here"/../sql/test_{install,isolation,queue_rights,work_roles,security,ticker,rotation,send,receive,work_receive,idle}.py)
-between=("$here"/../sql/test_{install,work_roles,security,rotation,receive}.py)
+part=("$here"/../sql/test_{install,isolation,queue_rights,rights,work_roles,security,ticker,rotation,send,receive,work_receive,idle}.py)
+between=("$here"/../sql/test_{install,rights,work_roles,security,rotation,receive}.py)
 
 # All at once: the tests wait for locks and ticks more than they compute.
 out=$(mktemp -d) failed=0

@@ -29,7 +29,8 @@ _STATEMENT = re.compile(
     rf"(?P<call>select (?:\* from )?pgque\.(?P<function>\w+)\((?P<arguments>(?:[^()']|{_LITERAL})*)\))"
     r"|(?P<shell>pgque ticker)"
     r"|(?P<other>(?:alter system set|alter role|grant|commit prepared|rollback prepared)"
-    rf" (?:[^;.,']|\.\w|{_LITERAL})*)"
+    rf" (?:[^;.,']|\.\w|{_LITERAL})*"
+    r"|revoke (?:[^;\"]|\"(?:[^\"]|\"\")*\")*)"
 )
 # What pgque has a command for; {0} and so on are the arguments. All else is for psql.
 _COMMANDS = {
