@@ -170,8 +170,8 @@ def _is_connection_loss(state: str) -> bool:
 _POOLER_STATES = frozenset({"26000", "42P05", "08P01"})
 _POOLER = (
     "A pooler in transaction mode keeps no prepared statements. Prepare none: with psycopg"
-    " prepare_threshold=None, with asyncpg statement_cache_size=0 and a transaction around the call; or connect"
-    " directly. See python/docs/poolers.md."
+    " prepare_threshold=None, with asyncpg statement_cache_size=0 and a transaction around the call; or"
+    " connect directly. See python/docs/poolers.md."
 )
 _behind_pooler = threading.Event()
 
@@ -185,7 +185,8 @@ def prepare_threshold() -> int | None:
 def pooler_error(error: BaseException | None) -> psycopg.Error | None:
     """Return the error of a prepared statement that was not kept, if this is one or was raised from one."""
     while error is not None:
-        if isinstance(error, psycopg.Error) and error.sqlstate in _POOLER_STATES and not _is_fatal(error.diag):
+        is_psycopg = isinstance(error, psycopg.Error)
+        if is_psycopg and error.sqlstate in _POOLER_STATES and not _is_fatal(error.diag):
             return error
         error = error.__cause__
     return None
