@@ -185,11 +185,14 @@ def prepare_threshold() -> int | None:
 def pooler_error(error: BaseException | None) -> psycopg.Error | None:
     """Return the error of a prepared statement that was not kept, if this is one or was raised from one."""
     while error is not None:
-        is_psycopg = isinstance(error, psycopg.Error)
-        if is_psycopg and error.sqlstate in _POOLER_STATES and not _is_fatal(error.diag):
+        if isinstance(error, psycopg.Error) and _is_not_kept(error):
             return error
         error = error.__cause__
     return None
+
+
+def _is_not_kept(error: psycopg.Error) -> bool:
+    return error.sqlstate in _POOLER_STATES and not _is_fatal(error.diag)
 
 
 def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
