@@ -170,8 +170,8 @@ def _is_connection_loss(state: str) -> bool:
 _POOLER_STATES = frozenset({"26000", "42P05", "08P01"})
 _POOLER = (
     "A pooler in transaction mode keeps no prepared statements. Prepare none: with psycopg"
-    " prepare_threshold=None, with asyncpg statement_cache_size=0 and a transaction around the call; or"
-    " connect directly. See python/docs/poolers.md."
+    " prepare_threshold=None, with asyncpg statement_cache_size=0; or connect directly. See"
+    " python/docs/poolers.md."
 )
 _behind_pooler = threading.Event()
 
