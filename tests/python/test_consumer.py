@@ -601,11 +601,11 @@ def test_a_handler_may_return_or_raise_an_outcome(
     with _answering(kind, dsn, subscribed, raises, seen, retry_after=7200, **options):
         wait_until(lambda: len(seen) == len(_SENT) + 2)
         wait_until(lambda: all(info.current_batch is None for info in client.get_consumer_info(subscribed)))
-    waiting = {}
+    waiting: dict[str | None, tuple[str | None, int]] = {}
     for each in client.list_messages(subscribed, "retry"):
         assert each.available_at is not None and each.created_at is not None
         seconds = (each.available_at - each.created_at).total_seconds()
-        waiting[each.payload] = (each.last_error, round(seconds, -2))
+        waiting[each.payload] = (each.last_error, round(seconds / 100) * 100)
     assert [payload for payload, _, _ in seen[: len(_SENT)]] == _SENT
     assert sorted(seen[len(_SENT) :]) == [("release", 1, None), ("retry", 1, "busy")]
     assert {(letter.ev_data, letter.dl_reason) for letter in client.dlq_inspect(subscribed)} == {
@@ -654,7 +654,9 @@ def test_a_message_that_is_released_again_and_again_is_never_given_up(
             return answer(message)
 
         consumer.handler("*")(handle)
-        block = threads.running(lambda: asyncio.run(consumer.run()), consumer.stop, 10)
+        block: AbstractContextManager[threading.Thread] = threads.running(
+            lambda: asyncio.run(consumer.run()), consumer.stop, 10
+        )
     else:
         blocking = pgque.Consumer(dsn, queue=subscribed, consumer="c")
         blocking.handler("*")(answer)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import select
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +18,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from psycopg_pool import ConnectionPool
 
 import pgque
+from conftest import Role
 from pgque import errors, ticker
 from pgque.exporter import Exporter
 from pgque.top.source import Source
@@ -26,6 +30,7 @@ from pgque.web.config import Database
 from pgque.web.database import log_in
 from support import connections, pgbouncer, threads
 from support.connections import KINDS, POOLS, Open
+from support.servers import TestServer
 
 pytestmark = pytest.mark.pgbouncer
 
@@ -267,6 +272,36 @@ def test_each_connection_is_asked_whether_it_is_direct(
     assert sessions.prepared() == []
 
 
+def test_a_connection_to_the_servers_address_is_direct_and_one_through_a_forwarder_is_not(
+    server: TestServer, writer: Role
+) -> None:
+    """A pooler may pass on the process id of a session of the server, as a forwarder does."""
+    if server.process is None:
+        pytest.skip("the server is not a process of this machine")
+    address = make_conninfo(writer.dsn, host="127.0.0.1", port=server.process.port)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        threading.Thread(target=_forward, args=(listener, server.process.port), daemon=True).start()
+        with pgque.connect(address) as direct, pgque.connect(make_conninfo(address, port=port)) as forwarded:
+            row = forwarded.conn.execute("select pg_backend_pid()").fetchone()
+            assert row == (forwarded.conn.info.backend_pid,)
+            assert direct.conn.prepare_threshold == 5
+            assert forwarded.conn.prepare_threshold is None
+
+
+def _forward(listener: socket.socket, port: int) -> None:
+    """Forward one connection until it ends."""
+    client = listener.accept()[0]
+    with client, socket.create_connection(("127.0.0.1", port)) as target:
+        ends = {client: target, target: client}
+        while True:
+            for ready in select.select(list(ends), [], [])[0]:
+                data = ready.recv(65536)
+                if not data:
+                    return
+                ends[ready].sendall(data)
+
+
 # -- programs --------------------------------------------------------------------------------------------
 
 
@@ -328,12 +363,12 @@ for _kind in (pgque.Consumer, pgque.AsyncConsumer):
 
         PROGRAMS[f"{_kind.__name__} {''.join(_options)}".strip()] = _run
 
-for _kind in (pgque.Worker, pgque.AsyncWorker):
+for _worker in (pgque.Worker, pgque.AsyncWorker):
 
-    def _work(bouncer: str, queue: str, wait_until: Wait, kind: Any = _kind, **_: Any) -> None:
+    def _work(bouncer: str, queue: str, wait_until: Wait, kind: Any = _worker, **_: Any) -> None:
         _consume(kind, bouncer, queue, wait_until, concurrency=1, prefetch=1)
 
-    PROGRAMS[_kind.__name__] = _work
+    PROGRAMS[_worker.__name__] = _work
 
 
 @program

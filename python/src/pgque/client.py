@@ -20,6 +20,7 @@ from psycopg_pool import ConnectionPool
 
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
+from ._direct import is_direct
 from ._encode import MessageOrId
 from ._json import Encoder
 from ._payloads import Decoder
@@ -1370,9 +1371,7 @@ class PgqueClient:
             # A role that may not ask is told so by its first real call.
             if callable_row is None or callable_row[0]:
                 _encode.check_version(found, __version__)
-            # A pooler gives its clients process ids that it makes up.
-            answered_by = None if callable_row is None else callable_row[1]
-            _checked[self._conn] = answered_by == self._conn.info.backend_pid
+            _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         finally:
