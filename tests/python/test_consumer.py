@@ -635,6 +635,36 @@ def test_a_handler_may_return_or_raise_an_outcome(
         assert sorted(_ledger(conn)) == sorted(kept)
 
 
+def test_an_outcome_counts_though_the_handler_caught_an_error_of_the_database(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    """What the handler wrote cannot be committed then, but no outcome needs that."""
+    client.send_batch(subscribed, "t", ["a", "dead", "retry", "d"])
+    tick(subscribed)
+    consumer = pgque.Consumer(dsn, queue=subscribed, consumer="c", transactional=True)
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> object:
+        _record(message, own)
+        outcome = _answer(message, raises=False)
+        if outcome is not None:
+            with suppress(psycopg.errors.DivisionByZero):
+                own.execute("select 1 / 0")
+        return outcome
+
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) == 3)
+    assert _ledger(conn) == ["a", "retry", "d"]
+    [letter] = client.dlq_inspect(subscribed)
+    assert (letter.ev_data, letter.dl_reason) == ("dead", "no good")
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_message_that_is_released_again_and_again_is_never_given_up(
     dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, kind: str

@@ -111,8 +111,13 @@ class Consumer:
     message, and only the message that violates one is rejected.
 
     If a handler raises, its message is redelivered after `retry_after` seconds, with the text of the error as
-    reason. After the queue's `max_retries` it becomes a dead letter. The other messages of the batch are not
+    reason. After the queue's `max_retries` it becomes a dead letter. A handler may also return or raise
+    `Retry(after=…)`, `Dead(…)` or `Release()`, as in a worker. The other messages of the batch are not
     affected.
+
+    With `transactional=True`, what a handler wrote is committed if its message is acknowledged, or if the
+    handler returns `Dead`. It is rolled back if the handler raises, also an outcome, and if the message is
+    redelivered.
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in missing parts.
@@ -418,11 +423,12 @@ class Consumer:
         outcome of its message."""
         with client.conn.transaction() as savepoint:
             outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
-            if outcome.redelivers:
+            has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
+            if has_failed and outcome == ACK:
+                raise RuntimeError(_TRANSACTION_FAILED)
+            if has_failed or outcome.redelivers:
                 # What the handler wrote would be written again by the next attempt.
                 raise psycopg.Rollback(savepoint)
-            if client.conn.info.transaction_status is TransactionStatus.INERROR:
-                raise RuntimeError(_TRANSACTION_FAILED)
             client.conn.execute(check.encode(), prepare=False)
         return outcome
 
