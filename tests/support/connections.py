@@ -201,6 +201,9 @@ def django_database(alias: str, dsn: str) -> Any:
     from django.db import connections
 
     parts = conninfo_to_dict(dsn)
+    options: dict[str, object] = {}
+    if PREPARE_THRESHOLD is not None:  # psycopg prepares only what the server binds
+        options = {"prepare_threshold": PREPARE_THRESHOLD, "server_side_binding": True}
     connections.databases[alias] = connections.configure_settings(
         {
             "default": {},
@@ -211,11 +214,7 @@ def django_database(alias: str, dsn: str) -> Any:
                 "PASSWORD": parts.get("password", ""),
                 "HOST": parts.get("host", ""),
                 "PORT": parts.get("port", ""),
-                # Without bindings of the server psycopg prepares nothing.
-                "OPTIONS": {
-                    "prepare_threshold": PREPARE_THRESHOLD,
-                    "server_side_binding": PREPARE_THRESHOLD is not None,
-                },
+                "OPTIONS": options,
             },
         }
     )[alias]
