@@ -186,6 +186,21 @@ def test_a_nack_in_a_transaction_of_the_caller_does_not_run_as_the_ack_of_anothe
     assert [m.msg_id for m in client.list_messages(queue)] == [batches[0].msg_id, batches[2].msg_id]
 
 
+def test_asyncpg_without_its_cache_runs_its_own_statements_in_any_session(
+    bouncer: str, sessions: pgbouncer.Sessions, queue: str
+) -> None:
+    """Also in autocommit. With its cache the second session does not have the statement, or another client's."""
+    with connections.event_loop() as loop, sessions.in_turn():
+        conn = loop.run(connections.asyncpg_connect(bouncer, statement_cache_size=0))
+        ids = []
+        for _ in range(4):
+            ids.append(loop.call("send", conn, queue, "x"))
+            sessions.turn()
+        loop.run(conn.close())
+    assert len(set(ids)) == 4
+    assert sessions.prepared() == []
+
+
 # -- the caller's connection -----------------------------------------------------------------------------
 
 
