@@ -18,10 +18,16 @@ from typing import Any
 
 import psycopg
 import pytest
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import ConnectionPool
+from sqlalchemy import create_engine
+from sqlalchemy.pool import NullPool
 
 import pgque
+import pgque.alembic
+import pgque.django
 from conftest import Role
 from pgque import errors, ticker
 from pgque.exporter import Exporter
@@ -204,6 +210,12 @@ def test_asyncpg_without_its_cache_runs_its_own_statements_in_any_session(
 # -- the caller's connection -----------------------------------------------------------------------------
 
 
+_OURS = (
+    "select count(*) from pg_prepared_statements as p"
+    " where strpos(p.statement, 'pgque.') > 0 and strpos(p.statement, 'pg_prepared') = 0 and not p.from_sql"
+)
+
+
 def _mine(opened: Open, name: str) -> bool:
     """Return whether the connection prepares a statement of the caller's."""
     opened.execute(f"select '{name}'")
@@ -219,7 +231,6 @@ def test_a_call_prepares_nothing_on_the_callers_connection_which_stays_as_it_is(
     name: str, dsn: str, client: pgque.PgqueClient, queue: str, tick: Tick
 ) -> None:
     """Also where there is no pooler, and after a call that fails."""
-    ours = "select statement from pg_prepared_statements where statement like '%pgque.%' and statement not like '%pg_prepared%'"
     _send(client, queue, tick)
     with KINDS[name](dsn) as opened:
         assert _mine(opened, "before")
@@ -230,11 +241,45 @@ def test_a_call_prepares_nothing_on_the_callers_connection_which_stays_as_it_is(
             opened.nack(batch[0].batch_id, batch[0])
             opened.ack(batch[0].batch_id)
         assert _mine(opened, "after")
-        assert opened.execute(ours) == []
+        assert [tuple(row) for row in opened.execute(_OURS)] == [(0,)]
         with pytest.raises(pgque.PgqueQueueNotFound), opened.savepoint():
             opened.send("no such queue", 1)
         assert _mine(opened, "after an error")
         opened.rollback()
+
+
+@pytest.mark.usefixtures("prepares")
+def test_a_migration_of_alembic_prepares_nothing(own_dsn: str) -> None:
+    engine = create_engine(
+        "postgresql+psycopg://",
+        creator=lambda: psycopg.connect(own_dsn, prepare_threshold=0),
+        poolclass=NullPool,
+    )
+    with engine.connect() as connection:
+        op = Operations(MigrationContext.configure(connection))
+        pgque.alembic.install(op)
+        pgque.alembic.create_queue(op, "orders")
+        pgque.alembic.subscribe(op, "orders", "billing")
+        assert connection.exec_driver_sql(_OURS).scalar() == 0
+    engine.dispose()
+
+
+@pytest.mark.usefixtures("prepares")
+def test_a_migration_of_django_prepares_nothing(own_dsn: str) -> None:
+    connection = connections.django_database("poolers", own_dsn)
+    operations = [pgque.django.CreateQueue("orders"), pgque.django.Subscribe("orders", "billing")]
+    try:
+        with connection.schema_editor() as editor:
+            pgque.django.Upgrade().database_forwards("app", editor, None, None)
+            for operation in operations:
+                operation.database_forwards("app", editor, None, None)
+            for operation in reversed(operations):
+                operation.database_backwards("app", editor, None, None)
+        with connection.cursor() as cursor:
+            cursor.execute(_OURS)
+            assert cursor.fetchone() == (0,)
+    finally:
+        connection.close()
 
 
 @pytest.mark.parametrize("name", [name for name in POOLS if name != "asyncpg"])

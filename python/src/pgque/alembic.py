@@ -40,7 +40,8 @@ def install(op: Operations) -> None:
     context = op.get_context()
     _check(context)
     if not context.as_sql:
-        refuse_downgrade(lambda question: context.bind.exec_driver_sql(question).scalar())
+        with unprepared(context.bind.connection.driver_connection):
+            refuse_downgrade(lambda question: context.bind.exec_driver_sql(question).scalar())
     _run(op, sql_text())
 
 

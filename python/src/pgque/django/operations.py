@@ -68,7 +68,8 @@ class Install(_Operation):
         super()._check(schema_editor)
 
         def ask(question: str) -> object:
-            with schema_editor.connection.cursor() as cursor:
+            connection = schema_editor.connection
+            with connection.cursor() as cursor, unprepared(connection.connection):
                 cursor.execute(question)
                 row = cursor.fetchone()
                 return row[0] if row else None
