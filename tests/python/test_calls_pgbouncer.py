@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import pwd
-import re
-import shutil
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 import pgque
 from pgque.ticker import run_ticker
-from support import processes
+from support import pgbouncer
 from support.connections import DRIVERS, KINDS
 
 pytestmark = pytest.mark.pgbouncer
@@ -30,82 +22,11 @@ Tick = Callable[[str], int | None]
 KINDS_TRIED = [*(name for name in DRIVERS if not name.startswith("asyncpg")), "asyncpg of a pool"]
 
 
-def _program() -> str:
-    path = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
-    if path is None:
-        pytest.skip("no pgbouncer: apt-get install pgbouncer")
-    return path
-
-
-def _settings(program: str, dsn: str, folder: Path, port: int) -> str:
-    parts = {name: value for name, value in conninfo_to_dict(dsn).items() if value is not None}
-    target = " ".join(f"{name}='{value}'" for name, value in parts.items() if name != "dbname")
-    found = re.search(
-        r"(\d+)\.(\d+)", subprocess.run([program, "-V"], capture_output=True, text=True, check=True).stdout
-    )
-    assert found is not None
-    follows = "max_prepared_statements = 0" if (int(found[1]), int(found[2])) >= (1, 21) else ""
-    return f"""
-[databases]
-{parts["dbname"]} = {target} dbname='{parts["dbname"]}'
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = {port}
-unix_socket_dir =
-auth_type = any
-pool_mode = transaction
-default_pool_size = 2
-server_round_robin = 1
-ignore_startup_parameters = extra_float_digits
-pidfile = {folder}/pgbouncer.pid
-logfile = {folder}/pgbouncer.log
-{follows}
-"""
-
-
-def _account(dsn: str) -> dict[str, Any]:
-    """Return whom PgBouncer runs as, since root is refused: the owner of the server's sockets, or nobody."""
-    if os.geteuid() != 0:
-        return {}
-    host = str(conninfo_to_dict(dsn).get("host", ""))
-    owner = Path(host).stat().st_uid if host.startswith("/") else 0
-    account = pwd.getpwuid(owner) if owner else pwd.getpwnam("nobody")
-    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
-
-
 @pytest.fixture(scope="module")
 def bouncer(dsn: str) -> Iterator[str]:
     """Connection string through a PgBouncer with two sessions that take turns."""
-    program = _program()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with processes.own_folder(0o777) as folder:
-        file = folder / "pgbouncer.ini"
-        file.write_text(_settings(program, dsn, folder, port))
-        file.chmod(0o644)
-        process = subprocess.Popen([program, "-q", str(file)], cwd=folder, **_account(dsn))
-        try:
-            name = conninfo_to_dict(dsn)["dbname"]
-            through = f"host=127.0.0.1 port={port} dbname={name} user=somebody"
-            _wait(process, through, folder)
-            yield through
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def _wait(process: subprocess.Popen[bytes], dsn: str, folder: Path) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            psycopg.connect(dsn, prepare_threshold=None, connect_timeout=5).close()
-            return
-        except psycopg.OperationalError as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                log = folder / "pgbouncer.log"
-                raise AssertionError(log.read_text() if log.exists() else str(error)) from error
-            time.sleep(0.02)
+    with pgbouncer.through(dsn) as pooled:
+        yield pooled
 
 
 @pytest.mark.parametrize("name", KINDS_TRIED)

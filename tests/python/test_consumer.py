@@ -502,6 +502,204 @@ def test_a_transactional_handler_that_catches_an_error_without_a_savepoint_has_f
     assert (letter.ev_data, "savepoint" in str(letter.dl_reason)) == ("caught", True)
 
 
+# -- outcomes that a handler returns or raises ---------------------------------
+
+
+class _Bounced(pgque.Dead):
+    """An outcome of the program's own."""
+
+
+class _Unfinished(pgque.Retry):
+    def __init__(self) -> None:  # without that of Retry
+        pass
+
+
+# By the payload of the message; all others are acknowledged.
+_OUTCOMES: dict[str | None, pgque.Retry | pgque.Dead | pgque.Release] = {
+    "dead": pgque.Dead("no good"),
+    "bounced": _Bounced("no such address"),
+    "retry": pgque.Retry(0, "busy"),
+    "later": pgque.Retry(after=3600, reason="tomorrow"),
+    "retry_after": pgque.Retry(),
+    "release": pgque.Release(),
+    "unfinished": _Unfinished(),
+}
+_Delivery = tuple[str | None, int | None, str | None]  # payload, retry_count, last_error
+_SENT = ["first", *[str(payload) for payload in _OUTCOMES], "class", "value", "last"]
+
+
+def _answer(message: pgque.Message, raises: bool) -> object:
+    """Return or raise the outcome of a message, with its first delivery."""
+    if message.retry_count:
+        return None
+    if message.payload == "class":
+        if raises:
+            raise pgque.Dead
+        return pgque.Dead
+    if message.payload == "value":
+        return {"any other value": "is a success"}
+    outcome = _OUTCOMES.get(message.payload)
+    if outcome is not None and raises:
+        raise outcome
+    return outcome
+
+
+def _answering(
+    kind: str, dsn: str, queue: str, raises: bool, seen: list[_Delivery], **options: Any
+) -> AbstractContextManager[threading.Thread]:
+    """Run a consumer whose handler notes each delivery, in the ledger if it is transactional, and answers."""
+    if kind == "async":
+        consumer = pgque.AsyncConsumer(dsn, queue=queue, consumer="c", **options)
+
+        async def handle(message: pgque.Message, own: Any = None) -> object:
+            seen.append((message.payload, message.retry_count, message.last_error))
+            if own is not None:
+                await own.execute("insert into ledger values (%s, %s)", [message.msg_id, message.payload])
+            return _answer(message, raises)
+
+        consumer.handler("*")(handle)
+        return threads.running(lambda: asyncio.run(consumer.run()), consumer.stop, 10)
+    blocking = pgque.Consumer(dsn, queue=queue, consumer="c", **options)
+
+    @blocking.handler("*")
+    def handle_blocking(message: pgque.Message, own: Any = None) -> object:
+        seen.append((message.payload, message.retry_count, message.last_error))
+        if own is not None:
+            _record(message, own)
+        return _answer(message, raises)
+
+    return running(blocking)
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["returned", "raised"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"transactional": True}, {"subconsumer": "w"}],
+    ids=lambda options: "".join(options) or "plain",
+)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_handler_may_return_or_raise_an_outcome(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+    kind: str,
+    options: dict[str, Any],
+    raises: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in a worker. One outcome in the middle of a batch is of that message alone."""
+    if "subconsumer" in options:
+        client.subscribe_subconsumer(subscribed, "c", "w", convert_normal=True)
+    client.set_queue_config(subscribed, "max_retries", 1)
+    seen: list[_Delivery] = []
+    client.send_batch(subscribed, "t", _SENT)
+    tick(subscribed)
+    with _answering(kind, dsn, subscribed, raises, seen, retry_after=7200, **options):
+        wait_until(lambda: len(seen) == len(_SENT) + 2)
+        wait_until(lambda: all(info.current_batch is None for info in client.get_consumer_info(subscribed)))
+    waiting: dict[str | None, tuple[str | None, int]] = {}
+    for each in client.list_messages(subscribed, "retry"):
+        assert each.available_at is not None and each.created_at is not None
+        seconds = (each.available_at - each.created_at).total_seconds()
+        waiting[each.payload] = (each.last_error, round(seconds / 100) * 100)
+    assert [payload for payload, _, _ in seen[: len(_SENT)]] == _SENT
+    assert sorted(seen[len(_SENT) :]) == [("release", 1, None), ("retry", 1, "busy")]
+    assert {(letter.ev_data, letter.dl_reason) for letter in client.dlq_inspect(subscribed)} == {
+        ("dead", "no good"),
+        ("bounced", "no such address"),
+        ("class", "dead"),
+    }
+    assert waiting["later"] == ("tomorrow", 3600)
+    assert waiting["retry_after"] == (None, 7200)
+    error, after = waiting["unfinished"]
+    assert "has none of the attributes of Retry" in str(error)
+    assert after == 7200
+    assert len(waiting) == 3
+    assert len(client.list_messages(subscribed)) == 6  # with the dead letters: all others are acknowledged
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+    if "transactional" in options:
+        # What the handler wrote is committed with the outcome, unless the message is handled again or the
+        # outcome was raised.
+        kept = [
+            "first",
+            *([] if raises else ["dead", "bounced", "class"]),
+            "value",
+            "last",
+            "release",
+            "retry",
+        ]
+        assert sorted(_ledger(conn)) == sorted(kept)
+
+
+def test_an_outcome_counts_though_the_handler_caught_an_error_of_the_database(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+) -> None:
+    """What the handler wrote cannot be committed then, but no outcome needs that."""
+    client.send_batch(subscribed, "t", ["a", "dead", "retry", "d"])
+    tick(subscribed)
+    consumer = pgque.Consumer(dsn, queue=subscribed, consumer="c", transactional=True)
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[object]) -> object:
+        _record(message, own)
+        outcome = _answer(message, raises=False)
+        if outcome is not None:
+            with suppress(psycopg.errors.DivisionByZero):
+                own.execute("select 1 / 0")
+        return outcome
+
+    with running(consumer):
+        wait_until(lambda: len(_ledger(conn)) == 3)
+    assert _ledger(conn) == ["a", "retry", "d"]
+    [letter] = client.dlq_inspect(subscribed)
+    assert (letter.ev_data, letter.dl_reason) == ("dead", "no good")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_message_that_is_released_again_and_again_is_never_given_up(
+    dsn: str, client: pgque.PgqueClient, subscribed: str, tick: Tick, wait_until: Wait, kind: str
+) -> None:
+    client.set_queue_config(subscribed, "max_retries", 0)
+    seen: list[int | None] = []
+    release = pgque.Release
+
+    def answer(message: pgque.Message) -> object:
+        seen.append(message.retry_count)
+        return release if len(seen) < 4 else None
+
+    if kind == "async":
+        consumer = pgque.AsyncConsumer(dsn, queue=subscribed, consumer="c")
+
+        async def handle(message: pgque.Message) -> object:
+            return answer(message)
+
+        consumer.handler("*")(handle)
+        block: AbstractContextManager[threading.Thread] = threads.running(
+            lambda: asyncio.run(consumer.run()), consumer.stop, 10
+        )
+    else:
+        blocking = pgque.Consumer(dsn, queue=subscribed, consumer="c")
+        blocking.handler("*")(answer)
+        block = running(blocking)
+    client.send(subscribed, "x")
+    tick(subscribed)
+    with block:
+        wait_until(lambda: len(seen) == 4)
+        wait_until(lambda: client.list_messages(subscribed) == [], "the last delivery is acknowledged")
+    assert seen == [0, 1, 2, 3]  # each is a delivery from the retry queue
+    assert client.dlq_inspect(subscribed) == []
+
+
 def test_work_is_done_exactly_once_although_backends_are_killed_all_the_time(
     dsn: str,
     client: pgque.PgqueClient,

@@ -173,33 +173,43 @@ def test_a_consumer_counts_and_times_its_handlers(
     transactional: bool,
 ) -> None:
     client.subscribe(queue, "c")
-    client.send_batch(queue, ["ok", "bad"])
+    client.send_batch(queue, ["ok", "bad", "later", "dead", "release"])
     tick(queue)
     consumer = pgque.Consumer(dsn, queue=queue, consumer="c", retry_after=0, transactional=transactional)
 
     @consumer.handler("*")
-    def handle(message: pgque.Message, conn: object = None) -> None:
+    def handle(message: pgque.Message, conn: object = None) -> object:
         assert sample("pgque_handler_in_flight") == 1
-        if message.payload == "bad" and not message.retry_count:
-            raise RuntimeError("on purpose")
+        match message.payload:
+            case "bad" if not message.retry_count:
+                raise RuntimeError("on purpose")
+            case "later":
+                return pgque.Retry(after=3600)
+            case "dead":
+                return pgque.Dead("on purpose")
+            case "release" if not message.retry_count:
+                raise pgque.Release
+        return None
 
     thread = threading.Thread(target=consumer.run)
     thread.start()
     try:
-        wait_until(lambda: sample("pgque_handler_outcomes_total", outcome="nack") == 1)
+        wait_until(lambda: sample("pgque_handler_outcomes_total", outcome="nack") == 2)
 
         def redelivered() -> bool:
             tick(queue)
             client.maint()
-            return sample("pgque_handler_redeliveries_total") == 1
+            return sample("pgque_handler_redeliveries_total") == 2
 
         wait_until(redelivered, timeout=30)
-        wait_until(lambda: sample("pgque_handler_outcomes_total", outcome="ack") == 2)
+        wait_until(lambda: sample("pgque_handler_outcomes_total", outcome="ack") == 3)
     finally:
         consumer.stop()
         thread.join(20)
-    assert sample("pgque_handler_duration_seconds_count") == 3
-    assert sample("pgque_handler_wait_seconds_count") == 2
+    assert sample("pgque_handler_outcomes_total", outcome="dead") == 1
+    assert sample("pgque_handler_outcomes_total", outcome="release") == 1
+    assert sample("pgque_handler_duration_seconds_count") == 7
+    assert sample("pgque_handler_wait_seconds_count") == 5
 
 
 def test_a_lost_connection_counts_as_a_reconnect(

@@ -28,6 +28,10 @@ from sqlalchemy.pool import NullPool
 
 import pgque
 
+# After how many runs psycopg prepares a statement on these connections; None: never, as a pooler in transaction
+# mode needs it.
+PREPARE_THRESHOLD: int | None = None
+
 
 class Abandoned(Exception):
     """Raised by a test to leave a savepoint."""
@@ -90,7 +94,7 @@ def _psycopg_kind(name: str, as_target: Callable[[Any], Any] = lambda conn: conn
     @kind(name)
     @contextmanager
     def opening(dsn: str) -> Iterator[Open]:
-        with psycopg.connect(dsn, prepare_threshold=None, **options) as conn:
+        with psycopg.connect(dsn, prepare_threshold=PREPARE_THRESHOLD, **options) as conn:
 
             def execute(statement: str) -> list[tuple[Any, ...]]:
                 cursor = psycopg.Cursor(conn, row_factory=tuple_row).execute(statement.encode())
@@ -151,7 +155,7 @@ _psycopg2_kind(
 # -- SQLAlchemy ----------------------------------------------------------------------------------------
 
 _CONNECT: dict[str, Callable[[str], Any]] = {
-    "psycopg": lambda dsn: psycopg.connect(dsn, prepare_threshold=None),
+    "psycopg": lambda dsn: psycopg.connect(dsn, prepare_threshold=PREPARE_THRESHOLD),
     "psycopg2": psycopg2.connect,
 }
 
@@ -197,6 +201,9 @@ def django_database(alias: str, dsn: str) -> Any:
     from django.db import connections
 
     parts = conninfo_to_dict(dsn)
+    options: dict[str, object] = {}
+    if PREPARE_THRESHOLD is not None:  # psycopg prepares only what the server binds
+        options = {"prepare_threshold": PREPARE_THRESHOLD, "server_side_binding": True}
     connections.databases[alias] = connections.configure_settings(
         {
             "default": {},
@@ -207,6 +214,7 @@ def django_database(alias: str, dsn: str) -> Any:
                 "PASSWORD": parts.get("password", ""),
                 "HOST": parts.get("host", ""),
                 "PORT": parts.get("port", ""),
+                "OPTIONS": options,
             },
         }
     )[alias]
@@ -302,7 +310,9 @@ def _async_psycopg_kind(name: str, as_target: Callable[[Any], Any], **options: A
     @contextmanager
     def opening(dsn: str) -> Iterator[Open]:
         with event_loop() as loop:
-            conn = loop.run(psycopg.AsyncConnection.connect(dsn, prepare_threshold=None, **options))
+            conn = loop.run(
+                psycopg.AsyncConnection.connect(dsn, prepare_threshold=PREPARE_THRESHOLD, **options)
+            )
 
             async def execute(statement: str) -> list[tuple[Any, ...]]:
                 cursor = await psycopg.AsyncCursor(conn, row_factory=tuple_row).execute(statement.encode())
@@ -344,7 +354,7 @@ def _driver_arguments(driver: str, dsn: str) -> dict[str, Any]:
     transaction mode needs it."""
     if driver == "psycopg":
         parts = {name: value for name, value in conninfo_to_dict(dsn).items() if value is not None}
-        return {**parts, "prepare_threshold": None}
+        return {**parts, "prepare_threshold": PREPARE_THRESHOLD}
     return {
         **asyncpg_options(dsn),
         "statement_cache_size": 0,
@@ -495,14 +505,16 @@ Calling = Callable[..., Any]
 
 @contextmanager
 def _psycopg_pool(dsn: str) -> Iterator[tuple[Any, Calling]]:
-    with ConnectionPool(dsn, min_size=1, max_size=1) as pool:
+    kwargs = {"prepare_threshold": PREPARE_THRESHOLD}
+    with ConnectionPool(dsn, kwargs=kwargs, min_size=1, max_size=1) as pool:
         yield pool, blocking
 
 
 @contextmanager
 def _async_psycopg_pool(dsn: str) -> Iterator[tuple[Any, Calling]]:
     with event_loop() as loop:
-        pool = AsyncConnectionPool(dsn, min_size=1, max_size=1, open=False)
+        kwargs = {"prepare_threshold": PREPARE_THRESHOLD}
+        pool = AsyncConnectionPool(dsn, kwargs=kwargs, min_size=1, max_size=1, open=False)
         with loop.within(pool):
             yield pool, loop.call
 

@@ -25,7 +25,6 @@ from .errors import (
     from_encoding,
     from_fields,
     from_psycopg,
-    prepare_threshold,
 )
 
 Params: TypeAlias = Mapping[str, object]
@@ -60,6 +59,24 @@ def _library(target: object) -> str:
 
 # -- psycopg -------------------------------------------------------------------------------------------
 
+# A pooler in transaction mode may give the next statement another session, where the name of a prepared
+# statement can be that of another client's statement, since psycopg takes the same names in each process. So
+# nothing is prepared here, whatever the caller's connection is set to.
+
+
+@contextmanager
+def unprepared(connection: object) -> Iterator[None]:
+    """Have a connection prepare nothing in the block, if it is one of psycopg below another library."""
+    if not isinstance(connection, (psycopg.Connection, psycopg.AsyncConnection)):
+        yield
+        return
+    threshold = connection.prepare_threshold
+    connection.prepare_threshold = None
+    try:
+        yield
+    finally:
+        connection.prepare_threshold = threshold
+
 
 def _psycopg(target: Any, sql: str, params: Params) -> Rows:
     if isinstance(target, psycopg.Cursor):  # which the caller may still read from
@@ -71,7 +88,7 @@ def _psycopg(target: Any, sql: str, params: Params) -> Rows:
     else:
         cursor = target.cursor(row_factory=tuple_row)
     with cursor:
-        return cursor.execute(sql, params, prepare=_prepare()).fetchall()
+        return cursor.execute(sql, params, prepare=False).fetchall()
 
 
 async def _psycopg_async(target: Any, sql: str, params: Params) -> Rows:
@@ -84,13 +101,8 @@ async def _psycopg_async(target: Any, sql: str, params: Params) -> Rows:
     else:
         cursor = target.cursor(row_factory=tuple_row)
     async with cursor:
-        await cursor.execute(sql, params, prepare=_prepare())
+        await cursor.execute(sql, params, prepare=False)
         return await cursor.fetchall()
-
-
-def _prepare() -> bool | None:
-    """Return whether to prepare a statement: as the connection does, or never, once a pooler lost one."""
-    return False if prepare_threshold() is None else None
 
 
 def _psycopg_pool(target: Any, sql: str, params: Params) -> Rows:
@@ -136,7 +148,7 @@ def _django(target: Any, sql: str, params: Params) -> Rows:
             f"Django's database {target.alias!r} is {vendor}",
             hint="Name the one that has pgque in it, by its alias in DATABASES.",
         )
-    with target.cursor() as cursor:
+    with target.cursor() as cursor, unprepared(target.connection):
         cursor.execute(sql, params)
         rows: Rows = cursor.fetchall()
         return rows
@@ -176,8 +188,9 @@ def _sqlalchemy(target: Any, sql: str, params: Params) -> Rows:
         target = target.connection()
     if not isinstance(target, Connection):
         raise _refusal(target, is_async=False)
-    result = target.exec_driver_sql(*_as_driver_takes_it(target, sql, params), _AT_ONCE)
-    return [tuple(row) for row in result]
+    with unprepared(target.connection.driver_connection):
+        result = target.exec_driver_sql(*_as_driver_takes_it(target, sql, params), _AT_ONCE)
+        return [tuple(row) for row in result]
 
 
 async def _sqlalchemy_async(target: Any, sql: str, params: Params) -> Rows:
@@ -187,8 +200,9 @@ async def _sqlalchemy_async(target: Any, sql: str, params: Params) -> Rows:
         target = await target.connection()
     if not isinstance(target, AsyncConnection):
         raise _refusal(target, is_async=True)
-    result = await target.exec_driver_sql(*_as_driver_takes_it(target, sql, params), _AT_ONCE)
-    return [tuple(row) for row in result]
+    with unprepared((await target.get_raw_connection()).driver_connection):
+        result = await target.exec_driver_sql(*_as_driver_takes_it(target, sql, params), _AT_ONCE)
+        return [tuple(row) for row in result]
 
 
 def _as_driver_takes_it(connection: Any, sql: str, params: Params) -> tuple[str, Any]:

@@ -49,9 +49,20 @@ class MessageOutcome:
     retry_after: timedelta | None = None
     reason: str | None = None
 
+    @property
+    def redelivers(self) -> bool:
+        """Return whether the message is to be handled again, if it has attempts left."""
+        return self.action in ("nack", "release")
+
+
+ACK = MessageOutcome("ack")
+ARCHIVE = MessageOutcome("archive")
+RELEASE = MessageOutcome("release")
+
 
 def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta | None) -> MessageOutcome:
-    """Return the outcome of a message, from what its handler returned or the HandlerOutcome it raised."""
+    """Return the outcome of a message, from what its handler returned or the HandlerOutcome it raised: what
+    is no HandlerOutcome is a success."""
     if isinstance(returned, type) and issubclass(returned, HandlerOutcome):
         returned = returned()
     match returned:
@@ -60,7 +71,7 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
         case Dead(reason=reason):
             return MessageOutcome("dead", None, reason)
         case Release():
-            return MessageOutcome("release")
+            return RELEASE
         case HandlerOutcome():
             # Of a class of the program's own, whose __init__ does not call the one of Retry or Dead.
             error = TypeError(f"{type(returned).__qualname__} has none of the attributes of Retry or Dead")

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar, overload
 
 from psycopg import AsyncConnection, Connection
 
+from . import _direct
 from ._json import Encoder, as_json, is_known
 from .errors import PgqueVersionError
 from .types import Event, Message, Payload, Seconds, Setting
@@ -274,9 +275,10 @@ def reason_text(reason: str | None, conn: Connection[object] | AsyncConnection[o
 
 
 # No call may fail before the answer is known: it would abort the caller's transaction. So look the function
-# up first.
-FIND_VERSION = """
-select has_schema_privilege(n.oid, 'usage') and has_function_privilege(p.oid, 'execute')
+# up first. From the other columns a client finds out whether a pooler is between: asked here, that costs no
+# round trip.
+FIND_VERSION = f"""
+select has_schema_privilege(n.oid, 'usage') and has_function_privilege(p.oid, 'execute'), {_direct.ANSWERS}
 from pg_catalog.pg_namespace as n
 join pg_catalog.pg_proc as p on p.pronamespace = n.oid
 where n.nspname = 'pgque' and p.proname = 'version' and p.pronargs = 0

@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from . import _migrations
+from ._adapters import unprepared
 from .errors import PgqueBadArgument
 from .install import refuse_downgrade, sql_text
 from .types import Setting
@@ -39,7 +40,8 @@ def install(op: Operations) -> None:
     context = op.get_context()
     _check(context)
     if not context.as_sql:
-        refuse_downgrade(lambda question: context.bind.exec_driver_sql(question).scalar())
+        with unprepared(context.bind.connection.driver_connection):
+            refuse_downgrade(lambda question: context.bind.exec_driver_sql(question).scalar())
     _run(op, sql_text())
 
 
@@ -85,7 +87,8 @@ def _run(op: Operations, script: str) -> None:
         context.bind.exec_driver_sql("select 1")  # begins the transaction
         context.bind.connection.dbapi_connection.run_async(lambda conn: conn.execute(script))
     else:
-        context.bind.exec_driver_sql(script, execution_options={"no_parameters": True})
+        with unprepared(context.bind.connection.driver_connection):
+            context.bind.exec_driver_sql(script, execution_options={"no_parameters": True})
 
 
 def _check(context: Any) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TypeVar, overload
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import Connection
@@ -20,6 +20,7 @@ from psycopg_pool import ConnectionPool
 
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
+from ._direct import is_direct
 from ._encode import MessageOrId
 from ._json import Encoder
 from ._payloads import Decoder
@@ -68,8 +69,9 @@ _EVENT = (
     "e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4"
 )
 
-# Connections whose pgque version was found good, so that each is asked once.
-_checked: WeakSet[Connection[object]] = WeakSet()
+# Connections whose pgque version was found good, so that each is asked once; and whether each is known to be
+# direct, with no pooler between.
+_checked: WeakKeyDictionary[Connection[object], bool] = WeakKeyDictionary()
 
 
 class PgqueClient:
@@ -122,7 +124,7 @@ class PgqueClient:
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         try:
             conn = Connection.connect(
-                dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=prepare_threshold()
+                dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=None
             )
         except psycopg.Error as error:
             raise from_psycopg(error) from error
@@ -133,6 +135,8 @@ class PgqueClient:
         except BaseException:
             conn.close()
             raise
+        if _checked.get(conn):
+            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod
@@ -1358,16 +1362,16 @@ class PgqueClient:
         try:
             found: str | None = None
             with self._conn.cursor(row_factory=tuple_row) as cur:
-                cur.execute(_encode.FIND_VERSION)
+                cur.execute(_encode.FIND_VERSION, prepare=False)
                 callable_row = cur.fetchone()
                 if callable_row is not None and callable_row[0]:
-                    cur.execute("select pgque.version()")
+                    cur.execute("select pgque.version()", prepare=False)
                     version_row = cur.fetchone()
                     found = version_row[0] if version_row else None
             # A role that may not ask is told so by its first real call.
             if callable_row is None or callable_row[0]:
                 _encode.check_version(found, __version__)
-            _checked.add(self._conn)
+            _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         finally:
@@ -1389,7 +1393,7 @@ class PgqueClient:
         self._ensure_version()
         try:
             with reading(self._conn.cursor(row_factory=args_row(make))) as cur:
-                cur.execute(sql, params)
+                cur.execute(sql, params, prepare=self._prepare())
                 return cur.fetchall()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
@@ -1418,10 +1422,15 @@ class PgqueClient:
         self._ensure_version()
         try:
             with reading(self._conn.cursor(row_factory=tuple_row)) as cur:
-                cur.execute(sql, params)
+                cur.execute(sql, params, prepare=self._prepare())
                 return cur.fetchone()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
+
+    def _prepare(self) -> bool | None:
+        """Return whether psycopg prepares a statement: as the connection is set, where it is direct; else
+        never, because behind a pooler the name of a prepared statement can be that of another client's."""
+        return None if _checked.get(self._conn) and prepare_threshold() is not None else False
 
     def _error(self, error: psycopg.Error | UnicodeEncodeError, params: Mapping[str, object]) -> PgqueError:
         queue = params.get("queue")
@@ -1451,8 +1460,9 @@ def connect(
     manager the client commits at the end of the block, rolls back after an exception, and closes. With
     `autocommit`, each call is a transaction of its own. For `encoder` and `decoder` see `PgqueClient`.
 
-    Behind a pooler in transaction mode that does not follow prepared statements, one call of each open
-    connection can fail (26000 or 42P05). Connections that are opened later prepare no statements.
+    The connection prepares statements that it repeats (psycopg's `prepare_threshold` is 5) only where it
+    leads directly to the server: behind a pooler in transaction mode the name of a prepared statement can be
+    that of another client's.
 
     Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """

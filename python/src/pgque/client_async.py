@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TypeVar, overload
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import psycopg
 from psycopg import AsyncConnection
@@ -19,6 +19,7 @@ from psycopg_pool import AsyncConnectionPool
 
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
+from ._direct import is_direct
 from ._encode import MessageOrId
 from ._json import Encoder
 from ._payloads import Decoder
@@ -67,8 +68,9 @@ _EVENT = (
     "e.ev_extra1, e.ev_extra2, e.ev_extra3, e.ev_extra4"
 )
 
-# Connections whose pgque version was found good, so that each is asked once.
-_checked: WeakSet[AsyncConnection[object]] = WeakSet()
+# Connections whose pgque version was found good, so that each is asked once; and whether each is known to be
+# direct, with no pooler between.
+_checked: WeakKeyDictionary[AsyncConnection[object], bool] = WeakKeyDictionary()
 
 
 class AsyncPgqueClient:
@@ -121,7 +123,7 @@ class AsyncPgqueClient:
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         try:
             conn = await AsyncConnection.connect(
-                dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=prepare_threshold()
+                dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=None
             )
         except psycopg.Error as error:
             raise from_psycopg(error) from error
@@ -132,6 +134,8 @@ class AsyncPgqueClient:
         except BaseException:
             await conn.close()
             raise
+        if _checked.get(conn):
+            conn.prepare_threshold = prepare_threshold()
         return client
 
     @classmethod
@@ -1357,16 +1361,16 @@ class AsyncPgqueClient:
         try:
             found: str | None = None
             async with self._conn.cursor(row_factory=tuple_row) as cur:
-                await cur.execute(_encode.FIND_VERSION)
+                await cur.execute(_encode.FIND_VERSION, prepare=False)
                 callable_row = await cur.fetchone()
                 if callable_row is not None and callable_row[0]:
-                    await cur.execute("select pgque.version()")
+                    await cur.execute("select pgque.version()", prepare=False)
                     version_row = await cur.fetchone()
                     found = version_row[0] if version_row else None
             # A role that may not ask is told so by its first real call.
             if callable_row is None or callable_row[0]:
                 _encode.check_version(found, __version__)
-            _checked.add(self._conn)
+            _checked[self._conn] = callable_row is not None and is_direct(self._conn, *callable_row[1:])
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         finally:
@@ -1388,7 +1392,7 @@ class AsyncPgqueClient:
         await self._ensure_version()
         try:
             async with reading(self._conn.cursor(row_factory=args_row(make))) as cur:
-                await cur.execute(sql, params)
+                await cur.execute(sql, params, prepare=self._prepare())
                 return await cur.fetchall()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
@@ -1417,10 +1421,15 @@ class AsyncPgqueClient:
         await self._ensure_version()
         try:
             async with reading(self._conn.cursor(row_factory=tuple_row)) as cur:
-                await cur.execute(sql, params)
+                await cur.execute(sql, params, prepare=self._prepare())
                 return await cur.fetchone()
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
+
+    def _prepare(self) -> bool | None:
+        """Return whether psycopg prepares a statement: as the connection is set, where it is direct; else
+        never, because behind a pooler the name of a prepared statement can be that of another client's."""
+        return None if _checked.get(self._conn) and prepare_threshold() is not None else False
 
     def _error(self, error: psycopg.Error | UnicodeEncodeError, params: Mapping[str, object]) -> PgqueError:
         queue = params.get("queue")
@@ -1450,8 +1459,9 @@ async def connect_async(
     manager the client commits at the end of the block, rolls back after an exception, and closes. With
     `autocommit`, each call is a transaction of its own. For `encoder` and `decoder` see `AsyncPgqueClient`.
 
-    Behind a pooler in transaction mode that does not follow prepared statements, one call of each open
-    connection can fail (26000 or 42P05). Connections that are opened later prepare no statements.
+    The connection prepares statements that it repeats (psycopg's `prepare_threshold` is 5) only where it
+    leads directly to the server: behind a pooler in transaction mode the name of a prepared statement can be
+    that of another client's.
 
     Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """

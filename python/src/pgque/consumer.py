@@ -19,7 +19,7 @@ from psycopg import Connection
 from psycopg.pq import TransactionStatus
 
 from . import _otel, _payloads, _telemetry
-from ._batches import MessageOutcome, failure_outcome
+from ._batches import ACK, MessageOutcome, failure_outcome, outcome_of
 from ._connection import Progress, keep_connected, open_client
 from ._encode import interval, total_seconds
 from ._handlers import Handlers, check_handler
@@ -42,7 +42,7 @@ from .errors import (
     one_line,
     pooler_error,
 )
-from .outcomes import retry_interval
+from .outcomes import HandlerOutcome, retry_interval
 from .types import Message, Outcome, Seconds
 
 # Their first parameter is a Message, a Message[Model] or a Model.
@@ -86,7 +86,7 @@ class _BatchLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _HandledBatch:
-    """A batch whose handlers have run: the ids of the messages that failed, by what to do with them."""
+    """A batch whose handlers have run: the ids of the messages that are not acknowledged, by outcome."""
 
     batch_id: int
     failed: dict[MessageOutcome, list[int]]
@@ -111,8 +111,13 @@ class Consumer:
     message, and only the message that violates one is rejected.
 
     If a handler raises, its message is redelivered after `retry_after` seconds, with the text of the error as
-    reason. After the queue's `max_retries` it becomes a dead letter. The other messages of the batch are not
+    reason. After the queue's `max_retries` it becomes a dead letter. A handler may also return or raise
+    `Retry(after=…)`, `Dead(…)` or `Release()`, as in a worker. The other messages of the batch are not
     affected.
+
+    With `transactional=True`, what a handler wrote is committed if its message is acknowledged, or if the
+    handler returns `Dead`. It is rolled back if the handler raises, also an outcome, and if the message is
+    redelivered.
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in missing parts.
@@ -331,7 +336,7 @@ class Consumer:
             return batch
 
     def _report(self, client: PgqueClient) -> None:
-        """Nack what failed of the last batch, and ack the batch, in one transaction."""
+        """Report the outcomes of the last batch, and ack the batch, in one transaction."""
         if self._unreported is None:
             return
         try:
@@ -347,8 +352,10 @@ class Consumer:
             for failure, ids in handled.failed.items():
                 if failure.action == "dead":
                     outcomes = client.dead(handled.batch_id, ids, failure.reason)
+                elif failure.action == "release":
+                    outcomes = _release(client, handled.batch_id, ids)
                 else:
-                    outcomes = client.nack(handled.batch_id, ids, self.retry_after, failure.reason)
+                    outcomes = client.nack(handled.batch_id, ids, failure.retry_after, failure.reason)
                 refused += [outcome for outcome in outcomes if not outcome.ok]
             is_lost = handled.is_whole and client.ack(handled.batch_id) == 0
         for outcome in refused:
@@ -382,43 +389,61 @@ class Consumer:
         for message in batch:
             if self._stopper.out_of_time():
                 raise HandlerInterrupted
-            failure = self._handle(client, message, check)
-            _telemetry.note_outcome(message, self.consumer, "ack" if failure is None else failure.action)
-            if failure is not None:
-                failed[failure].append(message.msg_id)
+            outcome = self._handle(client, message, check)
+            _telemetry.note_outcome(message, self.consumer, outcome.action)
+            if outcome != ACK:
+                failed[outcome].append(message.msg_id)
             self._touch(client)
         return _HandledBatch(batch[0].batch_id, failed)
 
-    def _handle(self, client: PgqueClient, message: Message, check: str) -> MessageOutcome | None:
-        """Run the handler of one message and return what to do where it failed, or None."""
-        retry_after = interval(self.retry_after)
+    def _handle(self, client: PgqueClient, message: Message, check: str) -> MessageOutcome:
+        """Run the handler of one message and return its outcome."""
         handler = self._handlers.find(message)
         if handler is None:
             reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
-            return None if reason is None else MessageOutcome("nack", retry_after, reason)
+            return ACK if reason is None else MessageOutcome("nack", interval(self.retry_after), reason)
         try:
             with _telemetry.handling(message, self.consumer):
                 if self.transactional:
-                    with (
-                        client.conn.transaction()
-                    ):  # a savepoint: a failed handler takes only its own work back
-                        self._stopper.handle(handler, message, client.conn)
-                        if client.conn.info.transaction_status is TransactionStatus.INERROR:
-                            raise RuntimeError(_TRANSACTION_FAILED)
-                        client.conn.execute(check.encode(), prepare=False)
-                else:
-                    self._stopper.handle(handler, message)
+                    return self._handle_in_savepoint(client, handler, message, check)
+                return self._outcome(self._stopper.handle(handler, message))
         except Exception as error:
             if self.transactional:
                 self._raise_if_lost(client, message, error)
-            is_bad = isinstance(error, PgquePayloadError)
-            is_dead = is_bad and self.bad_payload == "dead"
-            text = self._settings.failure_text(
-                message, self.consumer, error, self.retry_after, False, is_dead
-            )
-            log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
-            return failure_outcome(error, retry_after, is_dead)
-        return None
+            return self._outcome_of_error(message, error)
+
+    def _handle_in_savepoint(
+        self,
+        client: PgqueClient,
+        handler: Handler | TransactionalHandler,
+        message: Message,
+        check: str,
+    ) -> MessageOutcome:
+        """Run a handler in a savepoint, so that one that fails takes only its own work back, and return the
+        outcome of its message."""
+        with client.conn.transaction() as savepoint:
+            outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
+            has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
+            if has_failed and outcome == ACK:
+                raise RuntimeError(_TRANSACTION_FAILED)
+            if has_failed or outcome.redelivers:
+                # What the handler wrote would be written again by the next attempt.
+                raise psycopg.Rollback(savepoint)
+            client.conn.execute(check.encode(), prepare=False)
+        return outcome
+
+    def _outcome(self, returned: object) -> MessageOutcome:
+        return outcome_of(returned, ACK, interval(self.retry_after))
+
+    def _outcome_of_error(self, message: Message, error: Exception) -> MessageOutcome:
+        """Return the outcome of a message whose handler raised."""
+        if isinstance(error, HandlerOutcome):
+            return self._outcome(error)
+        is_bad = isinstance(error, PgquePayloadError)
+        is_dead = is_bad and self.bad_payload == "dead"
+        text = self._settings.failure_text(message, self.consumer, error, self.retry_after, False, is_dead)
+        log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
+        return failure_outcome(error, interval(self.retry_after), is_dead)
 
     def _raise_if_lost(self, client: PgqueClient, message: Message, error: Exception) -> None:
         """Raise what takes the whole batch back, where that and not the handler is at fault."""
@@ -430,8 +455,10 @@ class Consumer:
             ) from error
         if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
             # What other handlers wrote in the transaction cannot be acknowledged with it.
-            failure = failure_outcome(error, interval(self.retry_after))
-            self._unreported = _HandledBatch(message.batch_id, {failure: [message.msg_id]}, is_whole=False)
+            outcome = failure_outcome(error, interval(self.retry_after))
+            if isinstance(error, HandlerOutcome):
+                outcome = self._outcome(error)
+            self._unreported = _HandledBatch(message.batch_id, {outcome: [message.msg_id]}, is_whole=False)
             client.conn.close()
             raise PgqueConnectionError(
                 f"the handler of message {message.msg_id} ended the transaction of its batch, which is"
@@ -451,6 +478,19 @@ class Consumer:
             self._touched_at = time.monotonic()
             with suppress(PgqueConnectionError):  # the batch goes on, and is acknowledged over another one
                 client.touch_subconsumer(self.queue, self.consumer, self.subconsumer)
+
+
+def _release(client: PgqueClient, batch_id: int, msg_ids: list[int]) -> list[Outcome]:
+    """Have messages redelivered at once, however often they were before.
+
+    The batch of a consumer that reads alone has no lease that `pgque.release` could end, so the messages go
+    through the retry queue, where each delivery counts."""
+    return client._rows(
+        "select i.id, pgque.event_retry(%(batch)s::bigint, i.id, 0) = 1, 'settled already'"
+        " from pg_catalog.unnest(%(ids)s::bigint[]) as i (id)",
+        {"batch": batch_id, "ids": msg_ids},
+        Outcome,
+    )
 
 
 def _constraint_check(client: PgqueClient) -> str:

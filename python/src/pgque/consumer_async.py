@@ -18,7 +18,7 @@ from psycopg import AsyncConnection
 from psycopg.pq import TransactionStatus
 
 from . import _otel, _payloads, _telemetry
-from ._batches import MessageOutcome, failure_outcome
+from ._batches import ACK, MessageOutcome, failure_outcome, outcome_of
 from ._connection_async import Progress, keep_connected, open_client
 from ._encode import interval, total_seconds
 from ._handlers import Handlers, check_async_handler
@@ -41,7 +41,7 @@ from .errors import (
     one_line,
     pooler_error,
 )
-from .outcomes import retry_interval
+from .outcomes import HandlerOutcome, retry_interval
 from .types import Message, Outcome, Seconds
 
 # Their first parameter is a Message, a Message[Model] or a Model.
@@ -85,7 +85,7 @@ class _BatchLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _HandledBatch:
-    """A batch whose handlers have run: the ids of the messages that failed, by what to do with them."""
+    """A batch whose handlers have run: the ids of the messages that are not acknowledged, by outcome."""
 
     batch_id: int
     failed: dict[MessageOutcome, list[int]]
@@ -110,8 +110,13 @@ class AsyncConsumer:
     message, and only the message that violates one is rejected.
 
     If a handler raises, its message is redelivered after `retry_after` seconds, with the text of the error as
-    reason. After the queue's `max_retries` it becomes a dead letter. The other messages of the batch are not
+    reason. After the queue's `max_retries` it becomes a dead letter. A handler may also return or raise
+    `Retry(after=…)`, `Dead(…)` or `Release()`, as in a worker. The other messages of the batch are not
     affected.
+
+    With `transactional=True`, what a handler wrote is committed if its message is acknowledged, or if the
+    handler returns `Dead`. It is rolled back if the handler raises, also an outcome, and if the message is
+    redelivered.
 
     Args:
         dsn: connection string or URL; PG* environment variables fill in missing parts.
@@ -330,7 +335,7 @@ class AsyncConsumer:
             return batch
 
     async def _report(self, client: AsyncPgqueClient) -> None:
-        """Nack what failed of the last batch, and ack the batch, in one transaction."""
+        """Report the outcomes of the last batch, and ack the batch, in one transaction."""
         if self._unreported is None:
             return
         try:
@@ -346,8 +351,10 @@ class AsyncConsumer:
             for failure, ids in handled.failed.items():
                 if failure.action == "dead":
                     outcomes = await client.dead(handled.batch_id, ids, failure.reason)
+                elif failure.action == "release":
+                    outcomes = await _release(client, handled.batch_id, ids)
                 else:
-                    outcomes = await client.nack(handled.batch_id, ids, self.retry_after, failure.reason)
+                    outcomes = await client.nack(handled.batch_id, ids, failure.retry_after, failure.reason)
                 refused += [outcome for outcome in outcomes if not outcome.ok]
             is_lost = handled.is_whole and await client.ack(handled.batch_id) == 0
         for outcome in refused:
@@ -381,43 +388,61 @@ class AsyncConsumer:
         for message in batch:
             if self._stopper.out_of_time():
                 raise HandlerInterrupted
-            failure = await self._handle(client, message, check)
-            _telemetry.note_outcome(message, self.consumer, "ack" if failure is None else failure.action)
-            if failure is not None:
-                failed[failure].append(message.msg_id)
+            outcome = await self._handle(client, message, check)
+            _telemetry.note_outcome(message, self.consumer, outcome.action)
+            if outcome != ACK:
+                failed[outcome].append(message.msg_id)
             await self._touch(client)
         return _HandledBatch(batch[0].batch_id, failed)
 
-    async def _handle(self, client: AsyncPgqueClient, message: Message, check: str) -> MessageOutcome | None:
-        """Run the handler of one message and return what to do where it failed, or None."""
-        retry_after = interval(self.retry_after)
+    async def _handle(self, client: AsyncPgqueClient, message: Message, check: str) -> MessageOutcome:
+        """Run the handler of one message and return its outcome."""
         handler = self._handlers.find(message)
         if handler is None:
             reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
-            return None if reason is None else MessageOutcome("nack", retry_after, reason)
+            return ACK if reason is None else MessageOutcome("nack", interval(self.retry_after), reason)
         try:
             with _telemetry.handling(message, self.consumer):
                 if self.transactional:
-                    async with (
-                        client.conn.transaction()
-                    ):  # a savepoint: a failed handler takes only its own work back
-                        await self._stopper.handle(handler, message, client.conn)
-                        if client.conn.info.transaction_status is TransactionStatus.INERROR:
-                            raise RuntimeError(_TRANSACTION_FAILED)
-                        await client.conn.execute(check.encode(), prepare=False)
-                else:
-                    await self._stopper.handle(handler, message)
+                    return await self._handle_in_savepoint(client, handler, message, check)
+                return self._outcome(await self._stopper.handle(handler, message))
         except Exception as error:
             if self.transactional:
                 await self._raise_if_lost(client, message, error)
-            is_bad = isinstance(error, PgquePayloadError)
-            is_dead = is_bad and self.bad_payload == "dead"
-            text = self._settings.failure_text(
-                message, self.consumer, error, self.retry_after, False, is_dead
-            )
-            log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
-            return failure_outcome(error, retry_after, is_dead)
-        return None
+            return self._outcome_of_error(message, error)
+
+    async def _handle_in_savepoint(
+        self,
+        client: AsyncPgqueClient,
+        handler: AsyncHandler | AsyncTransactionalHandler,
+        message: Message,
+        check: str,
+    ) -> MessageOutcome:
+        """Run a handler in a savepoint, so that one that fails takes only its own work back, and return the
+        outcome of its message."""
+        async with client.conn.transaction() as savepoint:
+            outcome = self._outcome(await self._stopper.handle(handler, message, client.conn))
+            has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
+            if has_failed and outcome == ACK:
+                raise RuntimeError(_TRANSACTION_FAILED)
+            if has_failed or outcome.redelivers:
+                # What the handler wrote would be written again by the next attempt.
+                raise psycopg.Rollback(savepoint)
+            await client.conn.execute(check.encode(), prepare=False)
+        return outcome
+
+    def _outcome(self, returned: object) -> MessageOutcome:
+        return outcome_of(returned, ACK, interval(self.retry_after))
+
+    def _outcome_of_error(self, message: Message, error: Exception) -> MessageOutcome:
+        """Return the outcome of a message whose handler raised."""
+        if isinstance(error, HandlerOutcome):
+            return self._outcome(error)
+        is_bad = isinstance(error, PgquePayloadError)
+        is_dead = is_bad and self.bad_payload == "dead"
+        text = self._settings.failure_text(message, self.consumer, error, self.retry_after, False, is_dead)
+        log.warning("%s", text, exc_info=not is_bad)  # a traceback might show the payload
+        return failure_outcome(error, interval(self.retry_after), is_dead)
 
     async def _raise_if_lost(self, client: AsyncPgqueClient, message: Message, error: Exception) -> None:
         """Raise what takes the whole batch back, where that and not the handler is at fault."""
@@ -429,8 +454,10 @@ class AsyncConsumer:
             ) from error
         if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
             # What other handlers wrote in the transaction cannot be acknowledged with it.
-            failure = failure_outcome(error, interval(self.retry_after))
-            self._unreported = _HandledBatch(message.batch_id, {failure: [message.msg_id]}, is_whole=False)
+            outcome = failure_outcome(error, interval(self.retry_after))
+            if isinstance(error, HandlerOutcome):
+                outcome = self._outcome(error)
+            self._unreported = _HandledBatch(message.batch_id, {outcome: [message.msg_id]}, is_whole=False)
             await client.conn.close()
             raise PgqueConnectionError(
                 f"the handler of message {message.msg_id} ended the transaction of its batch, which is"
@@ -450,6 +477,19 @@ class AsyncConsumer:
             self._touched_at = time.monotonic()
             with suppress(PgqueConnectionError):  # the batch goes on, and is acknowledged over another one
                 await client.touch_subconsumer(self.queue, self.consumer, self.subconsumer)
+
+
+async def _release(client: AsyncPgqueClient, batch_id: int, msg_ids: list[int]) -> list[Outcome]:
+    """Have messages redelivered at once, however often they were before.
+
+    The batch of a consumer that reads alone has no lease that `pgque.release` could end, so the messages go
+    through the retry queue, where each delivery counts."""
+    return await client._rows(
+        "select i.id, pgque.event_retry(%(batch)s::bigint, i.id, 0) = 1, 'settled already'"
+        " from pg_catalog.unnest(%(ids)s::bigint[]) as i (id)",
+        {"batch": batch_id, "ids": msg_ids},
+        Outcome,
+    )
 
 
 async def _constraint_check(client: AsyncPgqueClient) -> str:

@@ -165,23 +165,34 @@ def _is_connection_loss(state: str) -> bool:
     return state.startswith("08") or state in _CONNECTION_STATES
 
 
-# A prepared statement is missing or there already: a pooler gives each transaction another session.
-_POOLER_STATES = frozenset({"26000", "42P05"})
+# A prepared statement is missing, is there already, or is another client's that takes other parameters: a
+# pooler gives each transaction another session.
+_POOLER_STATES = frozenset({"26000", "42P05", "08P01"})
+_POOLER = (
+    "A pooler in transaction mode keeps no prepared statements. Prepare none: with psycopg"
+    " prepare_threshold=None, with asyncpg statement_cache_size=0; or connect directly. See"
+    " python/docs/poolers.md."
+)
 _behind_pooler = threading.Event()
 
 
 def prepare_threshold() -> int | None:
-    """Return after how many runs psycopg prepares a statement: never, once a pooler did not keep one."""
+    """Return after how many runs psycopg prepares a statement on a direct connection: never, once one was not
+    kept, since some pooler must then show the process id of the server as its own."""
     return None if _behind_pooler.is_set() else 5
 
 
 def pooler_error(error: BaseException | None) -> psycopg.Error | None:
     """Return the error of a prepared statement that was not kept, if this is one or was raised from one."""
     while error is not None:
-        if isinstance(error, psycopg.Error) and error.sqlstate in _POOLER_STATES:
+        if isinstance(error, psycopg.Error) and _is_not_kept(error):
             return error
         error = error.__cause__
     return None
+
+
+def _is_not_kept(error: psycopg.Error) -> bool:
+    return error.sqlstate in _POOLER_STATES and not _is_fatal(error.diag)
 
 
 def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
@@ -194,8 +205,14 @@ def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
         context=diag.context,
         is_lost=isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
         and not isinstance(error, psycopg.errors.PipelineAborted),
+        is_fatal=_is_fatal(diag),
         queue=queue,
     )
+
+
+def _is_fatal(diag: psycopg.errors.Diagnostic) -> bool:
+    """Return whether an error ended the session. PgBouncer's own errors do, all of which are 08P01."""
+    return (diag.severity_nonlocalized or diag.severity) in ("FATAL", "PANIC")
 
 
 def from_fields(
@@ -205,13 +222,16 @@ def from_fields(
     hint: str | None = None,
     context: str | None = None,
     is_lost: bool = False,
+    is_fatal: bool = False,
     queue: str | None = None,
 ) -> PgqueError:
     """Return the error of this package for what a server or a driver reported. `is_lost` is what the driver's
-    class of the error says, and counts where there is no SQLSTATE."""
-    if sqlstate in _POOLER_STATES:
-        _behind_pooler.set()
+    class of the error says, and counts where there is no SQLSTATE. An error that `is_fatal` ended the
+    session."""
     known = BY_SQLSTATE.get(sqlstate or "")
+    if sqlstate in _POOLER_STATES and not is_fatal:
+        _behind_pooler.set()
+        hint = hint or _POOLER
     if sqlstate in _MISSING_STATES and context is None:
         known, hint = PgqueVersionError, _INSTALL
     elif sqlstate == _MISSING_RIGHT and hint is None and context is None:

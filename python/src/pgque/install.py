@@ -33,7 +33,7 @@ def install(dsn: str = "") -> str:
     PgqueVersionError if the database has a newer version than this package.
     """
     try:
-        with psycopg.connect(dsn) as conn:
+        with psycopg.connect(dsn, prepare_threshold=None) as conn:
 
             def ask(question: str) -> object:
                 row = conn.execute(question.encode()).fetchone()
@@ -49,7 +49,7 @@ def install(dsn: str = "") -> str:
 def uninstall(dsn: str = "") -> None:
     """Remove pgque with all its queues and messages; roles stay. Calls `pgque.uninstall`."""
     try:
-        with psycopg.connect(dsn) as conn:
+        with psycopg.connect(dsn, prepare_threshold=None) as conn:
             conn.execute("select pgque.uninstall()")
     except psycopg.Error as error:
         raise from_psycopg(error) from error

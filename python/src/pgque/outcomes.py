@@ -1,4 +1,4 @@
-"""What a handler of a worker can return or raise, besides returning anything else and failing."""
+"""What a handler of a worker or a consumer can return or raise, besides another value and an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class HandlerOutcome(Exception):
 
 
 class Retry(HandlerOutcome):
-    """Reject the message: it is redelivered after some seconds; None is the queue's setting.
+    """Reject the message: it is redelivered after some seconds; None is `retry_after` of the worker or
+    consumer.
 
     The reason may be an error. Raises PgqueBadArgument for a negative length of time, or one over ten years.
     """
@@ -62,4 +63,8 @@ class Dead(HandlerOutcome):
 
 
 class Release(HandlerOutcome):
-    """Release the message: any worker can receive it at once. It does not count as failed."""
+    """Release the message: any worker can receive it at once. It does not count as failed.
+
+    A `Consumer` that reads alone has no lease to end. There the message goes through the retry queue, so
+    `retry_count` counts each release: none is one too many, but a failure after `max_retries` of them is.
+    """

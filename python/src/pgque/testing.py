@@ -206,7 +206,7 @@ def pgque_queue(request: pytest.FixtureRequest) -> Iterator[TestQueue]:
     """Return a new queue, in a database of its own."""
     server = _server(request.config)
     name = f"test_{secrets.token_hex(4)}"
-    with psycopg.connect(server.dsn, autocommit=True) as admin:
+    with psycopg.connect(server.dsn, autocommit=True, prepare_threshold=None) as admin:
         database = sql.Identifier(name)
         admin.execute(sql.SQL("create database {} template {}").format(database, sql.Identifier(_TEMPLATE)))
         try:
@@ -222,7 +222,7 @@ def _server(config: pytest.Config) -> embedded.Server:
     if server is None:
         server = embedded.start()
         config.add_cleanup(server.stop)
-        with psycopg.connect(server.dsn, autocommit=True) as admin:
+        with psycopg.connect(server.dsn, autocommit=True, prepare_threshold=None) as admin:
             admin.execute(sql.SQL("create database {}").format(sql.Identifier(_TEMPLATE)))
         install(server.dsn_for(_TEMPLATE))
         config.stash[_SERVER] = server

@@ -23,7 +23,7 @@ from psycopg import Cursor
 from psycopg.rows import args_row
 
 from . import _batches, _encode, _otel, _payloads, _telemetry
-from ._batches import Batch, MessageOutcome, Refused, Statement
+from ._batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Refused, Statement
 from ._concurrency import Lock, ThreadPool, check_until_idle, run_worker
 from ._connection import Progress, keep_connected, open_client
 from ._decode import reading
@@ -73,10 +73,6 @@ _QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
 
-_ACK = MessageOutcome("ack")
-_ARCHIVE = MessageOutcome("archive")
-_RELEASE = MessageOutcome("release")
-
 
 @dataclass(slots=True, eq=False)
 class _Delivery:
@@ -102,11 +98,11 @@ class WorkMessage(Message):
 
     def ack(self) -> bool:
         """Acknowledge the message. Calls `pgque.ack`."""
-        return self._report(_ACK)
+        return self._report(ACK)
 
     def archive(self) -> bool:
         """Acknowledge the message, and keep it in the archive. Calls `pgque.archive`."""
-        return self._report(_ARCHIVE)
+        return self._report(ARCHIVE)
 
     def nack(self, after: Seconds | None = None, reason: str | None = None) -> bool:
         """Reject the message: it is redelivered after some seconds; None is the queue's setting. Calls
@@ -119,7 +115,7 @@ class WorkMessage(Message):
 
     def release(self) -> bool:
         """Release the message: any worker can receive it at once. Calls `pgque.release`."""
-        return self._report(_RELEASE)
+        return self._report(RELEASE)
 
     def extend(self, seconds: Seconds) -> bool:
         """Extend the lease of this batch by some seconds; return False if the batch is lost. Calls
@@ -324,7 +320,7 @@ class WorkQueue:
                     delivery.undelivered.pop()
                     yield message
                     if batch.is_open(message.msg_id):
-                        batch.record([message.msg_id], _ACK)
+                        batch.record([message.msg_id], ACK)
                     if time.monotonic() - batch.reported_at > _REPORT_INTERVAL:
                         with self._lock:
                             _report_and_receive(client, self.consumer, [batch], None, delivery.message)
@@ -341,7 +337,7 @@ class WorkQueue:
             if delivery not in self._deliveries or delivery.batch is None:
                 return
             batch = delivery.batch
-            batch.record(delivery.undelivered, _RELEASE)
+            batch.record(delivery.undelivered, RELEASE)
             try:
                 if batch.has_outcomes:
                     client = self._connected()
@@ -800,7 +796,7 @@ class Worker:
             source.due_at = next_receive_at(now, min_interval, received, count)
             batch = self._batches[received[0].batch_id] = Batch(received, now)
             if self._stopper.is_set():  # while it was received
-                batch.record(batch.open_messages(), _RELEASE)
+                batch.record(batch.open_messages(), RELEASE)
             else:
                 self._pool.put([(batch, message) for message in received])
             if batch.queue != source.settings.name:  # it was renamed
@@ -857,7 +853,7 @@ class Worker:
 
     def _release_queued(self) -> None:
         for batch, message in self._pool.cancel_queued():
-            self._finished.append((batch, message.msg_id, _RELEASE))
+            self._finished.append((batch, message.msg_id, RELEASE))
 
     def _collect(self) -> None:
         """Record the outcomes of handlers in their batches, and set the size of the next ones by how long
@@ -885,7 +881,7 @@ class Worker:
             return False
         log.warning("%s handlers did not finish in time, their messages are released", unfinished)
         for batch in self._batches.values():
-            batch.record(batch.open_messages(), _RELEASE)
+            batch.record(batch.open_messages(), RELEASE)
         return False
 
     def _wait_time(self, has_room: bool) -> float:
@@ -904,7 +900,7 @@ class Worker:
         batch, message = item
         # Of a task that the end of the worker cancels; and of a message that others may have by now, as the
         # database was away for longer than its lease.
-        outcome: MessageOutcome | None = _RELEASE
+        outcome: MessageOutcome | None = RELEASE
         try:
             if batch.lost:
                 outcome = None
@@ -943,12 +939,10 @@ class Worker:
 
     def _unhandled(self, message: Message) -> MessageOutcome:
         reason = self._handlers.reject_reason(message, self.unknown_handler_policy)
-        return _ACK if reason is None else MessageOutcome("nack", _encode.interval(self.retry_after), reason)
+        return ACK if reason is None else MessageOutcome("nack", _encode.interval(self.retry_after), reason)
 
     def _outcome(self, returned: object) -> MessageOutcome:
-        success = _ARCHIVE if self.archive else _ACK
-        if returned is None:
-            return success
+        success = ARCHIVE if self.archive else ACK
         return _batches.outcome_of(returned, success, _encode.interval(self.retry_after))
 
     def _failed(self, message: Message, error: BaseException) -> MessageOutcome:

@@ -129,7 +129,7 @@ def _wait_for(dsn: str) -> None:
     deadline = time.monotonic() + 60
     while True:
         try:
-            psycopg.connect(dsn, connect_timeout=5).close()
+            psycopg.connect(dsn, connect_timeout=5, prepare_threshold=None).close()
             return
         except psycopg.OperationalError:
             if time.monotonic() > deadline:

@@ -73,7 +73,7 @@ def compile_worker(dsn: str, name: str) -> None:
         record(message, type(message.json()).__name__)
 
     own = make_conninfo(dsn, application_name="pgque demo records")
-    with psycopg.connect(own, autocommit=True) as conn:
+    with psycopg.connect(own, autocommit=True, prepare_threshold=None) as conn:
         worker.run()
 
 

@@ -9,6 +9,8 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Warning
 from django.db import DatabaseError, connections
 
+from .._adapters import unprepared
+
 
 def check_databases(databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
     """Return a warning for each queue of tasks that is missing in these databases."""
@@ -29,7 +31,7 @@ def _missing(backend: Any) -> Iterator[CheckMessage]:
     if connection.vendor != "postgresql":
         return  # an error of PgqueBackend.check
     try:
-        with connection.cursor() as cursor:
+        with connection.cursor() as cursor, unprepared(connection.connection):
             cursor.execute("select pg_catalog.to_regproc('pgque.version') is not null")
             if not cursor.fetchone()[0]:
                 yield Warning(

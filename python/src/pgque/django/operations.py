@@ -10,6 +10,7 @@ from django.db import router
 from django.db.migrations.operations import RunSQL
 
 from .. import _migrations
+from .._adapters import unprepared
 from ..errors import PgqueBadArgument
 from ..install import refuse_downgrade, sql_text
 from ..types import Setting
@@ -35,7 +36,13 @@ class _Operation(RunSQL):
         """Run the SQL where the routers allow it. Raises PgqueBadArgument for what is not PostgreSQL."""
         if router.allow_migrate(schema_editor.connection.alias, app_label, **self.hints):
             self._check(schema_editor)
-        super().database_forwards(app_label, schema_editor, from_state, to_state)
+        with unprepared(schema_editor.connection.connection):
+            super().database_forwards(app_label, schema_editor, from_state, to_state)
+
+    def database_backwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
+        """Run the SQL that undoes the operation."""
+        with unprepared(schema_editor.connection.connection):
+            super().database_backwards(app_label, schema_editor, from_state, to_state)
 
     def _check(self, schema_editor: Any) -> None:
         """Raise PgqueBadArgument for a database that is not PostgreSQL."""
@@ -61,7 +68,8 @@ class Install(_Operation):
         super()._check(schema_editor)
 
         def ask(question: str) -> object:
-            with schema_editor.connection.cursor() as cursor:
+            connection = schema_editor.connection
+            with connection.cursor() as cursor, unprepared(connection.connection):
                 cursor.execute(question)
                 row = cursor.fetchone()
                 return row[0] if row else None

@@ -40,7 +40,7 @@ class Connections:
         self._pool = ConnectionPool(
             conninfo,
             connection_class=psycopg.Connection[DictRow],
-            kwargs={"autocommit": True, "row_factory": dict_row},
+            kwargs={"autocommit": True, "row_factory": dict_row, "prepare_threshold": None},
             configure=_need_password,
             check=ConnectionPool.check_connection,
             min_size=0,
@@ -95,7 +95,7 @@ def log_in(database: Database, user: str, password: str, statement_timeout: int)
         make_conninfo("", **given, user=user, password=password, gssencmode="disable"), "pgque web"
     )
     try:
-        with psycopg.connect(conninfo, autocommit=True) as connection:
+        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as connection:
             _need_password(connection)
             row = connection.execute(
                 "select count(*) > 0, coalesce(bool_or(pg_catalog.has_schema_privilege(n.oid, 'usage')"
