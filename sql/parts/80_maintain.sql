@@ -775,7 +775,7 @@ begin
   from pgque.subscriber s
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
-  update pgque.queue q set queue_xid = pgque._mark() where q.queue_id = p_queue_id returning q.* into v_queue;
+  update pgque.queue q set queue_xid = pgque._mark(), queue_incarnation = gen_random_uuid() where q.queue_id = p_queue_id returning q.* into v_queue;
   -- An external ticker may continue at times that are past here.
   perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),
