@@ -43,7 +43,7 @@ class PgqueHistoryReader(PgqueStreamReader):
         self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None
     ) -> dict[str, Any]:
         """Return the end of the next piece of the archive; behind it, that of the next micro-batch."""
-        at = start or self._at or self.initialOffset()
+        at = self._here(start or self._at or self.initialOffset())
         self._reached = self._places(at)
         upto = self._next(at, self._options.maxEventsPerTrigger or _PIECE) if "archive" in at else None
         if upto is None:
@@ -66,8 +66,11 @@ class PgqueHistoryReader(PgqueStreamReader):
             self._replayed += 1
         self._at = end
         self._reached = self._places(end)
-        after, upto = start["archive"]["after"], end["archive"]["after"]
-        first = self._next(start, 1)
+        begin = self._here(start)
+        if self._here(end) is not end or "archive" not in begin:
+            return []
+        after, upto = begin["archive"]["after"], end["archive"]["after"]
+        first = self._next(begin, 1)
         if first is None or first > upto:
             return []
         count = min(self._options.numPartitions, upto - first + 1)
@@ -85,6 +88,18 @@ class PgqueHistoryReader(PgqueStreamReader):
 
     def _places(self, offset: Mapping[str, Any]) -> Places:
         return super()._places(_without(offset))
+
+    def _here(self, offset: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the offset. If the queue was created again, it is where the consumer stands, or an error."""
+        ((queue, place),) = self._places(offset).items()
+        if "archive" not in offset or not self._connected().is_other(queue, place):
+            return offset
+        text = (
+            f"the checkpoint stands in the archive of queue {queue}, and the queue was created again or loaded"
+            " from a dump since"
+        )
+        refuse_loss(self._options, queue, text)
+        return self.initialOffset()
 
     def _next(self, offset: Mapping[str, Any], count: int) -> int | None:
         """Return the end of the next `count` messages of the archive; None if there are none."""

@@ -252,12 +252,11 @@ class _Driver:
             self._connected()
             try:
                 self._newest = self._ask_newest()
-            except PgqueTickNotFound:
+            except (PgqueTickNotFound, PgqueBadArgument):
+                # A queue lost its ticks while it was dropped. Now it is gone, and the error names it, or it
+                # is there again.
                 for stream in self._streams.values():
                     stream.recognize()
-                self._newest = self._ask_newest()
-            except PgqueBadArgument:
-                # A queue lost its ticks while it was dropped; now it is gone, and the error names it.
                 self._newest = self._ask_newest()
             self._looked = time.monotonic()
         return dict(self._newest)
@@ -289,6 +288,11 @@ class _Driver:
                 figures["lostTicks"] = self._streams[queue].lost
             self._reported = reached, found
         return found
+
+    def is_other(self, queue: str, place: Place) -> bool:
+        """Return whether a place is of another incarnation of the queue."""
+        self._connected()
+        return self._streams[queue].is_other(place)
 
     def is_anew(self, queue: str) -> bool:
         """Return whether the stream made its consumer, the first time that it is asked."""
