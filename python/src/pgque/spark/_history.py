@@ -95,8 +95,8 @@ class PgqueHistoryReader(PgqueStreamReader):
         if "archive" not in offset or not self._connected().is_other(queue, place):
             return offset
         text = (
-            f"the checkpoint stands in the archive of queue {queue}, and the queue was created again or loaded"
-            " from a dump since"
+            f"the checkpoint stands in the archive of queue {queue}, and the queue was created again or"
+            " loaded from a dump since"
         )
         refuse_loss(self._options, queue, text)
         return self.initialOffset()
