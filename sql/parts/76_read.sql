@@ -40,7 +40,7 @@ end
 $$;
 comment on function pgque.queue_incarnation(text, pgque.caller) is
   'Returns the identity of the queue that its tick ids belong to. Store it beside every tick id that you keep outside of the database, and pass both: if the '
-  'queue was dropped and created again since, or loaded from a dump, its ticks began anew, and the call fails with PQ015. rename_queue() and upgrades keep the '
+  'queue was dropped and created again since, or loaded from a dump, its ticks began anew, and the call fails instead of reading other messages. rename_queue() and upgrades keep the '
   'incarnation. So do copies of a whole database (create database … template) or server: each continues with the same ids, so read a copy from its own checkpoints. A queue '
   'that was loaded from a dump is repaired first. Errors: PQ001 no such queue; 25000 in a REPEATABLE READ or SERIALIZABLE transaction, if the queue is to be repaired.';
 
