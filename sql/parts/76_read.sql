@@ -2,6 +2,62 @@
 -- read: windows without side effects, for Spark and others that keep offsets
 -- ---------------------------------------------------------------------------
 
+-- A tick id says nothing without the queue that it is of.  A queue that is dropped and
+-- created again begins with tick 1.  Two copies of a queue, restored from one dump, have
+-- one queue_uid and then ticks of their own with equal ids.  So a reader that keeps tick
+-- ids outside of the database keeps the incarnation beside them, and each function below
+-- compares it, in the statement that uses the tick: the queue may be dropped and created
+-- between two calls.
+create or replace function pgque._incarnation(p_queue pgque.queue) returns uuid
+language sql immutable as $$ select coalesce(p_queue.queue_incarnation, p_queue.queue_uid) $$;
+
+-- Returns the queue, or raises PQ015 if it is another incarnation than the caller's.
+-- Null is not compared: callers of earlier versions keep no incarnation.
+create or replace function pgque._need_incarnation(p_queue pgque.queue, p_incarnation uuid) returns pgque.queue
+language plpgsql as $$
+begin
+  if p_incarnation <> pgque._incarnation(p_queue) then
+    perform pgque._fail('PQ015', pg_catalog.format('queue %I was created again or loaded from a dump, and its ticks begin anew', p_queue.queue_name),
+      'Begin again where the consumer stands (Spark: with a new checkpoint): the stored tick is of the former queue.',
+      pg_catalog.format('The tick is of incarnation %s, and the queue is incarnation %s.', p_incarnation, pgque._incarnation(p_queue)));
+  end if;
+  return p_queue;
+end
+$$;
+
+create or replace function pgque.queue_incarnation(queue_name text, caller pgque.caller default current_user) returns uuid
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+begin
+  if v_queue.queue_restored and current_setting('transaction_read_only') = 'off' then
+    -- Otherwise the next tick would change what this call returns.
+    perform pgque._rebase(v_queue.queue_id);
+    v_queue := pgque._queue($1, caller, 'consume');
+  end if;
+  return pgque._incarnation(v_queue);
+end
+$$;
+comment on function pgque.queue_incarnation(text, pgque.caller) is
+  'Returns the identity of the queue that its tick ids belong to. Store it beside every tick id that you keep outside of the database, and pass both: if the '
+  'queue was dropped and created again since, or loaded from a dump, its ticks began anew, and the call fails instead of reading other messages. rename_queue() and upgrades keep the '
+  'incarnation. So do copies of a whole database (create database … template) or server: each continues with the same ids, so read a copy from its own checkpoints. A queue '
+  'that was loaded from a dump is repaired first. Errors: PQ001 no such queue; 25000 in a REPEATABLE READ or SERIALIZABLE transaction, if the queue is to be repaired.';
+
+-- Refuses a tick that is newer than all of the queue with PQ015.
+create or replace function pgque._not_beyond(p_queue pgque.queue, p_tick_id bigint) returns void
+language plpgsql as $$
+declare
+  v_last  bigint := (pgque._last_tick(p_queue)).tick_id;
+begin
+  if p_tick_id > v_last then
+    perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I, whose newest tick is %s', p_tick_id, p_queue.queue_name, v_last),
+      'Begin again where the consumer stands (Spark: with a new checkpoint): the tick is of a queue that was dropped, or of a later state than the one that was '
+      'restored. A standby may lag: repeat the call there, or ask the primary.');
+  end if;
+end
+$$;
+
 -- Returns a stored tick, or raises PQ015.
 create or replace function pgque._need_tick(p_queue pgque.queue, p_tick_id bigint) returns pgque.tick
 language plpgsql as $$
@@ -9,6 +65,7 @@ declare
   v_tick  pgque.tick := pgque._tick(p_queue.queue_id, p_tick_id);
 begin
   if v_tick.tick_id is null then
+    perform pgque._not_beyond(p_queue, p_tick_id);
     perform pgque._fail('PQ015', pg_catalog.format('tick not found: %s of queue %I; it has ticks %s to %s', coalesce(p_tick_id::text, 'null'), p_queue.queue_name,
         (pgque._find_tick(p_queue, 'earliest')).tick_id, (pgque._last_tick(p_queue)).tick_id),
       'Start at a later tick. To keep ticks and events until you have read them, subscribe a consumer: rotation deletes those that all consumers have passed.');
@@ -17,10 +74,10 @@ begin
 end
 $$;
 
-create or replace function pgque.tick_for(queue_name text, start_at text, caller pgque.caller default current_user) returns bigint
+create or replace function pgque.tick_for(queue_name text, start_at text, incarnation uuid default null, caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
 begin
   if $2 ~ '^[0-9]{1,19}$' and $2::numeric <= 9223372036854775807 then
     return (pgque._need_tick(v_queue, $2::bigint)).tick_id;
@@ -28,16 +85,17 @@ begin
   return (pgque._find_tick(v_queue, $2)).tick_id;
 end
 $$;
-comment on function pgque.tick_for(text, text, pgque.caller) is
-  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). Errors: PQ001 no such queue; PQ005 no '
-  'such start_at; PQ015 the tick is no longer stored.';
+comment on function pgque.tick_for(text, text, uuid, pgque.caller) is
+  'Returns the id of a tick. start_at: earliest, latest, an id, or a timestamp (the last tick before it). incarnation: see queue_incarnation(). Errors: PQ001 no '
+  'such queue; PQ005 no such start_at; PQ015 the tick is not stored, or the queue is another incarnation.';
 
 create or replace function pgque.next_tick(
-  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, caller pgque.caller default current_user
+  queue_name text, after_tick bigint, max_events bigint default null, max_ticks int default null, upto bigint default null, incarnation uuid default null,
+  caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
   v_after  pgque.tick;
   v_tick   pgque.tick;
   v_last   bigint;
@@ -64,18 +122,18 @@ begin
   return v_next;
 end
 $$;
-comment on function pgque.next_tick(text, bigint, bigint, int, bigint, pgque.caller) is
+comment on function pgque.next_tick(text, bigint, bigint, int, bigint, uuid, pgque.caller) is
   'Returns the tick that ends the next piece of work after after_tick, or NULL if there is no further tick. The piece is whole ticks: at least '
-  'one, at most max_ticks, none after upto, and as many as hold max_events events. One tick can hold more than max_events. Errors: PQ001 no such '
-  'queue; PQ005 a limit is below 1; PQ015 the tick is no longer stored.';
+  'one, at most max_ticks, none after upto, and as many as hold max_events events. One tick can hold more than max_events. incarnation: see queue_incarnation(). '
+  'Errors: PQ001 no such queue; PQ005 a limit is below 1; PQ015 the tick is not stored, or the queue is another incarnation.';
 
 -- The same window is split in the same way as long as its ticks are stored.
 create or replace function pgque.split_window(
-  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, caller pgque.caller default current_user, out part int
+  queue_name text, inout from_tick bigint, inout to_tick bigint, inout parts int, incarnation uuid default null, caller pgque.caller default current_user, out part int
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
   v_from   pgque.tick;
   v_to     pgque.tick;
   v_share  bigint;
@@ -110,10 +168,10 @@ begin
   using $2, $3, v_from.tick_event_seq, v_to.tick_event_seq - v_from.tick_event_seq, v_share;
 end
 $$;
-comment on function pgque.split_window(text, bigint, bigint, int, pgque.caller) is
+comment on function pgque.split_window(text, bigint, bigint, int, uuid, pgque.caller) is
   'Splits the window between two ticks into at most parts pieces with about as many events each. Each row holds the arguments of a call of '
-  'read_window(). A piece is a run of ticks, or one remainder of the ids of a tick with many events. Errors: PQ001 no such queue; PQ005 no such '
-  'window; PQ015 a tick is gone.';
+  'read_window(). A piece is a run of ticks, or one remainder of the ids of a tick with many events. incarnation: see queue_incarnation(). Errors: PQ001 no such '
+  'queue; PQ005 no such window; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 -- Refuses a window, or a part of one, with PQ005.
 create or replace function pgque._bad_window(p_queue text, p_from bigint, p_to bigint) returns void
@@ -129,11 +187,11 @@ $$;
 -- runs.  So a message's ttl is compared with the window's end and not with the clock,
 -- and each body of a key is a row (owner 0), with the id of the first.
 create or replace function pgque._window_sql(
-  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_caller name
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_incarnation uuid, p_caller name
 ) returns text
 language plpgsql set datestyle = 'ISO' as $$
 declare
-  v_queue  pgque.queue := pgque._queue(p_queue, p_caller, 'consume');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue(p_queue, p_caller, 'consume'), p_incarnation);
   v_from   pgque.tick;
   v_to     pgque.tick;
   v_cond   text;
@@ -156,24 +214,25 @@ $$;
 -- Not stable: the tick may be younger than the calling statement.
 create or replace function pgque.read_window(
   queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0, caller pgque.caller default current_user,
+  parts int default 1, part int default 0, incarnation uuid default null, caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
-  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, caller);
+  return query execute pgque._window_sql($1, $2, $3, $4, $5, $6, $7, incarnation, caller);
 end
 $$;
-comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, pgque.caller) is
+comment on function pgque.read_window(text, bigint, bigint, text, text[], int, int, uuid, pgque.caller) is
   'Returns the events between two ticks in the order of their ids, without side effects. consumer_name: its retries too, if it is read by offsets. types: only events of these '
   'types. parts and part: only ids whose remainder by parts is part. While a consumer stands at from_tick or before, each call returns the same rows. '
-  'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is gone.';
+  'incarnation: see queue_incarnation(); without it, a queue that was created again can have other events between ticks with these ids. '
+  'Errors: PQ001 no such queue; PQ005 no such window; PQ011 not subscribed; PQ015 a tick is not stored, or the queue is another incarnation.';
 
 create or replace function pgque.read_window_cursor(
   cursor_name text, queue_name text, from_tick bigint, to_tick bigint, consumer_name text default null, types text[] default null,
-  parts int default 1, part int default 0, caller pgque.caller default current_user
+  parts int default 1, part int default 0, incarnation uuid default null, caller pgque.caller default current_user
 ) returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set cursor_tuple_fraction = 1 set jit = off as $$
 declare
@@ -183,15 +242,16 @@ begin
     perform pgque._fail('PQ005', format('a cursor over queue %s needs a name', coalesce(quote_ident($2), 'null')),
       'Pass any name that is free in this transaction, and FETCH from it.');
   end if;
-  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, caller);
+  open v_cursor no scroll for execute pgque._window_sql($2, $3, $4, $5, $6, $7, $8, incarnation, caller);
 end
 $$;
-comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, pgque.caller) is
+comment on function pgque.read_window_cursor(text, text, bigint, bigint, text, text[], int, int, uuid, pgque.caller) is
   'Opens a cursor named cursor_name over the rows of read_window(). Read it with FETCH in the same transaction.';
 
 -- Waits for senders that replace a body, as subscribe() does: otherwise the consumer
 -- would pass the body that they commit later.
-create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, caller pgque.caller default current_user) returns bigint
+create or replace function pgque.seek(queue_name text, consumer_name text, tick_id bigint, force boolean default false, incarnation uuid default null,
+  caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub       pgque.subscriber := pgque._subscriber($1, $2, caller);
@@ -205,6 +265,7 @@ begin
   where q.queue_id = v_sub.sub_queue and $3 > (pgque._position(v_sub.sub_id)).pos_tick;
   -- The lock keeps rotation from emptying the table of this tick.
   select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue for share;
+  perform pgque._need_incarnation(v_queue, incarnation);
   perform pgque._depth_grows(v_queue.queue_id) where $4;
   v_sub.sub_role := pgque._lock_subscriber(v_sub.sub_id);
   perform pgque._need_alone(v_sub, $1, $2);
@@ -223,10 +284,10 @@ begin
   return v_tick;
 end
 $$;
-comment on function pgque.seek(text, text, bigint, boolean, pgque.caller) is
+comment on function pgque.seek(text, text, bigint, boolean, uuid, pgque.caller) is
   'Moves a consumer forward to a tick, with force back too, and returns the tick where it stands. Without force, a tick that it has passed changes '
-  'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. Errors: PQ001 no such queue; PQ005 the '
-  'consumer has workers; PQ011 not subscribed; PQ015 the tick is no longer stored.';
+  'nothing. An open batch is dropped. Messages that stage_dead() noted up to the tick become dead letters. incarnation: see queue_incarnation(). Errors: PQ001 no '
+  'such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is not stored, or the queue is another incarnation.';
 
 create or replace function pgque._stream_key(p_sub pgque.subscriber) returns int
 language sql immutable as $$ select pg_catalog.hashtext(p_sub.sub_queue || ' ' || p_sub.sub_consumer) $$;
@@ -241,14 +302,17 @@ language sql volatile as $$
     and l.classid::bigint = (pg_catalog.hashtext('pgque.stream')::bigint & 4294967295) and l.objid::bigint = (pgque._stream_key(p_sub)::bigint & 4294967295)
 $$;
 
-create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', caller pgque.caller default current_user) returns bigint
+create or replace function pgque.open_stream(queue_name text, consumer_name text, start_at text default 'latest', incarnation uuid default null,
+  caller pgque.caller default current_user) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_sub     pgque.subscriber;
   v_holder  record;
 begin
+  perform pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
   perform pgque._subscribe($1, $2, 'normal', $3, caller);
   v_sub := pgque._subscriber($1, $2, caller);
+  perform pgque._need_incarnation(q, incarnation) from pgque.queue q where q.queue_id = v_sub.sub_queue;
   perform pgque._need_alone(v_sub, $1, $2);
   if not pg_try_advisory_lock(hashtext('pgque.stream'), pgque._stream_key(v_sub)) then
     select a.pid, a.application_name into v_holder from pg_stat_activity a where a.pid = pgque._stream_pid(v_sub);
@@ -260,10 +324,10 @@ begin
   return (pgque._standing(v_sub, pgque._position(v_sub.sub_id))).pos_tick;
 end
 $$;
-comment on function pgque.open_stream(text, text, text, pgque.caller) is
+comment on function pgque.open_stream(text, text, text, uuid, pgque.caller) is
   'Opens a stream for a reader that keeps its own offsets, and returns the tick where the consumer stands. Subscribes the consumer at start_at if '
-  'it is new, and reserves it for this session until the session ends. Errors: PQ001 no such queue; PQ005 no such start_at, or the consumer has '
-  'workers; PQ006 another session has reserved it.';
+  'it is new, and reserves it for this session until the session ends. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ005 no such start_at, '
+  'or the consumer has workers; PQ006 another session has reserved it; PQ015 the queue is another incarnation.';
 
 create or replace function pgque.dead(queue_name text, consumer_name text, msg_ids bigint[], reasons text[], caller pgque.caller default current_user) returns setof pgque.outcome
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$

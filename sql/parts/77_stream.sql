@@ -4,12 +4,12 @@
 -- ---------------------------------------------------------------------------
 
 create or replace function pgque.stream_lag(
-  queue_name text, consumer_name text, tick_id bigint, caller pgque.caller default current_user,
+  queue_name text, consumer_name text, tick_id bigint, incarnation uuid default null, caller pgque.caller default current_user,
   out newest_tick bigint, out ticks_behind bigint, out events_behind bigint, out oldest_pending interval
 )
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_seqscan = off set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_tick   pgque.tick := pgque._need_tick(v_queue, $3);
   v_last   pgque.tick := pgque._last_tick(v_queue);
@@ -29,11 +29,11 @@ begin
   end;
 end
 $$;
-comment on function pgque.stream_lag(text, text, bigint, pgque.caller) is
+comment on function pgque.stream_lag(text, text, bigint, uuid, pgque.caller) is
   'Returns the lag of a consumer that keeps its own offsets and has read up to a tick: the newest tick of the queue, the number of ticks '
   '(ticks_behind) and events (events_behind, at most) after the tick, and the age of the oldest pending event (oldest_pending; 0 if none is '
-  'pending, NULL if another session has a table of the queue locked). Errors: PQ001 no such queue; PQ011 not subscribed; PQ015 the tick is no '
-  'longer stored.';
+  'pending, NULL if another session has a table of the queue locked). incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed; '
+  'PQ015 the tick is not stored, or the queue is another incarnation.';
 
 -- Rows live from the task that found them until the commit of its micro-batch, or until
 -- the micro-batch is read again.  There is no foreign key: if an upgrade added one, it
@@ -48,11 +48,12 @@ create table if not exists pgque.bad_record (
 comment on table pgque.bad_record is 'Messages that a stream could not parse, until it commits its offsets. Internal: see stage_dead().';
 
 create or replace function pgque.stage_dead(
-  queue_name text, consumer_name text, tick_id bigint, msg_ids bigint[], reasons text[], caller pgque.caller default current_user
+  queue_name text, consumer_name text, tick_id bigint, msg_ids bigint[], reasons text[], incarnation uuid default null,
+  caller pgque.caller default current_user
 ) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_count  int;
 begin
@@ -61,6 +62,7 @@ begin
     perform pgque._fail('PQ005', format('stage_dead needs a tick, and as many reasons as msg_ids, for consumer %I of queue %I', $2, v_queue.queue_name),
       'Pass the end of the window, and two arrays: the ids, and a reason for each.');
   end if;
+  perform pgque._not_beyond(v_queue, $3);
   insert into pgque.bad_record (bad_sub, bad_tick, bad_ev_id, bad_reason)
   select v_sub.sub_id, $3, b.id, b.reason
   from unnest($4, $5) b (id, reason)
@@ -70,27 +72,31 @@ begin
   return v_count;
 end
 $$;
-comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], pgque.caller) is
+comment on function pgque.stage_dead(text, text, bigint, bigint[], text[], uuid, pgque.caller) is
   'Notes messages that a stream could not use, each with its reason, and returns how many are new. tick_id: the end of the window that they were '
-  'read from. seek() makes them dead letters when it moves the consumer to that tick or beyond; unstage_dead() deletes the notes. Errors: PQ001 no '
-  'such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed.';
+  'read from. seek() makes them dead letters when it moves the consumer to that tick or beyond; unstage_dead() deletes the notes. incarnation: see '
+  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 no tick, not as many reasons as msg_ids, or the consumer has workers; PQ011 not subscribed; PQ015 the tick '
+  'is newer than all of the queue, or the queue is another incarnation.';
 
-create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, caller pgque.caller default current_user) returns int
+create or replace function pgque.unstage_dead(queue_name text, consumer_name text, after_tick bigint, incarnation uuid default null,
+  caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'consume');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'consume'), incarnation);
   v_sub    pgque.subscriber := pgque._subscriber($1, $2, caller);
   v_count  int;
 begin
   perform pgque._need_alone(v_sub, $1, $2);
+  perform pgque._not_beyond(v_queue, $3);
   delete from pgque.bad_record b where b.bad_sub = v_sub.sub_id and b.bad_tick > $3;
   get diagnostics v_count = row_count;
   return v_count;
 end
 $$;
-comment on function pgque.unstage_dead(text, text, bigint, pgque.caller) is
-  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. Errors: PQ001 '
-  'no such queue; PQ005 the consumer has workers; PQ011 not subscribed.';
+comment on function pgque.unstage_dead(text, text, bigint, uuid, pgque.caller) is
+  'Deletes the notes of stage_dead() for windows that end after after_tick, because these are read again, and returns their number. incarnation: see '
+  'queue_incarnation(). Errors: PQ001 no such queue; PQ005 the consumer has workers; PQ011 not subscribed; PQ015 the tick is newer than all of the queue, or the queue '
+  'is another incarnation.';
 
 -- Makes dead letters of the staged messages of windows up to a tick.  The caller has
 -- not moved the consumer yet: messages that its position has passed may be deleted.
@@ -276,11 +282,11 @@ $$;
 -- The settings make it merge the indexes of the days, and read no further than it has to.
 create or replace function pgque.archive_next(
   queue_name text, consumer_name text, tick_id bigint, after_id bigint default 0, max_events bigint default null, incomplete boolean default false,
-  caller pgque.caller default current_user
+  incarnation uuid default null, caller pgque.caller default current_user
 ) returns bigint
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set enable_bitmapscan = off set enable_seqscan = off set jit = off as $$
 declare
-  v_queue  pgque.queue := pgque._queue($1, caller, 'admin');
+  v_queue  pgque.queue := pgque._need_incarnation(pgque._queue($1, caller, 'admin'), incarnation);
   v_next   bigint;
 begin
   if $5 < 1 then
@@ -294,24 +300,25 @@ begin
   return v_next;
 end
 $$;
-comment on function pgque.archive_next(text, text, bigint, bigint, bigint, boolean, pgque.caller) is
+comment on function pgque.archive_next(text, text, bigint, bigint, bigint, boolean, uuid, pgque.caller) is
   'Returns the id of the last of the next max_events messages (NULL: of all) above after_id in the archive that a consumer reads first, for archive_read(); NULL if there are none. tick_id: where the '
-  'consumer stands. Messages of the other consumer that wait for a retry, and its dead letters, count as archived. incomplete as in subscribe_archive(). Errors: PQ001 no such queue; '
-  'PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id.';
+  'consumer stands. Messages of the other consumer that wait for a retry, and its dead letters, count as archived. incomplete as in subscribe_archive(). incarnation: see queue_incarnation(). Errors: PQ001 no such queue; '
+  'PQ005 the archive lacks messages, or max_events is below 1; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not stand at tick_id, or the queue is another incarnation.';
 
 create or replace function pgque.archive_read(
-  queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, caller pgque.caller default current_user,
+  queue_name text, consumer_name text, tick_id bigint, after_id bigint, upto_id bigint, types text[] default null, incarnation uuid default null,
+  caller pgque.caller default current_user,
   out ev_id bigint, out ev_time timestamptz, out ev_txid xid8, out ev_retry int, out ev_type text, out ev_data text,
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set work_mem = '64MB' set jit = off as $$
 begin
-  return query execute pgque._archived_sql(pgque._queue($1, caller, 'admin'), $2, $3, $4, $5, $6, pgque._event_columns());
+  return query execute pgque._archived_sql(pgque._need_incarnation(pgque._queue($1, caller, 'admin'), incarnation), $2, $3, $4, $5, $6, pgque._event_columns());
 end
 $$;
-comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], pgque.caller) is
+comment on function pgque.archive_read(text, text, bigint, bigint, bigint, text[], uuid, pgque.caller) is
   'Returns the messages with ids above after_id, up to upto_id, of the archive that a consumer reads first, in the order of their ids; see subscribe_archive(). The columns are those of read_window(); '
   'ev_txid may be NULL. types: only messages of these types. Each call returns the same messages, but for those that are deleted: by archive_purge(), dlq_purge(), delete_expired() and the like, by '
-  'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
-  'stand at tick_id.';
+  'drop_policy drop, or because they expire. Messages that went to a dead_letter_queue are not among them. incarnation: see queue_incarnation(). Errors: PQ001 no such queue; PQ011 not subscribed, or the other consumer was unsubscribed; PQ015 the consumer has no archive to read, or does not '
+  'stand at tick_id, or the queue is another incarnation.';

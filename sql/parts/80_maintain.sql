@@ -17,6 +17,35 @@ begin
 end
 $$;
 
+-- Deletes the ticks of the other tables that one table has rows behind, before that table
+-- is emptied.  A tick that is stored promises that every row behind it is stored too:
+-- a reader of offsets may begin there, also while no consumer keeps rows for it.  Only a
+-- transaction that was open across a rotation breaks this: its rows are in the older
+-- table, behind the first ticks of the newer one.
+create or replace function pgque._forget_ticks(p_queue_id int, p_n int) returns void
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+  v_first  pg_snapshot;
+  v_late   xid8[];
+begin
+  execute pg_catalog.format('select t.tick_snapshot from (%s) t where t.slot <> $1 order by t.tick_id limit 1', pgque._ticks_sql(p_queue_id))
+  into v_first using p_queue_id * 3 + p_n;
+  execute pg_catalog.format(
+    'select array(select e.ev_txid from pgque.event_%1$s_%2$s e where e.ev_txid >= $1 union select e.ev_txid from pgque.event_%1$s_%2$s e where e.ev_txid = any ($2))',
+    p_queue_id, p_n)
+  into v_late
+  using pg_catalog.pg_snapshot_xmax(v_first), array(select pg_catalog.pg_snapshot_xip(v_first));
+  if v_late <> '{}' then
+    for v_n in 1..2 loop
+      execute pg_catalog.format(
+        'delete from pgque.tick_%s_%s t where exists (select from unnest($1) x (txid) where not pg_visible_in_snapshot(x.txid, t.tick_snapshot))',
+        p_queue_id, (p_n + v_n) % 3)
+      using v_late;
+    end loop;
+  end if;
+end
+$$;
+
 -- Empties the oldest table and makes it the current one, unless there is nothing to
 -- reclaim.  A table with a row or a tick that is ahead of a position is never emptied.
 -- The rows are checked under the table's own lock.  A writer that still uses this table
@@ -100,6 +129,7 @@ begin
       -- A session that has such a row locked may wait for the table: then this call
       -- fails.
       perform pgque._refresh_waiting(v_id, v_next, null, 'nowait') where pgque._keyed(v_queue);
+      perform pgque._forget_ticks(v_id, v_next);
       execute format('truncate %s, %s', v_event, v_tick);
     end if;
     update pgque.queue q
@@ -777,7 +807,7 @@ begin
   from pgque.subscriber s
   where r.ev_queue = p_queue_id and s.sub_id = r.ev_owner and s.sub_keyed and r.ev_lane is null;
   execute (select 'truncate ' || string_agg(l.leaf, ', ') from pgque._leaves(p_queue_id) l);
-  update pgque.queue q set queue_xid = pgque._mark() where q.queue_id = p_queue_id returning q.* into v_queue;
+  update pgque.queue q set queue_xid = pgque._mark(), queue_incarnation = gen_random_uuid() where q.queue_id = p_queue_id returning q.* into v_queue;
   -- An external ticker may continue at times that are past here.
   perform pgque._store_tick(v_queue, pgque._next_tick_id(v_queue, v_last.tick_id, true),
     case when v_queue.queue_external_ticker then v_last.tick_time else pgque.clock() end, pgque._tick_snapshot(),

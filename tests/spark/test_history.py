@@ -142,7 +142,8 @@ def test_the_archive_and_then_the_queue_are_read_once(source: Source, conn: Conn
     start = found[0][1][0]
     assert (start.type, start.payload, start.retry_count) == ("default", "1", None)
     tick = value(conn, "select pgque.tick_for(%s, 'latest')", source.queue) - 1
-    at = {"consumer": "s", "queue": source.queue, "tick": tick}
+    of = str(value(conn, "select pgque.queue_incarnation(%s)", source.queue))
+    at = {"consumer": "s", "queue": source.queue, "tick": tick, "incarnation": of}
     assert source.offsets() == [
         *({**at, "archive": {"of": "c", "after": sent[last]}} for last in (9, 19, 23)),
         {**at, "tick": tick + 1},
@@ -273,9 +274,48 @@ def test_a_queue_that_was_dropped_meanwhile_is_not_taken_for_the_rest_of_its_arc
     value(conn, "select pgque.create_queue(%s)", source.queue)
     configure(conn, source.queue, archive_on_ack="true")
     subscribe(conn, source.queue)
+    sent = past(conn, source.queue)
+    assert "was created again" in failure(source.run)
+    assert sorted(numbers(source.run(failOnDataLoss="false"))) == sorted(sent)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_the_archive_of_a_queue_that_was_created_again_is_not_read_on(
+    source: Source, conn: Connection, lossy: bool
+) -> None:
     past(conn, source.queue)
-    assert "was made anew" in failure(source.run)
-    source.run(failOnDataLoss="false")
+    source.run(fail=1)
+    before = source.offsets()[-1]
+    assert before["archive"]["after"] > 0
+    assert before["incarnation"] == str(value(conn, "select pgque.queue_incarnation(%s)", source.queue))
+    value(conn, "select pgque.drop_queue(%s, true)", source.queue)
+    value(conn, "select pgque.create_queue(%s)", source.queue)
+    configure(conn, source.queue, archive_on_ack="true")
+    subscribe(conn, source.queue)
+    # The stream's consumer is there again, before the archive as it was.
+    value(conn, "select pgque.subscribe_archive(%s, 's', 'c')", source.queue)
+    sent = past(conn, source.queue)
+    if lossy:
+        assert sorted(numbers(source.run(failOnDataLoss="false"))) == sorted(sent)
+    else:
+        text = failure(source.run)
+        assert f"archive of queue {source.queue}, and the queue was created again" in text
+
+
+def test_an_offset_in_the_archive_without_an_incarnation_goes_on_and_gets_one(
+    source: Source, conn: Connection
+) -> None:
+    sent = past(conn, source.queue)
+    source.run(fail=1)
+    for file in (source.checkpoint / "offsets").iterdir():
+        if file.name.isdigit():
+            *head, last = file.read_text().splitlines()
+            offset = json.loads(last)
+            del offset["incarnation"]
+            file.write_text("\n".join([*head, json.dumps(offset)]))
+            file.with_name(f".{file.name}.crc").unlink()
+    assert sorted(numbers(source.run())) == sorted(sent[10:])
+    assert all("incarnation" in offset for offset in source.offsets()[2:])
 
 
 JOB = """

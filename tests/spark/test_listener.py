@@ -123,6 +123,7 @@ def test_each_progress_is_logged_with_queue_consumer_and_lag(
         "consumer": "c",
         "queue": stream.queue,
         "tick": ticks[0],
+        "incarnation": str(value(conn, "select pgque.queue_incarnation(%s)", stream.queue)),
     }
 
 

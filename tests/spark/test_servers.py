@@ -21,9 +21,15 @@ import psycopg
 import pytest
 
 from pgque import embedded
-from pgque.errors import PgqueBadArgument, PgqueConnectionError, PgqueError, PgqueSinkEpochError
+from pgque.errors import (
+    PgqueBadArgument,
+    PgqueConnectionError,
+    PgqueError,
+    PgqueSinkEpochError,
+    PgqueTickNotFound,
+)
 from pgque.spark.options import BATCH_WRITE, STREAM_READ, STREAM_WRITE, parse
-from sql.helpers import Connection, configure, forced_tick, leaf, receive, rows, value
+from sql.helpers import Connection, configure, forced_tick, leaf, receive, rows, subscribe, value
 from support import servers as support
 
 if TYPE_CHECKING:
@@ -461,6 +467,61 @@ def test_a_server_that_is_away_is_no_reason_to_leave_another_one_behind(farm: Fa
         farm.reader(0, 1).latestOffset(at)
     assert str(caught.value).startswith(f"server {farm.name(0)}: ")
     assert "failOnDataLoss" not in str(caught.value)
+
+
+def test_a_queue_that_was_created_again_on_one_server_is_not_read_on(farm: Farm) -> None:
+    for number in (0, 1):
+        farm.put(number, *texts(f"old {number}", 3))
+    reader = farm.reader(0, 1)
+    at, _ = step(reader, reader.initialOffset())
+    reader.stop()
+    assert all(set(part["incarnations"]) == {farm.queue} for part in at["servers"].values())
+    value(farm.conns[1], "select pgque.drop_queue(%s, true)", farm.queue)
+    value(farm.conns[1], "select pgque.create_queue(%s)", farm.queue)
+    subscribe(farm.conns[1], farm.queue, "job")
+    for number in range(4):
+        farm.put(1, f"new {number}")
+    farm.put(0, "next")
+    again = farm.reader(0, 1)
+    with pytest.raises(PgqueTickNotFound) as caught:
+        again.latestOffset(at)
+    again.stop()
+    assert f"server {farm.name(1)}: " in str(caught.value)
+    assert f"queue {farm.queue} was created again" in str(caught.value)
+    _, found = step(farm.reader(0, 1, failOnDataLoss="false"), at)
+    assert found == Counter(["next", *(f"new {number}" for number in range(4))])
+
+
+def test_a_server_whose_queue_was_created_again_does_not_leave_silently(farm: Farm) -> None:
+    farm.put(1, *texts("old", 3))
+    reader = farm.reader(0, 1)
+    at, _ = step(reader, reader.initialOffset())
+    reader.stop()
+    value(farm.conns[1], "select pgque.drop_queue(%s, true)", farm.queue)
+    value(farm.conns[1], "select pgque.create_queue(%s)", farm.queue)
+    subscribe(farm.conns[1], farm.queue, "job")
+    for number in range(4):
+        farm.put(1, f"new {number}")
+    # It has ticks enough for the checkpoint's to be among them.
+    value(farm.conns[1], "select pgque.seek(%s, 'job', pgque.tick_for(%s, 'latest'))", farm.queue, farm.queue)
+    with pytest.raises(PgqueTickNotFound, match="was created again"):
+        farm.reader(0).latestOffset(at)
+
+
+def test_offsets_of_servers_without_incarnations_go_on_and_get_them(farm: Farm) -> None:
+    for number in (0, 1):
+        farm.put(number, *texts(f"old {number}", 3))
+    reader = farm.reader(0, 1)
+    at, _ = step(reader, reader.initialOffset())
+    reader.stop()
+    for part in at["servers"].values():
+        del part["incarnations"]
+    again = farm.reader(0, 1)
+    end, found = step(again, at)
+    assert not found
+    assert ticks(end) == ticks(at)
+    assert all(set(part["incarnations"]) == {farm.queue} for part in end["servers"].values())
+    assert again.latestOffset(end) == end
 
 
 def test_one_database_under_two_names_is_refused(farm: Farm) -> None:

@@ -358,6 +358,7 @@ SAMPLES = {
     "boolean": "true",
     "timestamp with time zone": "now()",
     "bytea": "'x'",
+    "uuid": "'00000000-0000-4000-8000-000000000000'",
 }
 ASKING = """
 select p.proname, array(

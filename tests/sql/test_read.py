@@ -267,6 +267,31 @@ def test_a_window_is_what_the_consumer_receives_between_the_same_ticks(
                 assert window(conn, past.queue, start, end) == found
 
 
+def test_a_tick_is_stored_no_longer_than_the_messages_behind_it(
+    conn: Connection, queue: str, transaction: Callable[..., Connection]
+) -> None:
+    # Sent before a rotation and committed after it, so that the message is behind ticks of the next table
+    late = transaction()
+    sent = send(late, queue, "late")
+    assert rotate(conn, queue) == 1
+    send(conn, queue)
+    before = forced_tick(conn, queue)
+    late.execute("commit")
+    after = forced_tick(conn, queue)
+    assert window(conn, queue, before, after) == [sent]
+    send(conn, queue)
+    last = forced_tick(conn, queue)
+    assert rotate(conn, queue) == 1
+    forced_tick(conn, queue)
+    assert window(conn, queue, before, after) == [sent]
+    # The table of the message is emptied, that of the ticks is not.
+    assert rotate(conn, queue) == 1
+    refused("PQ015", window, conn, queue, before, last)
+    refused("PQ015", window, conn, queue, before, after)
+    assert tick_for(conn, queue, "earliest") == after
+    assert len(window(conn, queue, after, last)) == 1
+
+
 def test_a_window_is_the_same_for_ever(conn: Connection, history: Callable[[int], History]) -> None:
     past = history(99)
     past.go_on(40)

@@ -353,7 +353,11 @@ select consumer_name, status, payload, receive_count, dl_id from pgque.get_messa
 select consumer_name, status, receive_count, worker from pgque.message_status('orders', :msg_id);
 
 -- group: Streams and sinks (Spark)
--- For programs that keep their own offsets: a tick's id is an offset. For Spark itself see [python/SPARK.md](../python/SPARK.md).
+-- For programs that keep their own offsets: an offset is the id of a tick, and the queue's incarnation, which says whose tick it is. For Spark itself see [python/SPARK.md](../python/SPARK.md).
+
+-- queue_incarnation
+select pgque.queue_incarnation('orders') as incarnation \gset
+select pgque.next_tick('orders', :from_tick, incarnation => :'incarnation');
 
 -- open_stream
 select pgque.open_stream('orders', 'spark', 'latest');

@@ -236,7 +236,23 @@ def test_consumers_and_workers_are_shown_reclaimed_and_moved(
     page = text(b.get("/queue/seek", queue=queue, consumer="solo", to="earliest"))
     assert "Repeats, in messages 3" in page
     b.get("/queue/seek", 400, queue=queue, consumer="solo", to="never")
+    b.post("/queue/seek", 400, queue=queue, consumer="solo", tick=1, incarnation="no UUID")
     b.get("/queue/seek", 404, queue=queue, consumer="nobody", to="latest")
+
+
+def test_a_consumer_is_not_moved_to_a_tick_of_a_queue_that_was_created_again(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, tick: Tick
+) -> None:
+    conn.execute("select pgque.subscribe(%s, 'solo')", [queue])
+    b = browser(admin)
+    page = b.get("/queue/seek", queue=queue, consumer="solo", to="latest")
+    found = re.search(r'name="incarnation" value="([0-9a-f-]+)"', page.text)
+    assert found is not None
+    conn.execute("select pgque.drop_queue(%s, true)", [queue])
+    conn.execute("select pgque.create_queue(%s)", [queue])
+    conn.execute("select pgque.subscribe(%s, 'solo')", [queue])
+    page = b.post("/queue/seek", 400, queue=queue, consumer="solo", tick=1, incarnation=found[1])
+    assert f"queue {queue} was created again" in text(page)
 
 
 def test_a_purge_asks_first_and_removes_everything(

@@ -15,7 +15,8 @@ from pyspark.sql.datasource import InputPartition
 from ..errors import PgqueBadArgument
 from . import _window
 from ._compat import ReadLimit
-from .source import PgqueStreamReader, Ticks, refuse_loss
+from ._offset import Places
+from .source import PgqueStreamReader, refuse_loss
 
 # Messages of a micro-batch without maxEventsPerTrigger: the server sorts those of a task.
 _PIECE = 1_000_000
@@ -24,8 +25,9 @@ _PIECE = 1_000_000
 class PgqueHistoryReader(PgqueStreamReader):
     """Read a stream that begins in an archive.
 
-    There, the offset is {"consumer": "spark", "queue": "orders", "tick": 17, "archive": {"of": "billing",
-    "after": 4711}}. When the archive is read, the offset is that of any stream of one queue.
+    There, the offset is {"consumer": "spark", "queue": "orders", "tick": 17, "incarnation": "…", "archive":
+    {"of": "billing", "after": 4711}}. When the archive is read, the offset is that of any stream of one
+    queue.
     """
 
     # The offset that was planned last
@@ -41,15 +43,17 @@ class PgqueHistoryReader(PgqueStreamReader):
         self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None
     ) -> dict[str, Any]:
         """Return the end of the next piece of the archive; behind it, that of the next micro-batch."""
-        at = start or self._at or self.initialOffset()
-        self._reached = self._ticks(at)
+        at = self._here(start or self._at or self.initialOffset())
+        self._reached = self._places(at)
         upto = self._next(at, self._options.maxEventsPerTrigger or _PIECE) if "archive" in at else None
         if upto is None:
             found = super().latestOffset(_without(at), limit)
         else:
-            found = {**at, "archive": {**at["archive"], "after": upto}}
+            driver = self._connected()
+            self._reached = driver.known(self._reached)
+            found = {**self._offset(self._reached), "archive": {**at["archive"], "after": upto}}
             # The queue goes on meanwhile.
-            self._connected().forget_report()
+            driver.forget_report()
         self._at = found
         return found
 
@@ -61,29 +65,46 @@ class PgqueHistoryReader(PgqueStreamReader):
         if end != self._at:
             self._replayed += 1
         self._at = end
-        self._reached = self._ticks(end)
-        after, upto = start["archive"]["after"], end["archive"]["after"]
-        first = self._next(start, 1)
+        self._reached = self._places(end)
+        begin = self._here(start)
+        if self._here(end) is not end or "archive" not in begin:
+            return []
+        after, upto = begin["archive"]["after"], end["archive"]["after"]
+        first = self._next(begin, 1)
         if first is None or first > upto:
             return []
         count = min(self._options.numPartitions, upto - first + 1)
         bounds = [first - 1 + (upto - first + 1) * part // count for part in range(count + 1)]
         bounds[0] = after
-        ((queue, tick),) = self._reached.items()
-        return [_window.Task([_window.Archived(queue, tick, *piece)]) for piece in itertools.pairwise(bounds)]
+        ((queue, place),) = self._reached.items()
+        return [
+            _window.Task([_window.Archived(queue, place, *piece)]) for piece in itertools.pairwise(bounds)
+        ]
 
     def commit(self, end: dict[str, Any]) -> None:
         """Move the consumer's position, once the archive is read."""
         if "archive" not in end:
             super().commit(end)
 
-    def _ticks(self, offset: Mapping[str, Any]) -> Ticks:
-        return super()._ticks(_without(offset))
+    def _places(self, offset: Mapping[str, Any]) -> Places:
+        return super()._places(_without(offset))
+
+    def _here(self, offset: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the offset. If the queue was created again, it is where the consumer stands, or an error."""
+        ((queue, place),) = self._places(offset).items()
+        if "archive" not in offset or not self._connected().is_other(queue, place):
+            return offset
+        text = (
+            f"the checkpoint stands in the archive of queue {queue}, and the queue was created again or"
+            " loaded from a dump since"
+        )
+        refuse_loss(self._options, queue, text)
+        return self.initialOffset()
 
     def _next(self, offset: Mapping[str, Any], count: int) -> int | None:
         """Return the end of the next `count` messages of the archive; None if there are none."""
         parsed = self._options
-        ((queue, tick),) = self._ticks(offset).items()
+        ((queue, place),) = self._places(offset).items()
         of, after = offset["archive"]["of"], offset["archive"]["after"]
         if of != parsed.archiveOf:
             raise PgqueBadArgument(
@@ -97,8 +118,8 @@ class PgqueHistoryReader(PgqueStreamReader):
             )
             refuse_loss(parsed, queue, text)
         found: int | None = self._ask(
-            "select pgque.archive_next(%s, %s, %s, %s, %s, %s)",
-            *(queue, parsed.consumer, tick, after, count, not parsed.failOnDataLoss),
+            "select pgque.archive_next(%s, %s, %s, %s, %s, %s, %s::uuid)",
+            *(queue, parsed.consumer, place.tick, after, count, not parsed.failOnDataLoss, place.incarnation),
         )
         return found
 

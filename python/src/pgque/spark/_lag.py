@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _connect
+from ._offset import Place
 
 
-def lags(conn: _connect.Connection, consumer: str, ticks: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return what a consumer that has read up to these ticks has not read, by queue. Calls
+def lags(conn: _connect.Connection, consumer: str, places: Mapping[str, Place]) -> dict[str, dict[str, Any]]:
+    """Return what a consumer that has read up to these places has not read, by queue. Calls
     `pgque.stream_lag`."""
     with _connect.errors():
         found = conn.execute(
             "select s.queue, l.newest_tick, l.ticks_behind, l.events_behind,"
             " extract(epoch from l.oldest_pending)"
-            " from unnest(%s::text[], %s::bigint[]) as s (queue, tick)"
-            " cross join lateral pgque.stream_lag(s.queue, %s, s.tick) as l",
-            [list(ticks), list(ticks.values()), consumer],
+            " from unnest(%s::text[], %s::bigint[], %s::uuid[]) as s (queue, tick, incarnation)"
+            " cross join lateral pgque.stream_lag(s.queue, %s, s.tick, s.incarnation) as l",
+            [
+                list(places),
+                [place.tick for place in places.values()],
+                [place.incarnation for place in places.values()],
+                consumer,
+            ],
         ).fetchall()
     return {
         queue: {

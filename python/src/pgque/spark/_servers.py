@@ -1,7 +1,8 @@
 """Queues of several servers as one stream.
 
-The offset has the ticks of each server: {"servers": {"db1:5432/app": {"ticks": {"orders": 17}}}}. Each server
-has a driver of its own, with a connection and the consumer's lock there.
+The offset has the places of each server: {"servers": {"db1:5432/app": {"ticks": {"orders": 17},
+"incarnations": {"orders": "…"}}}}. Each server has a driver of its own, with a connection and the consumer's
+lock there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import psycopg
 
 from ..errors import PgqueBadArgument, PgqueError
 from . import _connect
+from ._offset import Place, Places, dump, load
 from .source import PgqueStreamReader, Ticks, _Driver, _session
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def _by_server(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class PgqueServersReader(PgqueStreamReader):
-    """Read a stream of several servers. The ticks of a micro-batch have keys of server and queue."""
+    """Read a stream of several servers. The places of a micro-batch have keys of server and queue."""
 
     _driver: _Drivers | None
 
@@ -58,24 +60,24 @@ class PgqueServersReader(PgqueStreamReader):
             self._driver = _Drivers(self._options)
         return self._driver
 
-    def _offset(self, ticks: Ticks) -> dict[str, Any]:
-        servers = {server: {"ticks": found} for server, found in _by_server(ticks).items()}
+    def _offset(self, places: Places) -> dict[str, Any]:
+        servers = {server: dump(None, found) for server, found in _by_server(places).items()}
         return {"consumer": self._options.consumer, "servers": servers}
 
-    def _ticks(self, offset: Mapping[str, Any]) -> Ticks:
+    def _places(self, offset: Mapping[str, Any]) -> Places:
         if "servers" not in offset:
             raise PgqueBadArgument(
                 "the checkpoint was written without option servers: leave the option out, or start with"
                 " another checkpoint, from the consumer's position"
             )
-        ticks: Ticks = {}
+        places: Places = {}
         for server, found in offset["servers"].items():
-            ticks |= _keyed(server, found["ticks"])
-        return ticks
+            places |= _keyed(server, load(None, found))
+        return places
 
     def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:
         """Return the end of the next micro-batch. Before the checkpoint loses a server, see that it may."""
-        self._connected().leave(self._reached or {} if start is None else self._ticks(start))
+        self._connected().leave(self._reached or {} if start is None else self._places(start))
         return super().latestOffset(start, limit)
 
     def reportLatestOffset(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class _Drivers(_Driver):
         # The listed ones, by what tells databases apart
         self._seen: dict[str, str] = {}
 
-    def positions(self) -> Ticks:
+    def positions(self) -> Places:
         """Return where the consumer stood when the stream was opened."""
         return self._each("positions")
 
@@ -111,9 +113,9 @@ class _Drivers(_Driver):
         """Return the newest ticks."""
         return self._each("newest")
 
-    def _each(self, what: str) -> Ticks:
+    def _each(self, what: str) -> dict[str, Any]:
         self._tell_apart()
-        found: Ticks = {}
+        found: dict[str, Any] = {}
         for server, driver in self._listed.items():
             with _connect.of(server):
                 found |= _keyed(server, getattr(driver, what)())
@@ -129,60 +131,60 @@ class _Drivers(_Driver):
                 _connect.tell_apart(seen, server, conn)
         self._seen = seen
 
-    def report(self, reached: Ticks) -> dict[str, dict[str, Any]]:
+    def report(self, reached: Places) -> dict[str, dict[str, Any]]:
         """Return how far behind the stream is, by server and queue."""
         found: dict[str, dict[str, Any]] = {}
-        for server, ticks in _by_server(reached).items():
+        for server, places in _by_server(reached).items():
             if server in self._listed:
-                found |= _keyed(server, self._listed[server].report(ticks))
+                found |= _keyed(server, self._listed[server].report(places))
         return found
 
-    def next_ticks(self, after: Ticks, limited: bool, upto: Ticks, others: int = 0) -> Ticks:
+    def next_ticks(self, after: Places, limited: bool, upto: Ticks, others: int = 0) -> Places:
         """Return the ends of the next micro-batch. All queues that have something new share the limit."""
         ends = _by_server(upto)
         new: dict[str, int] = {}
-        for server, ticks in _by_server(after).items():
+        for server, places in _by_server(after).items():
             with _connect.of(server):
-                new[server] = len(self._listed[server].new(ticks, ends.get(server, {})))
-        found: Ticks = {}
-        for server, ticks in _by_server(after).items():
+                new[server] = len(self._listed[server].new(places, ends.get(server, {})))
+        found: Places = {}
+        for server, places in _by_server(after).items():
             rest = others + sum(new.values()) - new[server]
             with _connect.of(server):
                 driver = self._listed[server]
-                found |= _keyed(server, driver.next_ticks(ticks, limited, ends.get(server, {}), rest))
+                found |= _keyed(server, driver.next_ticks(places, limited, ends.get(server, {}), rest))
         return found
 
-    def windows(self, begins: Ticks, ends: Ticks) -> list[Window]:
+    def windows(self, begins: Places, ends: Places) -> list[Window]:
         """Return what lies between two offsets, on each server."""
         started, wanted = _by_server(begins), _by_server(ends)
         # PySpark 4.0 and 4.1 may not have said before where the stream stands.
-        self.leave({key: tick for key, tick in begins.items() if key.split(" ", 1)[0] not in wanted})
+        self.leave({key: place for key, place in begins.items() if key.split(" ", 1)[0] not in wanted})
         found: list[Window] = []
-        for server, ticks in wanted.items():
+        for server, places in wanted.items():
             with self._at(server):
-                driver = self._driver(server, ticks)
-                found += [w.at(server) for w in driver.windows(started.get(server, {}), ticks)]
+                driver = self._driver(server, places)
+                found += [w.at(server) for w in driver.windows(started.get(server, {}), places)]
         return found
 
-    def commit(self, ends: Ticks) -> None:
+    def commit(self, ends: Places) -> None:
         """Move the positions."""
-        for server, ticks in _by_server(ends).items():
+        for server, places in _by_server(ends).items():
             if server in self._listed:
                 with _connect.of(server):
-                    self._listed[server].commit(ticks)
+                    self._listed[server].commit(places)
 
-    def leave(self, reached: Ticks) -> None:
+    def leave(self, reached: Places) -> None:
         """Leave the servers that are not listed any more, or refuse to where one has messages to read.
 
         What was read up to `reached` is done with, so their consumers are moved there: it is the last word
         of the stream to them.
         """
-        for server, ticks in _by_server(reached).items():
+        for server, places in _by_server(reached).items():
             if server in self._listed or server in self._left:
                 continue
             self._tell_apart()
             with self._at(server):
-                self._leave(server, ticks)
+                self._leave(server, places)
             self._left.add(server)
             if server in self._others:
                 self._others.pop(server).close()
@@ -206,18 +208,18 @@ class _Drivers(_Driver):
                 raise type(error)(str(error), sqlstate=error.sqlstate, hint=_WAY_OUT) from None
             log.warning("pgque: left behind: %s", error)
 
-    def _leave(self, server: str, ticks: Ticks) -> None:
+    def _leave(self, server: str, places: Places) -> None:
         if server in self._others:  # which has the consumer
-            self._others[server].do(lambda conn: self._finish(server, conn, ticks))
+            self._others[server].do(lambda conn: self._finish(server, conn, places))
             return
         with _session(self._options.at(server)) as conn, _connect.errors():
-            self._finish(server, conn, ticks)
+            self._finish(server, conn, places)
 
-    def _finish(self, server: str, conn: _connect.Connection, ticks: Ticks) -> None:
+    def _finish(self, server: str, conn: _connect.Connection, places: Places) -> None:
         consumer = self._options.consumer
         _connect.tell_apart(dict(self._seen), server, conn)
         behind = []
-        for queue, tick in ticks.items():
+        for queue, (tick, incarnation) in places.items():
             named = [queue, consumer]
             try:
                 conn.execute("select from pgque.get_consumer_info(%s, %s)", named)
@@ -226,26 +228,26 @@ class _Drivers(_Driver):
                     raise
                 log.warning("pgque: %s has nothing to read any more: %s", server, error)
                 continue
-            conn.execute("select pgque.open_stream(%s, %s)", named)
-            conn.execute("select pgque.seek(%s, %s, %s)", [*named, tick])
+            conn.execute("select pgque.open_stream(%s, %s, 'latest', %s)", [*named, incarnation])
+            conn.execute("select pgque.seek(%s, %s, %s, false, %s)", [*named, tick, incarnation])
             pending = conn.execute(
                 "select l.oldest_pending is null or l.oldest_pending > '0'"
-                " from pgque.stream_lag(%s, %s, %s) as l",
-                [*named, tick],
+                " from pgque.stream_lag(%s, %s, %s, %s) as l",
+                [*named, tick, incarnation],
             )
             if _connect.one(pending)[0]:
                 behind.append(f"{queue} behind tick {tick}")
         if behind:
             raise PgqueError(f"consumer {consumer} has messages to read in queue {', '.join(behind)}")
 
-    def _driver(self, server: str, ticks: Ticks) -> _Driver:
+    def _driver(self, server: str, places: Mapping[str, Place]) -> _Driver:
         """Return the driver of a server; of one that is not listed any more, with the queues that it had."""
         if server in self._listed:
             return self._listed[server]
         if server not in self._others:
-            there = replace(self._options.at(server), queue=None, queues=tuple(ticks))
+            there = replace(self._options.at(server), queue=None, queues=tuple(places))
             with _session(there) as conn, _connect.errors():
-                for queue in ticks:
+                for queue in places:
                     # The driver would subscribe a consumer that is gone, which nobody would read for.
                     conn.execute("select from pgque.get_consumer_info(%s, %s)", [queue, there.consumer])
             self._others[server] = _Driver(there)

@@ -17,6 +17,7 @@ from pyspark.sql.datasource import InputPartition
 
 from ..errors import PgqueBadArgument, PgqueError, PgqueTickNotFound
 from . import _connect, _typed
+from ._offset import Place
 from .options import DEAD, READ_COLUMNS, Options
 
 if TYPE_CHECKING:
@@ -168,9 +169,11 @@ class Window(InputPartition):
         parts: int = 1,
         part: int = 0,
         server: str | None = None,
+        incarnation: str | None = None,
     ) -> None:
-        super().__init__((queue, from_tick, to_tick, parts, part, server))
+        super().__init__((queue, from_tick, to_tick, parts, part, server, incarnation))
         self.server = server
+        self.incarnation = incarnation
         self.queue = queue
         self.from_tick = from_tick
         self.to_tick = to_tick
@@ -179,7 +182,9 @@ class Window(InputPartition):
 
     def at(self, server: str | None) -> Window:
         """Return the window on one of several servers."""
-        return Window(self.queue, self.from_tick, self.to_tick, self.parts, self.part, server)
+        return Window(
+            self.queue, self.from_tick, self.to_tick, self.parts, self.part, server, self.incarnation
+        )
 
     def rows(self, parsed: Options) -> sql.Composed:
         """Return the call that reads the messages."""
@@ -193,6 +198,7 @@ class Window(InputPartition):
                 _types(parsed),
                 self.parts,
                 self.part,
+                self.incarnation,
             ),
         )
 
@@ -200,9 +206,9 @@ class Window(InputPartition):
 class Archived(Window):
     """Name messages that a consumer reads before those of the log, by their ids."""
 
-    def __init__(self, queue: str, tick: int, after: int, upto: int) -> None:
-        super().__init__(queue, tick, tick)
-        self.value = (queue, tick, after, upto)
+    def __init__(self, queue: str, place: Place, after: int, upto: int) -> None:
+        super().__init__(queue, place.tick, place.tick, incarnation=place.incarnation)
+        self.value = (queue, place, after, upto)
         self.after = after
         self.upto = upto
 
@@ -211,6 +217,7 @@ class Archived(Window):
         return _call(
             "archive_read",
             *(self.queue, parsed.consumer, self.from_tick, self.after, self.upto, _types(parsed)),
+            self.incarnation,
         )
 
 
@@ -280,8 +287,15 @@ def _stage(parsed: Options, window: Window, bad: dict[int, str]) -> None:
         _connect.connect(parsed.connection, name, autocommit=True) as conn,
     ):
         conn.execute(
-            "select pgque.stage_dead(%s, %s, %s, %s::bigint[], %s::text[])",
-            [window.queue, parsed.consumer, window.to_tick, list(bad), list(bad.values())],
+            "select pgque.stage_dead(%s, %s, %s, %s::bigint[], %s::text[], %s::uuid)",
+            [
+                window.queue,
+                parsed.consumer,
+                window.to_tick,
+                list(bad),
+                list(bad.values()),
+                window.incarnation,
+            ],
         )
 
 

@@ -18,6 +18,7 @@ from pyspark.sql.streaming import StreamingQueryListener
 from ..errors import PgqueError
 from . import _connect
 from ._lag import lags
+from ._offset import Place, load
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -59,7 +60,7 @@ class _Seen(NamedTuple):
     server: str | None
     queue: str
     consumer: str
-    tick: int
+    place: Place
     figures: dict[str, float]
 
 
@@ -106,7 +107,7 @@ class PgqueListener(StreamingQueryListener):
                 "" if one.server is None else f"server {one.server}, ",
                 one.queue,
                 one.consumer,
-                one.tick,
+                one.place.tick,
                 _text(one.figures),
             )
 
@@ -114,7 +115,7 @@ class PgqueListener(StreamingQueryListener):
         """Ask for the figures again."""
         run = str(event.runId)
         for number, one in enumerate(self._seen.get(run, [])):
-            found = self._ask(one.server, one.consumer, {one.queue: one.tick}).get(one.queue, {})
+            found = self._ask(one.server, one.consumer, {one.queue: one.place}).get(one.queue, {})
             self._seen[run][number] = one._replace(figures=one.figures | found)
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
@@ -128,16 +129,18 @@ class PgqueListener(StreamingQueryListener):
             return  # another source
         servers = latest.get("servers", {})
         for server, one in end.get("servers", {None: end}).items():
-            ticks = one.get("ticks") or {one.get("queue"): one.get("tick")}
-            if None in ticks:
+            if "ticks" not in one and "queue" not in one:
                 return  # a checkpoint of pgque 0.6
+            places = load(None if "ticks" in one else one["queue"], one)
             known = latest if server is None else servers.get(server, {})
-            found = known.get("queues") or self._ask(server, consumer, ticks)
-            for queue, tick in ticks.items():
+            found = known.get("queues") or self._ask(server, consumer, places)
+            for queue, place in places.items():
                 figures = {name: found[queue][name] for name in _FAMILIES if name in found.get(queue, {})}
-                yield _Seen(query, server, queue, consumer, tick, figures)
+                yield _Seen(query, server, queue, consumer, place, figures)
 
-    def _ask(self, server: str | None, consumer: str, ticks: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    def _ask(
+        self, server: str | None, consumer: str, places: Mapping[str, Place]
+    ) -> dict[str, dict[str, Any]]:
         if self._dsn is None:
             return {}
         try:
@@ -147,7 +150,7 @@ class PgqueListener(StreamingQueryListener):
                 given = given if server is None else _connect.at(given, server)
                 conn = _connect.connect(given, f"pgque-spark/{consumer}/listener", autocommit=True)
                 self._conns[server] = conn
-            return lags(conn, consumer, ticks)
+            return lags(conn, consumer, places)
         except PgqueError as error:
             log.warning("pgque: the lag of consumer %s is not known: %s", consumer, error)
             return {}

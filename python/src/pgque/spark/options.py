@@ -182,7 +182,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("payloadFormat", "text", _READ, "text: a string, null for a message of bytes; binary: bytes for both", _one_of("text", "binary")),
     Option("payloadSchema", "none", _READ, "columns of a JSON payload in place of the column payload: `id bigint, total double`", _text, "0.7"),
     Option("badRecords", KEEP, frozenset({STREAM_READ}), "payloads that do not parse: keep them in column `_corrupt`, or make dead letters of them", _one_of(KEEP, DEAD), "0.7"),
-    Option("failOnDataLoss", "true", _READ, "false: if ticks are gone, log a warning and go on with the earliest tick", _truth),
+    Option("failOnDataLoss", "true", _READ, "false: if ticks are gone, or the queue was created again, log a warning and go on with the earliest tick", _truth),
     Option("pollIntervalMs", "200", frozenset({STREAM_READ}), "milliseconds for which the newest tick is remembered", _not_negative),
     Option("delivery", EXACTLY_ONCE, _WRITE, "exactly-once: a micro-batch is sent whole and once; at-least-once: each task sends its rows", _one_of(EXACTLY_ONCE, AT_LEAST_ONCE)),
     Option("sinkId", "the query's id", frozenset({STREAM_WRITE}), "name under which the numbers of micro-batches are stored; see Exactly once", _text),

@@ -1,7 +1,7 @@
 """The data source `pgque` of PySpark: reads queues, as a table or as a stream.
 
-An offset of the stream is a tick id. Between two ticks `read_window` returns the same messages for ever, so
-whatever Spark replays is what it read before.
+An offset of the stream is a tick, see `_offset`. Between two ticks `read_window` returns the same messages
+for ever, so whatever Spark replays is what it read before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..errors import PgqueBadArgument, PgqueError, PgqueQueueInUse, PgqueQueueNo
 from . import _connect, _window, options
 from ._compat import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from ._lag import lags
+from ._offset import Place, Places, dump, load
 from ._window import Task, Window
 from .options import Options
 
@@ -58,6 +59,11 @@ def refuse_loss(parsed: Options, queue: str, text: str) -> None:
     log.warning("pgque: %s", text)
 
 
+def _reason(error: PgqueError) -> str:
+    """Return what an error says, without its hint."""
+    return str(error).removesuffix(f"\nhint: {error.hint}").rstrip(".")
+
+
 class PgqueReader(DataSourceReader):
     """Read what lies between two ticks of each queue once."""
 
@@ -85,24 +91,25 @@ class PgqueReader(DataSourceReader):
         parsed = self._options
         windows: list[Window] = []
         for queue in _queues(conn, parsed):
-            start = self._start(conn, queue)
-            end = _tick_for(conn, queue, parsed.endingAt)
+            incarnation = _incarnation(conn, queue)
+            start = self._start(conn, queue, incarnation)
+            end = _tick_for(conn, queue, parsed.endingAt, incarnation)
             if start > end:
                 raise PgqueBadArgument(
                     f"startingAt is tick {start} of queue {queue}, after endingAt, which is tick {end}"
                 )
-            windows += _split(conn, parsed, queue, start, end)
+            windows += _split(conn, parsed, queue, start, end, incarnation)
         return windows
 
-    def _start(self, conn: _connect.Connection, queue: str) -> int:
+    def _start(self, conn: _connect.Connection, queue: str, incarnation: str) -> int:
         parsed = self._options
         wanted = parsed.startingAt or "earliest"
         try:
-            return _tick_for(conn, queue, wanted)
+            return _tick_for(conn, queue, wanted, incarnation)
         except psycopg.Error as error:
             if parsed.failOnDataLoss or error.sqlstate != "PQ015":
                 raise
-            earliest = _tick_for(conn, queue, "earliest")
+            earliest = _tick_for(conn, queue, "earliest", incarnation)
             if int(wanted) > earliest:
                 raise
         log.warning("pgque: tick %s of queue %s is gone; reading from tick %s", wanted, queue, earliest)
@@ -116,10 +123,9 @@ class PgqueReader(DataSourceReader):
 class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
     """Read a stream, window after window.
 
-    The offsets are in Spark's checkpoint: {"tick": 17} with option queue, {"ticks": {"orders": 17}} with
-    option queues. Names of queue and consumer are beside them for people who read Spark's progress. The
-    consumer in the database keeps the messages that a replay may need: its position follows one micro-batch
-    behind.
+    The offsets are in Spark's checkpoint, see `_offset`. Names of queue and consumer are beside them for
+    people who read Spark's progress. The consumer in the database keeps the messages that a replay may need:
+    its position follows one micro-batch behind.
     """
 
     def __init__(self, parsed: Options, schema: StructType) -> None:
@@ -128,7 +134,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         self._layout = _window.layout(parsed, schema)
         self._driver: _Driver | None = None
         self._upto: Ticks = {}
-        self._reached: Ticks | None = None
+        self._reached: Places | None = None
         self._replayed = 0
 
     def _connected(self) -> _Driver:
@@ -136,13 +142,10 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
             self._driver = _Driver(self._options)
         return self._driver
 
-    def _offset(self, ticks: Ticks) -> dict[str, Any]:
-        consumer, queue = self._options.consumer, self._options.queue
-        if queue is None:
-            return {"consumer": consumer, "ticks": ticks}
-        return {"consumer": consumer, "queue": queue, "tick": ticks[queue]}
+    def _offset(self, places: Places) -> dict[str, Any]:
+        return {"consumer": self._options.consumer, **dump(self._options.queue, places)}
 
-    def _ticks(self, offset: Mapping[str, Any]) -> Ticks:
+    def _places(self, offset: Mapping[str, Any]) -> Places:
         queue = self._options.queue
         if "archive" in offset:
             raise PgqueBadArgument(
@@ -156,15 +159,13 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
                 f" {'queue' if queue is not None else 'queues'}: go back to the former, or start with another"
                 " checkpoint, from the consumer's position"
             )
-        if queue is None:
-            return dict(offset["ticks"])
         before = offset.get("queue", queue)
-        if before != queue and self._connected().missing(before) is None:
+        if queue is not None and before != queue and self._connected().missing(before) is None:
             raise PgqueBadArgument(
                 f"the checkpoint is of queue {before}, whose ticks say nothing about queue {queue}: start"
                 " with another checkpoint, from the consumer's position"
             )
-        return {queue: offset["tick"]}
+        return load(queue, offset)
 
     def initialOffset(self) -> dict[str, Any]:
         """Return the consumer's position. Asked again when the first micro-batch is replayed, and the same
@@ -189,9 +190,9 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
         """Return the end of the next micro-batch, or `start` when there is nothing new."""
         # 4.0 and 4.1 do not tell where they are: behind the offset that they asked for last. After a restart
         # they first ask for the partitions of the one that they stand at.
-        reached = self._reached or {} if start is None else self._ticks(start)
+        reached = self._reached or {} if start is None else self._places(start)
         driver = self._connected()
-        after = {queue: reached.get(queue, tick) for queue, tick in driver.positions().items()}
+        after = {queue: reached.get(queue, place) for queue, place in driver.positions().items()}
         self._reached = driver.next_ticks(after, not isinstance(limit, ReadAllAvailable), self._upto)
         return self._offset(self._reached)
 
@@ -205,7 +206,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Split what lies between the ticks of two offsets."""
-        begins, ends = self._ticks(start), self._ticks(end)
+        begins, ends = self._places(start), self._places(end)
         if ends != self._reached:
             # Planned by a run before this one, which did not finish it
             self._replayed += 1
@@ -220,7 +221,7 @@ class PgqueStreamReader(SupportsTriggerAvailableNow, DataSourceStreamReader):
 
     def commit(self, end: dict[str, Any]) -> None:
         """Move the consumer's position. Failing is no error: the next call makes up for it."""
-        self._connected().commit(self._ticks(end))
+        self._connected().commit(self._places(end))
 
     def stop(self) -> None:
         """Close the connection."""
@@ -238,12 +239,12 @@ class _Driver:
         self._streams: dict[str, _Stream] = {}
         self._newest: Ticks = {}
         self._looked = float("-inf")
-        self._reported: tuple[Ticks, dict[str, dict[str, Any]]] = ({}, {})
+        self._reported: tuple[Places, dict[str, dict[str, Any]]] = ({}, {})
 
-    def positions(self) -> Ticks:
+    def positions(self) -> Places:
         """Return where the consumer stood in each queue when the stream was opened."""
         self._connected()
-        return {queue: stream.position for queue, stream in self._streams.items()}
+        return {queue: Place(stream.position, stream.incarnation) for queue, stream in self._streams.items()}
 
     def newest(self) -> Ticks:
         """Return the newest ticks, at most `pollIntervalMs` old."""
@@ -251,8 +252,11 @@ class _Driver:
             self._connected()
             try:
                 self._newest = self._ask_newest()
-            except PgqueBadArgument:
-                # A queue lost its ticks while it was dropped; now it is gone, and the error names it.
+            except (PgqueTickNotFound, PgqueBadArgument):
+                # A queue lost its ticks while it was dropped. Now it is gone, and the error names it, or it
+                # is there again.
+                for stream in self._streams.values():
+                    stream.recognize()
                 self._newest = self._ask_newest()
             self._looked = time.monotonic()
         return dict(self._newest)
@@ -260,17 +264,19 @@ class _Driver:
     def _ask_newest(self) -> Ticks:
         rows = self.do(
             lambda conn: conn.execute(
-                "select q, pgque.tick_for(q, 'latest') from unnest(%s::text[]) as q", [list(self._streams)]
+                "select s.queue, pgque.tick_for(s.queue, 'latest', s.incarnation)"
+                " from unnest(%s::text[], %s::uuid[]) as s (queue, incarnation)",
+                [list(self._streams), [stream.incarnation for stream in self._streams.values()]],
             ).fetchall()
         )
         return dict(rows)
 
-    def report(self, reached: Ticks) -> dict[str, dict[str, Any]]:
+    def report(self, reached: Places) -> dict[str, dict[str, Any]]:
         """Return how far the stream is behind when it has read up to `reached`, by queue. Asked for once a
         micro-batch: while nothing is new, Spark calls a hundred times a second."""
         before, found = self._reported
         # A checkpoint may have queues that are not asked for any more.
-        reached = {queue: tick for queue, tick in reached.items() if queue in self._streams}
+        reached = {queue: place for queue, place in reached.items() if queue in self._streams}
         if before != reached:
             try:
                 found = self.do(lambda conn: lags(conn, str(self._options.consumer), reached))
@@ -283,6 +289,11 @@ class _Driver:
             self._reported = reached, found
         return found
 
+    def is_other(self, queue: str, place: Place) -> bool:
+        """Return whether a place is of another incarnation of the queue."""
+        self._connected()
+        return self._streams[queue].is_other(place)
+
     def is_anew(self, queue: str) -> bool:
         """Return whether the stream made its consumer, the first time that it is asked."""
         self._connected()
@@ -292,12 +303,16 @@ class _Driver:
         """Take the figures anew when they are asked for next, even if the stream has not moved."""
         self._reported = ({}, {})
 
-    def new(self, after: Ticks, upto: Ticks) -> list[str]:
+    def new(self, after: Places, upto: Ticks) -> list[str]:
         """Return the queues that have something new behind `after`."""
         newest = self.newest()
-        return [queue for queue in after if newest[queue] != after[queue] and upto.get(queue) != after[queue]]
+        return [
+            queue
+            for queue, place in after.items()
+            if self._streams[queue].is_other(place) or place.tick not in (newest[queue], upto.get(queue))
+        ]
 
-    def next_ticks(self, after: Ticks, limited: bool, upto: Ticks, others: int = 0) -> Ticks:
+    def next_ticks(self, after: Places, limited: bool, upto: Ticks, others: int = 0) -> Places:
         """Return the ends of the next micro-batch behind `after`. The queues that have something new share
         the limit of messages, with as many others."""
         new = self.new(after, upto)
@@ -310,9 +325,18 @@ class _Driver:
             queue: self._streams[queue].next_tick(after[queue], max_events, max_ticks, upto.get(queue))
             for queue in new
         }
-        return {**after, **found}
+        # A micro-batch of a queue that was created again ends in the new one (failOnDataLoss=false).
+        ends = {queue: Place(tick, self._streams[queue].incarnation) for queue, tick in found.items()}
+        return self.known({**after, **ends})
 
-    def windows(self, begins: Ticks, ends: Ticks) -> list[Window]:
+    def known(self, places: Places) -> Places:
+        """Return places with an incarnation: those of an earlier version's checkpoint have none yet."""
+        return {
+            queue: Place(place.tick, place.incarnation or self._streams[queue].incarnation)
+            for queue, place in places.items()
+        }
+
+    def windows(self, begins: Places, ends: Places) -> list[Window]:
         """Return what lies between two offsets. A queue that joins begins at the consumer's position."""
         self._connected()
         for queue in begins.keys() - ends.keys():
@@ -320,13 +344,14 @@ class _Driver:
         found: list[Window] = []
         for queue, end in ends.items():
             stream = self._stream(queue)
-            start = begins.get(queue, stream.position)
-            if start != end:
-                stream.keeps(start)
-                found += stream.split(start, end)
-                if not stream.unstaged:
-                    # What a run before this one could not parse is read again, maybe with other options.
-                    stream.unstage(start)
+            start = begins.get(queue) or Place(stream.position, stream.incarnation)
+            if start.tick == end.tick and not stream.is_other(start) and not stream.is_other(end):
+                continue
+            windows = stream.split(start, end)
+            found += windows
+            if windows and not stream.unstaged:
+                # What a run before this one could not parse is read again, maybe with other options.
+                stream.unstage(windows[0].from_tick)
         return found
 
     def missing(self, queue: str) -> PgqueQueueNotFound | None:
@@ -351,11 +376,11 @@ class _Driver:
             )
         log.warning("pgque: queue %s of the checkpoint is gone", queue)
 
-    def commit(self, ends: Ticks) -> None:
+    def commit(self, ends: Places) -> None:
         """Move the positions."""
         self._connected()
-        for queue, tick in ends.items():
-            self._stream(queue).commit(tick)
+        for queue, place in ends.items():
+            self._stream(queue).commit(place)
 
     def _stream(self, queue: str) -> _Stream:
         # A queue that is not asked for any more still has the micro-batch that was read before.
@@ -409,6 +434,8 @@ class _Stream:
         self._driver = driver
         self._options = parsed
         self._queue = queue
+        # Of the queue as this stream knows it: its ticks are of no use in another one.
+        self.incarnation: str | None = None
         self.position = -1
         self._committed = -1
         # Ticks that were gone before they were read, and up to which they are counted
@@ -420,7 +447,27 @@ class _Stream:
 
     def open(self, conn: _connect.Connection, deadline: float) -> None:
         """Take the consumer, which a predecessor may hold for a moment."""
+        while True:
+            try:
+                with _connect.errors(self._queue), conn.transaction():
+                    self._take(conn)
+                return
+            except PgqueQueueInUse:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.25)
+            except PgqueTickNotFound as error:
+                # Created again between two calls of this one, or since the stream knew the queue
+                if self.incarnation is not None:
+                    self._forget(error)
+                elif time.monotonic() > deadline:
+                    raise
+
+    def _take(self, conn: _connect.Connection) -> None:
+        """Take the consumer; subscribe it if need be."""
         parsed = self._options
+        incarnation = self.incarnation or _incarnation(conn, self._queue)
+        _tick_for(conn, self._queue, "latest", incarnation)
         # A consumer that was dropped meanwhile begins where this stream stands.
         stands = max(self._committed, self.position)
         start = parsed.startingAt or "committed" if stands < 0 else str(stands)
@@ -430,28 +477,47 @@ class _Stream:
         if start == options.ARCHIVE:
             given = [self._queue, parsed.consumer, parsed.archiveOf, not parsed.failOnDataLoss]
             subscribe = (b"select pgque.subscribe_archive(%s, %s, %s, %s)", given)
-        while True:
-            try:
-                with _connect.errors(self._queue):
-                    made = _connect.one(conn.execute(*subscribe))[0]
-                    row = _connect.one(conn.execute("select pgque.open_stream(%s, %s, %s)", named))
-                break
-            except PgqueQueueInUse:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.25)
+        made = _connect.one(conn.execute(*subscribe))[0]
+        row = _connect.one(conn.execute("select pgque.open_stream(%s, %s, %s, %s)", [*named, incarnation]))
+        self.incarnation = incarnation
         self._anew = self._anew or made == 1
         if self.position < 0:
             (self.position,) = row
 
-    def next_tick(self, after: int, max_events: int | None, max_ticks: int | None, upto: int | None) -> int:
-        """Return the end of the next micro-batch behind `after`, or `after`."""
+    def is_other(self, place: Place) -> bool:
+        """Return whether a place is of another incarnation of the queue."""
+        return None not in (self.incarnation, place.incarnation) and self.incarnation != place.incarnation
+
+    def recognize(self) -> None:
+        """Refuse to go on if the queue was created again while the stream ran."""
         try:
+            self._driver.do(lambda conn: _tick_for(conn, self._queue, "latest", self.incarnation))
+        except PgqueTickNotFound as error:
+            self._forget(error)
+            self._driver.do(lambda conn: self.open(conn, time.monotonic() + _PREDECESSOR_TIMEOUT))
+
+    def _forget(self, error: PgqueTickNotFound) -> None:
+        """Forget what is known of the former queue, where failOnDataLoss=false goes on with this one."""
+        refuse_loss(self._options, self._queue, _reason(error))
+        self.incarnation = None
+        self.position = self._committed = -1
+
+    def next_tick(self, place: Place, max_events: int | None, max_ticks: int | None, upto: int | None) -> int:
+        """Return the end of the next micro-batch behind a place, or its tick."""
+        after = place.tick
+        try:
+            self._need(place)
             found = self._next(after, max_events, max_ticks, upto)
         except PgqueTickNotFound as error:
             after = self._earliest(after, error)
             found = self._next(after, max_events, max_ticks, upto)
         return after if found is None else found
+
+    def _need(self, place: Place) -> None:
+        """Refuse a place of another incarnation as the server does."""
+        if self.is_other(place):
+            named = [self._queue, place.incarnation]
+            self._driver.do(lambda conn: conn.execute("select pgque.tick_for(%s, 'latest', %s)", named))
 
     def _next(
         self, after: int, max_events: int | None, max_ticks: int | None, upto: int | None
@@ -459,8 +525,8 @@ class _Stream:
         named = [self._queue, self._options.consumer]
         row = self._driver.do(
             lambda conn: conn.execute(
-                f"select pgque.next_tick(%s, %s, %s, %s, %s), ({_POSITION})",
-                [self._queue, after, max_events, max_ticks, upto, *named],
+                f"select pgque.next_tick(%s, %s, %s, %s, %s, %s), ({_POSITION})",
+                [self._queue, after, max_events, max_ticks, upto, self.incarnation, *named],
             ).fetchone()
         )
         found, stands = row
@@ -481,39 +547,49 @@ class _Stream:
         if stands is None or (start >= stands and not (anew and start != stands)):
             return
         parsed = self._options
-        text = (
-            f"messages behind tick {start} of queue {self._queue} may be lost for this query: consumer"
-            f" {parsed.consumer} {'was made anew and ' if anew else ''}stands at tick {stands}"
+        text = f"consumer {parsed.consumer} {'was made anew and ' if anew else ''}stands at tick {stands}"
+        if parsed.failOnDataLoss:
+            raise PgqueTickNotFound(text, sqlstate="PQ015")
+        log.warning(
+            "pgque: messages behind tick %s of queue %s may be lost for this query: %s",
+            start,
+            self._queue,
+            text,
         )
-        refuse_loss(parsed, self._queue, text)
         self._lose(start, stands)
 
     def _lose(self, start: int, upto: int) -> None:
         self.lost += max(upto - max(start, self._lost_upto), 0)
         self._lost_upto = max(self._lost_upto, upto)
 
-    def split(self, start: int, end: int) -> list[Window]:
+    def split(self, start: Place, end: Place) -> list[Window]:
         """Cut a window into what the tasks read."""
+        # What is not known of an earlier version's checkpoint is that of the queue that is there.
+        incarnation = end.incarnation or self.incarnation or start.incarnation
 
-        def split(conn: _connect.Connection, start: int = start) -> list[Window]:
-            return _split(conn, self._options, self._queue, start, end)
+        def split(conn: _connect.Connection, tick: int = start.tick) -> list[Window]:
+            return _split(conn, self._options, self._queue, tick, end.tick, incarnation)
 
         try:
-            if start > end:
-                raise PgqueTickNotFound(f"tick {start} does not come before tick {end}", sqlstate="PQ015")
+            self._need(start)
+            self._keeps(start.tick)
+            if start.tick > end.tick:
+                raise PgqueTickNotFound(
+                    f"tick {start.tick} does not come before tick {end.tick}", sqlstate="PQ015"
+                )
             return self._driver.do(split)
         except PgqueTickNotFound as error:
-            earliest = self._earliest(start, error)
-            if earliest >= end:
+            earliest = self._earliest(start.tick, error)
+            if earliest >= end.tick:
                 return []
             try:
                 return self._driver.do(lambda conn: split(conn, earliest))
             except PgqueTickNotFound:
                 # The end itself is lost: the next micro-batch begins with what is there.
-                log.warning("pgque: tick %s of queue %s is gone too", end, self._queue)
+                log.warning("pgque: tick %s of queue %s is gone too", end.tick, self._queue)
                 return []
 
-    def keeps(self, start: int) -> None:
+    def _keeps(self, start: int) -> None:
         """Refuse to go on behind a tick that the consumer does not keep."""
         named = [self._queue, self._options.consumer]
         row = self._driver.do(lambda conn: conn.execute(f"select ({_POSITION})", named).fetchone())
@@ -521,19 +597,20 @@ class _Stream:
 
     def unstage(self, start: int) -> None:
         """Forget which messages behind `start` did not parse."""
-        named = [self._queue, self._options.consumer, start]
-        self._driver.do(lambda conn: conn.execute("select pgque.unstage_dead(%s, %s, %s)", named))
+        named = [self._queue, self._options.consumer, start, self.incarnation]
+        self._driver.do(lambda conn: conn.execute("select pgque.unstage_dead(%s, %s, %s, %s)", named))
         self.unstaged = True
 
-    def commit(self, tick: int) -> None:
-        """Move the position to `tick`; a failure is logged."""
+    def commit(self, place: Place) -> None:
+        """Move the position to a place; a failure is logged."""
         parsed = self._options
+        tick = place.tick
         try:
             self._driver.do(
                 # On a queue with keys it waits for senders: not for long, the next commit goes on.
                 lambda conn: conn.execute(
-                    "select pgque.seek(%s, %s, %s) from set_config('lock_timeout', '1s', true)",
-                    [self._queue, parsed.consumer, tick],
+                    "select pgque.seek(%s, %s, %s, false, %s) from set_config('lock_timeout', '1s', true)",
+                    [self._queue, parsed.consumer, tick, place.incarnation or self.incarnation],
                 )
             )
             self._committed = tick
@@ -552,15 +629,15 @@ class _Stream:
         if parsed.failOnDataLoss:
             raise PgqueTickNotFound(
                 f"messages behind tick {start} of queue {self._queue} are lost for this query:"
-                f" {str(error).rstrip('.')}. Start again with another checkpoint, or go on with what is left"
+                f" {_reason(error)}. Start again with another checkpoint, or go on with what is left"
                 " with failOnDataLoss=false",
                 sqlstate=error.sqlstate,
                 hint=error.hint,
                 queue=self._queue,
             ) from None
         earliest: int = self._driver.do(
-            lambda conn: conn.execute("select pgque.tick_for(%s, 'earliest')", [self._queue]).fetchone()
-        )[0]
+            lambda conn: _tick_for(conn, self._queue, "earliest", self.incarnation)
+        )
         log.warning(
             "pgque: tick %s of queue %s is gone; going on with tick %s, %s ticks are lost",
             start,
@@ -591,17 +668,24 @@ def _queues(conn: _connect.Connection, parsed: Options) -> list[str]:
     return sorted(found)
 
 
-def _tick_for(conn: _connect.Connection, queue: str, at: str) -> int:
-    found = conn.execute("select pgque.tick_for(%s, %s)", [queue, at])
+def _incarnation(conn: _connect.Connection, queue: str) -> str:
+    found = conn.execute("select pgque.queue_incarnation(%s)::text", [queue])
+    return str(_connect.one(found)[0])
+
+
+def _tick_for(conn: _connect.Connection, queue: str, at: str, incarnation: str | None) -> int:
+    found = conn.execute("select pgque.tick_for(%s, %s, %s)", [queue, at, incarnation])
     return int(_connect.one(found)[0])
 
 
-def _split(conn: _connect.Connection, parsed: Options, queue: str, start: int, end: int) -> list[Window]:
+def _split(
+    conn: _connect.Connection, parsed: Options, queue: str, start: int, end: int, incarnation: str | None
+) -> list[Window]:
     rows = conn.execute(
-        "select w.from_tick, w.to_tick, w.parts, w.part from pgque.split_window(%s, %s, %s, %s) as w",
-        [queue, start, end, parsed.numPartitions],
+        "select w.from_tick, w.to_tick, w.parts, w.part from pgque.split_window(%s, %s, %s, %s, %s) as w",
+        [queue, start, end, parsed.numPartitions, incarnation],
     )
-    return [Window(queue, *row) for row in rows]
+    return [Window(queue, begin, upto, parts, part, None, incarnation) for begin, upto, parts, part in rows]
 
 
 def _tasks(parsed: Options, windows: list[Window]) -> list[InputPartition]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from datetime import timedelta
+from uuid import UUID
 
 from starlette.responses import Response
 
@@ -207,14 +208,16 @@ def _position(page: Page) -> tuple[str, str, Row]:
 def ask_seek(page: Page) -> Response:
     """Show where a consumer stands, and what a move to another place skips or repeats."""
     name, consumer, info = _position(page)
-    wanted, target, tick = page.form.get("to"), None, None
+    wanted, target, tick, incarnation = page.form.get("to"), None, None, None
     facts: list[tuple[str, object]] = [
         ("Stands at tick", info["last_tick"]),
         ("Messages ahead of it", info["pending_events"]),
         ("Oldest pending", info["lag"] if info["lag"] is not None else timedelta(0)),
     ]
     if wanted:
-        target = page.value("select pgque.tick_for(%s, %s)", [name, _start_at(page, wanted)])
+        # The queue may be dropped and created again before the button is pressed.
+        incarnation = page.value("select pgque.queue_incarnation(%s)", [name])
+        target = page.value("select pgque.tick_for(%s, %s, %s)", [name, _start_at(page, wanted), incarnation])
         tick = int(target)
         between = _between(page, name, info["last_tick"], tick)
         word = "Skips" if tick >= info["last_tick"] else "Repeats"
@@ -226,6 +229,7 @@ def ask_seek(page: Page) -> Response:
         facts=facts,
         wanted=wanted,
         tick=tick,
+        incarnation=incarnation,
         allowed=page.may_change("consume", name),
         back=("/queue", {"queue": name}),
     )
@@ -253,11 +257,22 @@ def _start_at(page: Page, wanted: str) -> str:
     return wanted
 
 
+def _incarnation(text: str) -> UUID | None:
+    """Return the field of the form, None if it has none. Raises PgqueBadArgument."""
+    try:
+        return UUID(text) if text else None
+    except ValueError:
+        raise PgqueBadArgument(f"the field incarnation is no UUID: {text[:50]!r}") from None
+
+
 def seek(page: Page) -> Response:
     """Move a consumer."""
     name, consumer, info = _position(page)
     tick = page.form.number("tick")
     if info["role"] != "normal":
         raise PgqueBadArgument(f"consumer {consumer} has workers, so it cannot be moved")
-    at = page.value("select pgque.seek(%s, %s, %s, force => true)", [name, consumer, tick])
+    at = page.value(
+        "select pgque.seek(%s, %s, %s, force => true, incarnation => %s)",
+        [name, consumer, tick, _incarnation(page.form.get("incarnation"))],
+    )
     return page.done(f"Consumer {consumer} stands at tick {at}.", "/queue", queue=name)
