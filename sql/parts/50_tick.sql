@@ -290,7 +290,7 @@ begin
     select k as known, f.still, k.tick_seq = s.tick_seq as unforced, k.tick_time,
       row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end,
         f.still)::pgque.look as look,
-      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
+      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and (not q.queue_restored or k.settled is null) and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
@@ -351,6 +351,11 @@ begin
   if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
     p_look.settled := false;
     return p_look;
+  elsif v_queue.queue_restored and pgque._lacks(v_queue) is not null then
+    -- Without a warning a second for each queue: maint_tables() warns.
+    p_look.settled := null;
+    p_look.tick_time := pgque.clock();
+    perform pgque._let_go();
   end if;
   v_tick := pgque._tick_if_due(v_queue.queue_id, false);
   p_look.settled := p_look.settled and v_tick.covered is true;

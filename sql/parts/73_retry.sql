@@ -24,8 +24,12 @@ declare
   v_queue_id  int;
   v_count     int := 0;
 begin
-  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored and exists (select from pgque.retry_queue r where r.ev_queue = q.queue_id) loop
+  if pgque._loading() is not null then
+    return 0;   -- maint_tables() warns
+  end if;
+  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored order by q.queue_id limit greatest(pgque._lock_room() / 32, 1) loop
     begin
+      continue when (select pgque._lacks(q) from pgque.queue q where q.queue_id = v_queue_id) is not null;
       perform pgque._rebase(v_queue_id);
       v_now := pgque.clock();   -- messages that were put there just now are due
     exception
@@ -138,6 +142,9 @@ declare
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
+  if not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+    return 0;
+  end if;
   v_now := pgque.clock();   -- messages that were put there just now are due
   v_aside := pgque._claim_aside(p_queue_id, array(
     select pgque._slim_waiting(e.item)

@@ -1134,9 +1134,11 @@ begin
     detail := format('table %s is missing', v_missing);
     advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', p_queue.queue_name);
   elsif p_queue.queue_restored then
-    status := 'warn';
-    detail := 'the queue was loaded from a dump and was not used since';
-    advice := format('select pgque.ticker(%L)', p_queue.queue_name);
+    detail := pgque._lacks(p_queue);
+    status := case when detail is null then 'warn' else 'fail' end;
+    advice := case when detail is null then format('select pgque.ticker(%L)', p_queue.queue_name) else pgque._restore_advice() end;
+    detail := coalesce('the queue was loaded from a dump that is not complete, so it neither ticks nor takes messages: ' || detail,
+      'the queue was loaded from a dump and was not used since');
   end if;
 end
 $$;
@@ -1452,6 +1454,15 @@ begin
     order by f.ordinality;
 
   return query select h.* from pgque._recurring_health() h;
+
+  detail := pgque._loading();
+  if detail is not null then
+    check_name := 'restore'; queue := null;
+    status := 'fail';
+    detail := 'this database was loaded from a dump that is not complete, so queues neither tick nor take messages: ' || detail;
+    advice := pgque._restore_advice();
+    return next;
+  end if;
 
   -- In a column, an index or a type, a value of type caller is a right that can be
   -- passed on.
