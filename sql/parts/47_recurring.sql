@@ -193,7 +193,7 @@ declare
   v_count  int := 0;
 begin
   perform pgque._need_read_committed('maintenance');
-  if pgque._is_loading() then
+  if pgque._lacking() is not null then
     return 0;
   end if;
   for v_id in select d.id from pgque._recurring_due(v_now) d where d.due <= v_now order by d.due loop

@@ -143,22 +143,18 @@ language sql as $$
   select exists (select from pgque.queue q where q.queue_restored and q.queue_xid <> '2') or pgque._loading() is not null
 $$;
 
--- Warns once a round of maintenance, whatever the number of queues is.
-create or replace function pgque._warn_of_loading() returns void
+-- Returns what this database lacks, or one of its first queues; null if nothing.
+create or replace function pgque._lacking() returns text
 language plpgsql as $$
 declare
   v_queue  pgque.queue;
   v_lacks  text := pgque._loading();
 begin
   for v_queue in select q.* from pgque.queue q where q.queue_restored and v_lacks is null order by q.queue_id limit 20 loop
-    v_lacks := pgque._lacks(v_queue);
+    v_lacks := pg_catalog.format('queue %I: ', v_queue.queue_name) || pgque._lacks(v_queue);
     exit when v_lacks is not null;
   end loop;
-  if v_lacks is not null then
-    raise warning using
-      message = pg_catalog.concat('pgque: maintenance waits for the end of a restore: ', pg_catalog.quote_ident(v_queue.queue_name) || ': ', v_lacks),
-      hint = pgque._restore_advice();
-  end if;
+  return v_lacks;
 end
 $$;
 

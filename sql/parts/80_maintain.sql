@@ -976,7 +976,11 @@ declare
   v_count  int := 0;
 begin
   if pgque._is_loading() then
-    perform pgque._warn_of_loading();
+    -- One warning a round, whatever the number of queues is.
+    v_part := pgque._lacking();
+    if v_part is not null then
+      raise warning using message = 'pgque: maintenance waits for the end of a restore: ' || v_part, hint = pgque._restore_advice();
+    end if;
     return 0;
   elsif not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
