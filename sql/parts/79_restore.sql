@@ -158,6 +158,22 @@ begin
 end
 $$;
 
+-- Returns whether the row that a trigger sees comes out of a dump, by a load of data
+-- alone: its queue is being restored.  The messages about it are in the same dump.
+create or replace function pgque._is_old_change(p_queue text) returns boolean
+language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
+declare
+  v_queue  pgque.queue;
+begin
+  select q.* into v_queue from pgque.queue q where q.queue_name = p_queue collate "default";
+  return case
+    when v_queue.queue_id is null then pgque._loading() is not null
+    when v_queue.queue_restored then pgque._lacks(v_queue) is not null
+    else false
+  end;
+end
+$$;
+
 -- Refuses a call that writes while a dump is being loaded: it could lose messages, or
 -- take a number that a row of the dump has.
 create or replace function pgque._need_loaded(p_queue pgque.queue) returns void

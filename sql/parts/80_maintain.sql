@@ -902,12 +902,12 @@ begin
 end
 $$;
 
--- Returns whether a queue and its tables were dropped.  Tables without a row of their
--- queue may be those of a dump that is being loaded.
+-- Returns whether a queue was dropped.  Tables without a row of their queue may be those
+-- of a dump that is being loaded.
 create or replace function pgque._is_dropped(p_queue_id int) returns boolean
 language sql as $$
   select not exists (select from pgque.queue q where q.queue_id = p_queue_id)
-    and pg_catalog.to_regclass('pgque.tick_' || p_queue_id || '_0') is null
+    and (exists (select from pgque.dropped_queue d where d.queue_id = p_queue_id) or pg_catalog.to_regclass('pgque.tick_' || p_queue_id || '_0') is null)
 $$;
 
 -- Truncates a table if its lock is free and, with p_only_if_empty, the locked table has
