@@ -117,12 +117,13 @@ def until(condition: Callable[[], object], what: str, timeout: float = 30) -> No
         time.sleep(0.01)
 
 
-def new_database(dsn: str, name: str, how: str) -> None:
-    """Create a database with pgque, from the file or as an extension."""
+def new_database(dsn: str, name: str, how: str, version: str | None = None) -> None:
+    """Create a database with pgque, from the file or as an extension, that of another version too."""
     with psycopg.connect(dsn, autocommit=True) as admin:
         admin.execute(f"create database {name} template template0".encode())
     with psycopg.connect(psycopg.conninfo.make_conninfo(dsn, dbname=name)) as conn:
-        conn.execute(b"create extension pgque" if how == "extension" else servers.SQL_FILE.read_bytes())
+        extension = "create extension pgque" + (f" version '{version}'" if version else "")
+        conn.execute(extension.encode() if how == "extension" else servers.SQL_FILE.read_bytes())
 
 
 @contextmanager
