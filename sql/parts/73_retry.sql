@@ -14,7 +14,10 @@ language sql as $$
   from pgque.subscriber s
   where s.sub_role = 'normal' and (s.sub_offsets
     -- A consumer that never received a batch may be read by offsets too.
-    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id) and (pgque._position(s.sub_id)).pos_last_batch = 0)
+    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id)
+      -- While a dump is loaded, it may have no position yet.
+      and case when exists (select from pgque.queue q where q.queue_id = s.sub_queue and not q.queue_restored)
+        then (pgque._position(s.sub_id)).pos_last_batch = 0 end)
 $$;
 
 create or replace function pgque.maint_retry_events() returns int

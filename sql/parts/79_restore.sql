@@ -110,7 +110,9 @@ begin
       return pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_event_seq);
     end if;
   end if;
-  if not exists (select from pgque.subscriber) and exists (select from pgque.position) then
+  if not exists (select from pgque.journal) then
+    return 'table pgque.journal is not loaded';
+  elsif not exists (select from pgque.subscriber) and exists (select from pgque.position) then
     return 'table pgque.subscriber is not loaded';
   end if;
   return (
