@@ -384,7 +384,12 @@ def test_a_restored_queue_that_was_used_is_dumped_and_restored_again(
 
 
 def test_a_pending_key_of_several_streams_and_consumers_is_delivered_to_each_after_a_restore(
-    dump: Dump, server: TestServer, fresh_dsn: str, own_dsn: str, connect: Callable[..., Connection], tmp_path: Path
+    dump: Dump,
+    server: TestServer,
+    fresh_dsn: str,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    tmp_path: Path,
 ) -> None:
     """The message waits for each of them in the retry queue, and enters the log for each."""
     old = connect(own_dsn)

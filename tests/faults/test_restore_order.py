@@ -16,7 +16,20 @@ import pytest
 from faults import restores, test_restore, test_work_restore
 from faults.clusters import folder_for, new_database, programs_of, run, started, with_extension
 from pgque import embedded
-from sql.helpers import Connection, drain, nack, outcome, receive, refused, rows, send, subscribe, take, tick, value
+from sql.helpers import (
+    Connection,
+    drain,
+    nack,
+    outcome,
+    receive,
+    refused,
+    rows,
+    send,
+    subscribe,
+    take,
+    tick,
+    value,
+)
 from support.servers import TestServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs]
@@ -151,15 +164,37 @@ def load_part(dumps: Dumps, dsn: str, name: str, pattern: str, last: bool) -> No
     assert chosen
     listed = dumps.folder / "list"
     listed.write_text("\n".join(chosen) + "\n")
-    run(dumps.folder, dumps.server.bindir / "pg_restore", "--exit-on-error", "-L", listed, "-d", dsn, dumps.folder / name)
+    run(
+        dumps.folder,
+        dumps.server.bindir / "pg_restore",
+        "--exit-on-error",
+        "-L",
+        listed,
+        "-d",
+        dsn,
+        dumps.folder / name,
+    )
 
 
 def section(dumps: Dumps, dsn: str, name: str, which: str) -> None:
-    run(dumps.folder, dumps.server.bindir / "pg_restore", "--exit-on-error", f"--section={which}", "-d", dsn, dumps.folder / name)
+    run(
+        dumps.folder,
+        dumps.server.bindir / "pg_restore",
+        "--exit-on-error",
+        f"--section={which}",
+        "-d",
+        dsn,
+        dumps.folder / name,
+    )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part", LAST)
+# A plain install differs in few of them: its tables are in the dump too.
+PARTS = [("extension", part) for part in LAST] + [
+    ("plain", p) for p in ("queues", "subscribers", "events", "sequences")
+]
+
+
+@pytest.mark.parametrize(("kind", "part"), PARTS)
 def test_no_call_changes_anything_before_the_last_part_of_a_dump_is_loaded(
     dumps: Dumps, kind: str, part: str
 ) -> None:
@@ -169,7 +204,13 @@ def test_no_call_changes_anything_before_the_last_part_of_a_dump_is_loaded(
         load_part(dumps, dsn, name, LAST[part], last=False)
         with psycopg.connect(dsn, autocommit=True) as conn:
             for call in CALLS.values():
-                refused("PQ001" if part == "queues" and call not in (CALLS["create_queue"], CALLS["set_tick_period_ms"]) else "55000", call, conn)
+                refused(
+                    "PQ001"
+                    if part == "queues" and call not in (CALLS["create_queue"], CALLS["set_tick_period_ms"])
+                    else "55000",
+                    call,
+                    conn,
+                )
             with restores.ticker(dsn):
                 pass
             value(conn, "select pgque.stop()")
@@ -194,7 +235,9 @@ def test_a_dump_of_the_previous_version_is_restored_while_a_ticker_runs(dumps: D
 
 
 @pytest.mark.parametrize("part", ["queues", "consumers", "subscribers", "positions", "ticks", "sequences"])
-def test_a_dump_of_the_previous_version_whose_last_part_is_missing_is_not_used(dumps: Dumps, part: str) -> None:
+def test_a_dump_of_the_previous_version_whose_last_part_is_missing_is_not_used(
+    dumps: Dumps, part: str
+) -> None:
     name = "alone_previous"
     with fresh(dumps.server) as dsn:
         section(dumps, dsn, name, "pre-data")
@@ -232,7 +275,18 @@ def test_data_that_is_loaded_alone_is_used_after_the_operator_confirms_it(dumps:
         for n, options in enumerate((["--schema-only"], ["--data-only", "--disable-triggers"])):
             script = dumps.folder / f"{kind}_{n}.sql"
             run(dumps.folder, dumps.server.bindir / "pg_dump", *options, "-f", script, "-d", source)
-            run(dumps.folder, dumps.server.bindir / "psql", "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", dsn, "-f", script)
+            run(
+                dumps.folder,
+                dumps.server.bindir / "psql",
+                "-X",
+                "-q",
+                "-v",
+                "ON_ERROR_STOP=1",
+                "-d",
+                dsn,
+                "-f",
+                script,
+            )
         with psycopg.connect(dsn, autocommit=True) as conn:
             with restores.ticker(dsn):
                 refused("55000", send, conn, "q", "too early")
@@ -298,10 +352,46 @@ def test_rows_of_a_dump_are_no_changes_for_the_trigger_of_their_table(dumps: Dum
         for n, options in enumerate((["--schema-only"], ["--data-only"])):
             script = dumps.folder / f"traced_{n}.sql"
             run(dumps.folder, dumps.server.bindir / "pg_dump", *options, "-f", script, "-d", source)
-            run(dumps.folder, dumps.server.bindir / "psql", "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", dsn, "-f", script)
+            run(
+                dumps.folder,
+                dumps.server.bindir / "psql",
+                "-X",
+                "-q",
+                "-v",
+                "ON_ERROR_STOP=1",
+                "-d",
+                dsn,
+                "-f",
+                script,
+            )
         with psycopg.connect(dsn, autocommit=True) as conn:
             assert value(conn, "select count(*) from a_first.item") == 1
             value(conn, "select pgque.confirm_restore()")
             value(conn, "select pgque.ticker()")
             assert [m.payload for m in receive(conn, "q")] == ['{"id": 1}', '{"id": 1}']
             conn.execute("insert into z_last.item values (2)")
+
+
+def test_a_dump_of_the_schema_needs_the_extension_to_have_the_data(dumps: Dumps) -> None:
+    """pg_dump does not warn: the tables of an extension are not in a dump of their schema."""
+    for name, options in (("short", ["-n", "pgque"]), ("whole", ["-n", "pgque", "-e", "pgque"])):
+        source = dumps.server.dsn_for("alone_extension")
+        run(
+            dumps.folder,
+            dumps.server.bindir / "pg_dump",
+            "-Fd",
+            *options,
+            "-f",
+            dumps.folder / name,
+            "-d",
+            source,
+        )
+    with fresh(dumps.server) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("create extension pgque")
+        restores.load("-j2", dumps.server.bindir, dumps.folder, dsn, dumps.folder / "short")
+        assert [found[0] for found in health(conn)] == ["restore"]
+        refused("55000", value, conn, "select pgque.create_queue('q')")
+    with fresh(dumps.server) as dsn:
+        restores.load("-j2", dumps.server.bindir, dumps.folder, dsn, dumps.folder / "whole")
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            test_restore.check(conn, dumps.alone["extension"])

@@ -500,5 +500,7 @@ def test_a_message_that_two_consumers_have_set_aside_for_its_busy_key_is_given_u
     move_clock(own, "8 days")
     value(own, "select pgque.maint()")
     assert notices == []
-    found = rows(own, "select d.ev_id, d.ev_data, d.consumer_name from pgque.dlq_inspect('q') as d order by 3")
+    found = rows(
+        own, "select d.ev_id, d.ev_data, d.consumer_name from pgque.dlq_inspect('q') as d order by 3"
+    )
     assert found == [(sent, "new", "c"), (sent, "new", "d")]
