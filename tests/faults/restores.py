@@ -17,7 +17,7 @@ WAYS = ("psql", "pg_restore", "pg_restore -1", "-j2", "-j4", "-j8", "sections", 
 
 def load(way: str, bindir: Path, folder: Path, dsn: str, dump: Path) -> None:
     """Load a dump in folder format into a new database; the first error ends it."""
-    restore = [bindir / "pg_restore", "--exit-on-error", "-d", dsn]
+    restore: list[str | Path] = [bindir / "pg_restore", "--exit-on-error", "-d", dsn]
     if way == "psql":
         script = folder / f"{dump.name}.{threading.get_ident()}.sql"
         run(folder, bindir / "pg_restore", "-f", script, dump)

@@ -19,14 +19,11 @@ from pgque import embedded
 from sql.helpers import (
     Connection,
     drain,
-    nack,
-    outcome,
     receive,
     refused,
     rows,
     send,
     subscribe,
-    take,
     tick,
     value,
 )
