@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import re
 import shutil
@@ -127,10 +128,11 @@ def new_database(dsn: str, name: str, how: str, version: str | None = None) -> N
 
 
 @contextmanager
-def with_extension(bindir: Path) -> Iterator[Path]:
+def with_extension(bindir: Path, previous: str | None = None) -> Iterator[Path]:
     """A copy of a server that has the extension's files, so that nothing is written into the installed one.
 
     The server finds its other files by the way from its programs to them, so only the programs are copied.
+    With `previous` it has that version too, and the way from there.
     """
     if not runs(bindir / "pg_config"):
         pytest.skip(f"no pg_config in {bindir}: where its extensions are is not known")
@@ -153,6 +155,10 @@ def with_extension(bindir: Path) -> Iterator[Path]:
         extensions = copy / share.relative_to(top) / "extension"
         shutil.copy(control, extensions)
         shutil.copy(servers.SQL_FILE, extensions / f"pgque--{found[1]}.sql")
+        if previous is not None:
+            old = Path(__file__).parents[1] / "sql" / "previous" / f"pgque-{previous}.sql.xz"
+            (extensions / f"pgque--{previous}.sql").write_bytes(lzma.decompress(old.read_bytes()))
+            shutil.copy(servers.SQL_FILE, extensions / f"pgque--{previous}--{found[1]}.sql")
         if not runs(copy / programs.relative_to(top) / "initdb"):
             pytest.skip("programs of a wheel find their libraries only where they were installed")
         yield copy / programs.relative_to(top)

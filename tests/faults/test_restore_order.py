@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -54,10 +53,7 @@ def dump(server: embedded.Server, folder: Path, name: str, *options: str) -> Pat
 def dumps(server: TestServer) -> Iterator[Dumps]:
     bindir = programs_of(server, "pg_dump", "pg_restore", "psql")
     with ExitStack() as stack:
-        programs = stack.enter_context(with_extension(bindir))
-        control = next(found for above in programs.parents for found in above.glob("**/pgque.control"))
-        old = Path(__file__).parents[1] / "sql" / "previous" / f"pgque-{PREVIOUS}.sql.xz"
-        control.with_name(f"pgque--{PREVIOUS}.sql").write_bytes(lzma.decompress(old.read_bytes()))
+        programs = stack.enter_context(with_extension(bindir, PREVIOUS))
         main = stack.enter_context(started(programs))
         folder = stack.enter_context(folder_for(main))
         alone, pool = {}, {}
