@@ -229,7 +229,7 @@ $$;
 comment on function pgque.ticker(text, pgque.caller) is
   'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
   'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
-  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction; 55000 the dump that it was loaded from is not complete.';
 
 -- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
 -- server has no room for all queues, a call serves some, chosen at random.

@@ -12,7 +12,7 @@
 --     dump.  pg_upgrade and copies of the cluster keep it filled.
 --   * A dump of 0.7.0 or earlier has no such view, and a load of data alone finds it
 --     filled.  Then the data has to be consistent, and no session may be loading.
---   * The operator says so: confirm_restore() fills the view, and queue_xid 2 means
+--   * The operator confirms it: confirm_restore() fills the view, and queue_xid 2 means
 --     that no more is checked.
 
 -- Creates the view that is filled at the end of a restore.
