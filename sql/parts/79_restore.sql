@@ -22,15 +22,17 @@ begin
   if pg_catalog.to_regclass('pgque.restore_complete') is not null then
     return 0;
   end if;
+  -- One session after the other.  What the session knows of the catalog may be older
+  -- than the lock.
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.restore'));
-  if pg_catalog.to_regclass('pgque.restore_complete') is not null then
-    return 0;   -- another session created it
-  end if;
   create materialized view pgque.restore_complete as select true as complete;
   comment on materialized view pgque.restore_complete is
     'A dump fills it last, so it is empty while a restore goes on: the queues wait for that. Internal: see confirm_restore().';
   perform pgque._keep_from_public('pgque.restore_complete');
   return 1;
+exception
+  when duplicate_table then
+    return 0;   -- another session created it
 end
 $$;
 

@@ -972,14 +972,15 @@ create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_part   text;
+  v_lacks  text;
   v_done   int;
   v_count  int := 0;
 begin
   if pgque._is_loading() then
     -- One warning a round, whatever the number of queues is.
-    v_part := pgque._lacking();
-    if v_part is not null then
-      raise warning using message = 'pgque: maintenance waits for the end of a restore: ' || v_part, hint = pgque._restore_advice();
+    v_lacks := pgque._lacking();
+    if v_lacks is not null then
+      raise warning using message = 'pgque: maintenance waits for the end of a restore: ' || v_lacks, hint = pgque._restore_advice();
     end if;
     return 0;
   elsif not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
