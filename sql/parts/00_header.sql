@@ -38,6 +38,7 @@
 --   retry         messages that are due, and notifications
 --   dead          dead letters
 --   read          windows without side effects
+--   restore       whether a dump was loaded completely
 --   maintain      rotation, compaction, retention, restore
 --   schedule      the loop and pg_cron
 --   observe       information, metrics, health

@@ -3,7 +3,8 @@
 -- ---------------------------------------------------------------------------
 
 -- Returns the row of a queue, by its name or its queue_uid, or raises PQ001.  A caller
--- without a right to the queue gets 42501, whether the queue exists or not.
+-- without a right to the queue gets 42501, whether the queue exists or not.  A caller
+-- who may change the queue gets 55000 while it is being restored.
 create or replace function pgque._queue(p_queue text, p_caller name default current_user, p_right text default 'see') returns pgque.queue
 language plpgsql as $$
 declare
@@ -17,6 +18,8 @@ begin
     perform pgque._no_right(p_caller, p_right, p_queue);
   elsif v_queue.queue_id is null then
     perform pgque._no_queue(p_queue);
+  elsif v_queue.queue_restored and p_right <> 'see' then
+    perform pgque._need_loaded(v_queue);
   end if;
   return v_queue;
 end
@@ -30,11 +33,14 @@ begin
 end
 $$;
 
--- Creates the single rows of the tables that have one.  The install script does not, so
--- that a dump of the extension's data can be loaded.
+-- Creates the single rows of the tables that have one, and the view that is filled at
+-- the end of a restore.  The install script does not, so that a dump of the extension's
+-- data can be loaded.
 create or replace function pgque._init() returns void
 language plpgsql as $$
 begin
+  perform pgque._need_loaded(null);
+  perform pgque._note_complete();
   insert into pgque.config default values on conflict do nothing;
   insert into pgque.journal default values on conflict do nothing;
 end
@@ -614,6 +620,20 @@ begin
 end
 $$;
 
+-- Keeps a queue from being dropped until the transaction ends, for a row that names it
+-- in another table: PQ001 if it was dropped.  Without this, a dropped queue would leave
+-- rows behind.  A drop in a transaction with an old snapshot may still leave some, and
+-- maintenance deletes them (_sweep).
+create or replace function pgque._need_queue(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  perform from pgque.queue q where q.queue_id = p_queue_id for key share;
+  if not found then
+    perform pgque._takes_nothing(p_queue_id);
+  end if;
+end
+$$;
+
 -- Drops a queue.  It locks the queue's tables first, because readers and writers of
 -- these tables lock the queue's rows later.
 create or replace function pgque._drop_queue(p_queue_id int, p_queue text, p_force boolean) returns void
@@ -626,7 +646,8 @@ begin
   if v_leaves is not null then
     execute pg_catalog.format('lock table %s in access exclusive mode', v_leaves);
   end if;
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for no key update;
+  -- This lock waits for transactions that stored a row of this queue (_need_queue).
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for update;
   if not found then
     perform pgque._no_queue(p_queue);
   elsif p_force is not true then
@@ -666,10 +687,6 @@ begin
   perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
   perform pgque._did('drop_queue', v_queue.queue_name, jsonb_build_object('force', drop_queue.force));
   return 1;
-exception
-  when foreign_key_violation then
-    perform pgque._fail('serialization_failure', format('queue %I changed since this transaction began', v_queue.queue_name),
-      'Retry the transaction.');
 end
 $$;
 comment on function pgque.drop_queue(text, boolean, pgque.caller) is

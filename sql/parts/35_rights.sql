@@ -71,6 +71,7 @@ language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp s
 declare
   v_queue  int := pgque._right_queue($1, $2, $3);
 begin
+  perform pgque._need_queue(v_queue);
   insert into pgque.queue_right (right_queue, right_role, right_name, right_role_name)
   select v_queue, r.oid, $3, r.rolname from pg_roles r where r.rolname = $2
   on conflict do nothing;

@@ -193,6 +193,9 @@ declare
   v_count  int := 0;
 begin
   perform pgque._need_read_committed('maintenance');
+  if pgque._lacking() is not null then
+    return 0;
+  end if;
   for v_id in select d.id from pgque._recurring_due(v_now) d where d.due <= v_now order by d.due loop
     begin
       v_count := v_count + pgque._run_recurring(v_id, v_now);

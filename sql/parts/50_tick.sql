@@ -226,7 +226,7 @@ $$;
 comment on function pgque.ticker(text, pgque.caller) is
   'Ticks one queue if a tick is due, and returns the tick''s id, else NULL. A tick covers committed messages only: send, commit, tick. A queue '
   'that was loaded from a dump is repaired first, even if it is paused or has an external ticker. Errors: PQ001 no such queue; PQ005 the queue has '
-  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction.';
+  'an external ticker; 25000 in a REPEATABLE READ or SERIALIZABLE transaction; 55000 the dump that it was loaded from is not complete.';
 
 -- Each queue keeps two locks until the transaction ends, and eight with a tick.  If the
 -- server has no room for all queues, a call serves some, chosen at random.
@@ -287,7 +287,7 @@ begin
     select k as known, f.still, k.tick_seq = s.tick_seq as unforced, k.tick_time,
       row(q.queue_id, s.event_seq, s.tick_seq, k.tick_time, case when k.event_seq = s.event_seq then nullif(k.settled, false) else false end,
         f.still)::pgque.look as look,
-      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and not q.queue_restored and d.due > v_now and k.tick_time <= v_now, false) as early
+      d.due, coalesce(not f.still and k.tick_seq = s.tick_seq and (not q.queue_restored or k.settled is null) and d.due > v_now and k.tick_time <= v_now, false) as early
     from pgque.queue q
     cross join lateral (
       select coalesce(pg_sequence_last_value(q.queue_event_seq), 0), coalesce(pg_sequence_last_value(q.queue_tick_seq), 0)
@@ -353,6 +353,11 @@ begin
   if not found or v_queue.queue_external_ticker or v_queue.queue_ticker_paused then
     p_look.settled := false;
     return p_look;
+  elsif v_queue.queue_restored and pgque._lacks(v_queue) is not null then
+    -- Without a warning a second for each queue: maint_tables() warns.
+    p_look.settled := null;
+    p_look.tick_time := pgque.clock();
+    perform pgque._let_go();
   end if;
   v_tick := pgque._tick_if_due(v_queue.queue_id, false);
   p_look.settled := p_look.settled and v_tick.covered is true;

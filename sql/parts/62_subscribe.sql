@@ -10,7 +10,7 @@ language plpgsql as $$
 declare
   v_found  record;
 begin
-  select s as sub, j.journal_cur, q.queue_archive_on_ack into v_found
+  select s as sub, j.journal_cur, q.queue_archive_on_ack, q.queue_restored into v_found
   from pgque.queue q
   join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
   join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
@@ -19,12 +19,15 @@ begin
     and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
   if not found then
     if (pgque._queue(p_queue, p_caller, 'consume')).queue_name <> p_queue collate pg_catalog."default" then
-      select f.sub, f.leaf as journal_cur, f.archives as queue_archive_on_ack into v_found
+      select f.sub, f.leaf as journal_cur, f.archives as queue_archive_on_ack, false as queue_restored into v_found
       from pgque._find((pgque._queue(p_queue)).queue_name, p_consumer, current_user) f;
     else
       perform pgque._fail('PQ011', pg_catalog.format('not subscriber to queue: %s/%s', pg_catalog.quote_ident(p_queue), coalesce(pg_catalog.quote_ident(p_consumer), 'null')),
         'Subscribe it first: select pgque.subscribe(queue, consumer);');
     end if;
+  end if;
+  if v_found.queue_restored then
+    perform pgque._need_loaded(q) from pgque.queue q where q.queue_id = (v_found.sub).sub_queue;
   end if;
   sub := v_found.sub;
   leaf := v_found.journal_cur;
@@ -103,6 +106,7 @@ declare
   v_position  pgque.position;
   v_id        int;
 begin
+  perform pgque._need_queue(p_queue_id);
   perform pgque._need_place(p_queue_id, p_caller);
   for v_try in 0..2097152 loop
     v_id := pg_catalog.nextval(v_seq);

@@ -147,7 +147,7 @@ begin
     join pgque.consumer c on c.co_queue in (0, q.queue_id) and c.co_name = p_consumer collate pg_catalog."default"
     join pgque.subscriber s on s.sub_queue = q.queue_id and s.sub_consumer = c.co_id and s.sub_main is null
     cross join pgque.journal j
-    where q.queue_name = p_queue collate pg_catalog."default"
+    where q.queue_name = p_queue collate pg_catalog."default" and not q.queue_restored
       and (p_caller = current_user collate pg_catalog."C" or pg_catalog.pg_has_role(p_caller, 'pgque_reader', 'usage') or pgque._may(p_caller, 'consume', q.queue_id));
     if not found then
       perform pgque._need_max_return(p_max, p_queue);

@@ -115,7 +115,7 @@ $$;
 -- Notes that messages with keys were delivered: their bodies are final.  An old
 -- snapshot may not show a body that was stored before a rotation and committed since.
 -- So it appends the seal to all three tables: the unique index of each knows only its
--- own rows.
+-- own rows.  Several consumers may have the same message: it gets one seal.
 create or replace function pgque._seal(p_queue_id int, p_rows pgque.event[]) returns void
 language plpgsql as $$
 declare
@@ -134,7 +134,7 @@ begin
   select q.queue_id * 3 + n.n, -1, r.ev_id, r.ev_time, pg_catalog.pg_current_xact_id(), coalesce(s.newest, 0) + 1, r.ev_key
   from pgque.queue q
   join pg_catalog.generate_series(0, 2) n (n) on n.n = q.queue_cur_table or v_old_snapshot
-  cross join pg_catalog.unnest(p_rows) r
+  cross join (select distinct on (r.ev_id) r.* from pg_catalog.unnest(p_rows) r order by r.ev_id) r
   left join (
     select s.ev_id, max(s.ev_retry) as newest, min(s.ev_owner) < 0 as sealed from pg_catalog.unnest(v_said) s group by s.ev_id
   ) s on s.ev_id = r.ev_id

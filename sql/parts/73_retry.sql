@@ -14,7 +14,10 @@ language sql as $$
   from pgque.subscriber s
   where s.sub_role = 'normal' and (s.sub_offsets
     -- A consumer that never received a batch may be read by offsets too.
-    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id) and (pgque._position(s.sub_id)).pos_last_batch = 0)
+    or exists (select from pgque.retry_queue r where r.ev_owner = s.sub_id)
+      -- While a dump is loaded, it may have no position yet.
+      and case when exists (select from pgque.queue q where q.queue_id = s.sub_queue and not q.queue_restored)
+        then (pgque._position(s.sub_id)).pos_last_batch = 0 end)
 $$;
 
 create or replace function pgque.maint_retry_events() returns int
@@ -24,8 +27,12 @@ declare
   v_queue_id  int;
   v_count     int := 0;
 begin
-  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored and exists (select from pgque.retry_queue r where r.ev_queue = q.queue_id) loop
+  if pgque._loading() is not null then
+    return 0;   -- maint_tables() warns
+  end if;
+  for v_queue_id in select q.queue_id from pgque.queue q where q.queue_restored order by q.queue_id limit greatest(pgque._lock_room() / 32, 1) loop
     begin
+      continue when (select pgque._lacks(q) from pgque.queue q where q.queue_id = v_queue_id) is not null;
       perform pgque._rebase(v_queue_id);
       v_now := pgque.clock();   -- messages that were put there just now are due
     exception
@@ -138,6 +145,9 @@ declare
   v_count  int;
 begin
   perform pgque._rebase(p_queue_id);
+  if not exists (select from pgque.queue q where q.queue_id = p_queue_id) then
+    return 0;
+  end if;
   v_now := pgque.clock();   -- messages that were put there just now are due
   v_aside := pgque._claim_aside(p_queue_id, array(
     select pgque._slim_waiting(e.item)

@@ -42,6 +42,7 @@ begin
     delete from pgque.dead_letter d
     where d.dl_queue_id = p_item.ev_queue and d.dl_consumer_id = p_consumer and d.ev_id = p_item.ev_id and d.ev_txid < p_item.ev_txid;
   end if;
+  perform pgque._need_queue(p_item.ev_queue);
   insert into pgque.dead_letter (dl_queue_id, dl_consumer_id, dl_time, dl_reason, dl_receives, dl_held, ev_error,
     ev_id, ev_time, ev_txid, ev_retry, ev_type, ev_data, ev_extra1, ev_extra2, ev_extra3, ev_extra4, ev_headers, ev_key, ev_bytes, ev_expires)
   values (p_item.ev_queue, p_consumer, pgque.clock(), p_reason, p_item.ev_receives, p_held, coalesce(p_item.ev_error, p_reason),

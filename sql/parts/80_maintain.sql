@@ -180,7 +180,9 @@ begin
   end if;
   v_waits := random() < 0.1 and pgque._journal_size(1 - v_cur) > 67108864;
   if pgque._journal_size(1 - v_cur) = 0 then
-    if pgque._journal_size(v_cur) < 4194304
+    -- A restore sees by positions without consumers that the consumers are missing.  So
+    -- positions do not stay when the last consumer is unsubscribed.
+    if pgque._journal_size(v_cur) < 4194304 and (pg_relation_size('pgque.position_' || v_cur) = 0 or exists (select from pgque.subscriber))
       or v_flipped between clock_timestamp() - interval '1 minute' and clock_timestamp()
     then
       return 0;
@@ -665,6 +667,9 @@ declare
   v_config  pgque.config;
   v_count   int := 0;
 begin
+  if pgque._is_loading() then
+    return 0;
+  end if;
   select c.* into v_config from pgque.config c;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.expire_ran'), 0)), v_config.expire_every) then
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
@@ -722,7 +727,7 @@ declare
 begin
   for v_sub in select s.* from pgque.subscriber s where s.sub_role = 'pool' loop
     select q.* into v_queue from pgque.queue q where q.queue_id = v_sub.sub_queue;
-    continue when v_queue.queue_restored;
+    continue when v_queue.queue_restored is not false;
     v_pos := pgque._position(v_sub.sub_id);
     if v_pos.pos_lapse <= pgque.clock() and v_queue.queue_max_receive_attempts = 1 then
       perform from pgque.subscriber s where s.sub_id = v_sub.sub_id for no key update skip locked;
@@ -752,7 +757,8 @@ comment on function pgque.maint_lapsed() is
 -- transactions of another cluster, which mean nothing here.  The messages that a
 -- consumer had not finished are found by the old numbers and go to its retry queue, due
 -- at once.  The queue then begins again with a tick of this cluster.  Until then it
--- takes no events, so old and new numbers never mix.
+-- takes no events, so old and new numbers never mix.  Before the restore is complete it
+-- fails with 55000.
 create or replace function pgque._rebase(p_queue_id int) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -771,11 +777,12 @@ begin
   if not found or not v_queue.queue_restored then
     return false;
   end if;
+  perform pgque._need_loaded(v_queue);
   v_last := pgque._last_tick(v_queue);
   -- A rotation of 0.4.4 or earlier that waited while the upgrade ran stored its
   -- transaction's id, of which xmin is a subtransaction, and no tick was stored since.
   update pgque.queue q set queue_xid = pgque._mark()
-  where q.queue_id = p_queue_id and q.queue_xid < '4611686018427387904'
+  where q.queue_id = p_queue_id and q.queue_xid > '2' and q.queue_xid < '4611686018427387904'
     and q.xmin::text::bigint - q.queue_xid::xid::text::bigint between 0 and 100
     and v_last.slot <> q.queue_id * 3 + q.queue_cur_table;
   if found then
@@ -875,16 +882,18 @@ declare
   v_count  int := 0;
 begin
   v_count := v_count + pgque._compact_idempotency();
-  -- Retries of consumers that no longer exist.
+  -- Retries of consumers that no longer exist.  Without any consumer they may not be
+  -- loaded from a dump yet.
   delete from pgque.retry_queue r
-  where r.ev_owner in (
+  where exists (select from pgque.subscriber) and r.ev_owner in (
     with recursive owner (id) as (
       select min(o.ev_owner) from pgque.retry_queue o
       union all
       select (select min(o.ev_owner) from pgque.retry_queue o where o.ev_owner > w.id) from owner w where w.id is not null
     )
     select w.id from owner w where w.id > 0 and not exists (select from pgque.subscriber s where s.sub_id = w.id));
-  -- Delayed messages that were sent while their queue was dropped.
+  -- Delayed messages that were sent while their queue was dropped, and what a drop with
+  -- an old snapshot left behind.
   delete from pgque.retry_queue r
   where r.ev_queue in (
     with recursive queue (id) as (
@@ -892,7 +901,17 @@ begin
       union all
       select (select min(o.ev_queue) from pgque.retry_queue o where o.ev_queue > w.id) from queue w where w.id is not null
     )
-    select w.id from queue w where w.id is not null and not exists (select from pgque.queue q where q.queue_id = w.id));
+    select w.id from queue w where pgque._is_dropped(w.id));
+  delete from pgque.dead_letter d
+  where d.dl_queue_id in (
+    with recursive queue (id) as (
+      select min(o.dl_queue_id) from pgque.dead_letter o
+      union all
+      select (select min(o.dl_queue_id) from pgque.dead_letter o where o.dl_queue_id > w.id) from queue w where w.id is not null
+    )
+    select w.id from queue w where pgque._is_dropped(w.id));
+  delete from pgque.subscriber s where not exists (select from pgque.queue q where q.queue_id = s.sub_queue) and pgque._is_dropped(s.sub_queue);
+  delete from pgque.queue_right r where not exists (select from pgque.queue q where q.queue_id = r.right_queue) and pgque._is_dropped(r.right_queue);
   delete from pgque.bad_record b where not exists (select from pgque.subscriber s where s.sub_id = b.bad_sub);
   perform pgque._tidy_rights();
   if pg_relation_size('pgque.bad_record') > 0 and not exists (select from pgque.bad_record) then
@@ -914,6 +933,14 @@ begin
   end if;
   return v_count;
 end
+$$;
+
+-- Returns whether a queue was dropped.  Tables without a row of their queue may be those
+-- of a dump that is being loaded.
+create or replace function pgque._is_dropped(p_queue_id int) returns boolean
+language sql as $$
+  select not exists (select from pgque.queue q where q.queue_id = p_queue_id)
+    and (exists (select from pgque.dropped_queue d where d.queue_id = p_queue_id) or pg_catalog.to_regclass('pgque.tick_' || p_queue_id || '_0') is null)
 $$;
 
 -- Truncates a table if its lock is free and, with p_only_if_empty, the locked table has
@@ -978,15 +1005,23 @@ create or replace function pgque.maint_tables() returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_part   text;
+  v_lacks  text;
   v_done   int;
   v_count  int := 0;
 begin
-  if not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
+  if pgque._is_loading() then
+    -- One warning a round, whatever the number of queues is.
+    v_lacks := pgque._lacking();
+    if v_lacks is not null then
+      raise warning using message = 'pgque: maintenance waits for the end of a restore: ' || v_lacks, hint = pgque._restore_advice();
+    end if;
+    return 0;
+  elsif not pg_try_advisory_xact_lock(hashtext('pgque.rotate'), 0) then
     return 0;
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;

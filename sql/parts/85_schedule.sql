@@ -450,7 +450,7 @@ comment on function pgque.start() is
 create or replace function pgque.stop() returns void
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
-  perform pgque._init();
+  perform pgque._init() where pgque._loading() is null;
   update pgque.config c set stopped_at = clock_timestamp();
   perform pgque._unschedule();
   perform pgque._did('stop', null);

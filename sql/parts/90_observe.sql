@@ -959,6 +959,53 @@ language sql volatile as $$
   limit 1
 $$;
 
+-- Checks how many transaction ids are left before PostgreSQL refuses new ones (54000), so
+-- that nothing can be sent or delivered any more.  The same limit exists for ids of
+-- multixacts, which row locks use.  The check needs no id itself, so it also runs then.
+create or replace function pgque._health_ids(out status text, out detail text, out advice text)
+language plpgsql as $$
+declare
+  v_found   record;
+  v_holder  record;
+begin
+  -- PostgreSQL keeps the last three million ids for its repair, and warns below forty.
+  select d.datname, a.what, 2144483648 - a.age as free into v_found
+  from pg_catalog.pg_database d
+  cross join lateral (values ('transaction ids', age(d.datfrozenxid)), ('multixact ids', pg_catalog.mxid_age(d.datminmxid))) a (what, age)
+  order by a.age desc
+  limit 1;
+  status := case when v_found.free < 40000000 then 'fail' when v_found.free < 600000000 then 'warn' else 'ok' end;
+  detail := pg_catalog.format('%s are left: %s million of 2144 (database %I)', v_found.what, v_found.free / 1000000, v_found.datname);
+  if v_found.free <= 0 then
+    detail := pg_catalog.format('no %s are left (database %I): PostgreSQL refuses each transaction that writes (54000)', v_found.what, v_found.datname);
+  end if;
+  if status = 'ok' then
+    return;
+  end if;
+  -- Whatever keeps VACUUM from freezing rows comes first.
+  select h.* into v_holder
+  from (
+    select age(p.transaction) as age, pg_catalog.format('prepared transaction %L of database %I', p.gid, p.database) as who,
+      pg_catalog.format('rollback prepared %1$L (or commit prepared %1$L) in database %2$I', p.gid, p.database) as remedy
+    from pg_catalog.pg_prepared_xacts p
+    union all
+    select greatest(age(s.xmin), age(s.catalog_xmin)), pg_catalog.format('replication slot %I', s.slot_name),
+      case when s.active then 'let its receiver catch up, or end it and ' else '' end || pg_catalog.format('select pg_drop_replication_slot(%L)', s.slot_name)
+    from pg_catalog.pg_replication_slots s
+    union all
+    select greatest(age(a.backend_xid), age(a.backend_xmin)), pg_catalog.format('transaction of pid %s', a.pid), pg_catalog.format('select pg_terminate_backend(%s)', a.pid)
+    from pg_catalog.pg_stat_activity a
+    where a.pid <> pg_catalog.pg_backend_pid()
+  ) h
+  where h.age > 100000000
+  order by h.age desc
+  limit 1;
+  detail := detail || coalesce('; ' || v_holder.who || ' keeps them from being freed', '');
+  advice := coalesce('First: ' || v_holder.remedy || '. Then', 'Run')
+    || ' as a superuser: vacuumdb --all --freeze. If that does not help: "Preventing Transaction ID Wraparound Failures" in the manual of PostgreSQL';
+end
+$$;
+
 -- Returns the metrics of one queue.
 create or replace function pgque._queue_metrics(
   p_queue pgque.queue, p_bytes numeric, out metric text, out queue text, out consumer text, out value double precision
@@ -1132,9 +1179,11 @@ begin
     detail := format('table %s is missing', v_missing);
     advice := format('Restore it from a backup, or select pgque.drop_queue(%L, true) and create the queue again.', p_queue.queue_name);
   elsif p_queue.queue_restored then
-    status := 'warn';
-    detail := 'the queue was loaded from a dump and was not used since';
-    advice := format('select pgque.ticker(%L)', p_queue.queue_name);
+    detail := pgque._lacks(p_queue);
+    status := case when detail is null then 'warn' else 'fail' end;
+    advice := case when detail is null then format('select pgque.ticker(%L)', p_queue.queue_name) else pgque._restore_advice() end;
+    detail := coalesce('the queue was loaded from a dump that is not complete, so it neither ticks nor takes messages: ' || detail,
+      'the queue was loaded from a dump and was not used since');
   end if;
 end
 $$;
@@ -1514,6 +1563,15 @@ begin
 
   return query select h.* from pgque._recurring_health() h;
 
+  detail := pgque._loading();
+  if detail is not null then
+    check_name := 'restore'; queue := null;
+    status := 'fail';
+    detail := 'this database was loaded from a dump that is not complete, so queues neither tick nor take messages: ' || detail;
+    advice := pgque._restore_advice();
+    return next;
+  end if;
+
   -- In a column, an index or a type, a value of type caller is a right that can be
   -- passed on.
   check_name := 'stored callers'; queue := null;
@@ -1543,6 +1601,10 @@ begin
     case when status <> 'ok' then 'Its messages are delivered when it commits, and the tables that it used are not emptied before. Other messages are not delayed.' end,
     case when status <> 'ok' and v_found.gid is not null then format('End the prepared transaction: commit prepared %1$L, or rollback prepared %1$L.', v_found.gid) end,
     case when v_found.hidden then format('To see their age: grant pg_read_all_stats to %I.', current_user) end), '');
+  return next;
+
+  check_name := 'transaction ids';
+  select h.* into status, detail, advice from pgque._health_ids() h;
   return next;
 
   check_name := 'notifications';

@@ -135,7 +135,7 @@ declare
   v_locked  int[] := '{}';
   v_end     timestamptz := clock_timestamp() + interval '1 second';
 begin
-  if exists (select from pgque.config c where c.keep_lags is null)
+  if pgque._is_loading() or exists (select from pgque.config c where c.keep_lags is null)
     or not pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.sampled'), 0)), '1 minute')
   then
     return 0;

@@ -14,6 +14,9 @@
 -- All of this runs with the rights of the role that changes the table, because
 -- to_jsonb() runs casts that a table's owner may have created.  So roles that change
 -- the table need the role pgque_writer.
+--
+-- Rows that a dump loads are no changes: nothing is sent while the queue is being
+-- restored.
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
@@ -31,6 +34,8 @@ begin
   if v_queue is null then
     perform pgque._fail('PQ005', format('the trigger on table %s names no queue', p_table),
       'Name the queue: create trigger ... execute function pgque.jsontriga(''queue'', options...)');
+  elsif pgque._is_old_change(v_queue) then
+    return;
   end if;
   foreach v_opt in array v_opts loop
     if v_opt like 'ignore=%' then

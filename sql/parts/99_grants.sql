@@ -12,11 +12,11 @@ language sql immutable as $$
     ('pgque_user', 'version clock _fail send send_batch send_idem insert_event create_recurring jsontriga logutriga sqltriga register_consumer
       unregister_consumer ack finish_batch next_batch next_batch_info next_batch_custom subscribe_subconsumer
       unsubscribe_subconsumer dead event_retry set_queue_config force_tick
-      _row_event _url_encode _headers _bad_headers _no_payloads _no_headers'),
+      _row_event _is_old_change _url_encode _headers _bad_headers _no_payloads _no_headers'),
     ('pgque_writer', 'version clock _fail my_rights send send_batch send_idem insert_event create_recurring drop_recurring pause_recurring
       resume_recurring run_recurring list_recurring _create_recurring current_event_table jsontriga logutriga sqltriga sink_begin
       sink_servers sink_commit
-      _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _url_encode _send_as
+      _send _headers _bad_headers _no_headers _open_slot _sink_room _takes_nothing _row_event _is_old_change _url_encode _send_as
       _send_all _send_many _no_payloads'),
     ('pgque_reader', 'version clock _fail my_rights list_recurring subscribe register_consumer register_consumer_at unsubscribe unregister_consumer receive ack
       finish_batch nack archive release extend set_visibility list_workers message_status next_batch next_batch_info
@@ -28,7 +28,7 @@ language sql immutable as $$
     ('pgque_admin', '_fail create_queue grant_queue revoke_queue alter_queue set_queue_config pause resume drop_queue rename_queue
       set_default_config set_schedule purge purge_key expire_messages delete_expired reclaim retry_now list_messages get_message
       list_poison archive_poison archive_list archive_replay archive_purge ticker force_next_tick force_tick
-      ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring
+      confirm_restore ticker_loop set_tick_period_ms set_tick_share start stop maint maint_operations maint_retry_events maint_recurring
       maint_rotate_tables_step1 maint_rotate_tables_step2 maint_retain maint_lapsed maint_expire maint_tables
       get_batch_cursor dlq_inspect dlq_replay dlq_replay_all dlq_requeue dlq_requeue_all dlq_purge dlq_delete dlq_reasons list_actions set_history maint_lags
       _ticked_queues _loop_state _loop_lock _loop_end _loop_sleep _loop_operations _loop_maintain _loop_check _loop_settings _look_again_at _looks _remember _queues_due _look_at _position_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import re
 import shutil
@@ -116,19 +117,21 @@ def until(condition: Callable[[], object], what: str, timeout: float = 30) -> No
         time.sleep(0.01)
 
 
-def new_database(dsn: str, name: str, how: str) -> None:
-    """Create a database with pgque, from the file or as an extension."""
+def new_database(dsn: str, name: str, how: str, version: str | None = None) -> None:
+    """Create a database with pgque, from the file or as an extension, that of another version too."""
     with psycopg.connect(dsn, autocommit=True) as admin:
         admin.execute(f"create database {name} template template0".encode())
     with psycopg.connect(psycopg.conninfo.make_conninfo(dsn, dbname=name)) as conn:
-        conn.execute(b"create extension pgque" if how == "extension" else servers.SQL_FILE.read_bytes())
+        extension = "create extension pgque" + (f" version '{version}'" if version else "")
+        conn.execute(extension.encode() if how == "extension" else servers.SQL_FILE.read_bytes())
 
 
 @contextmanager
-def with_extension(bindir: Path) -> Iterator[Path]:
+def with_extension(bindir: Path, previous: str | None = None) -> Iterator[Path]:
     """A copy of a server that has the extension's files, so that nothing is written into the installed one.
 
     The server finds its other files by the way from its programs to them, so only the programs are copied.
+    With `previous` it has that version too, and the way from there.
     """
     if not runs(bindir / "pg_config"):
         pytest.skip(f"no pg_config in {bindir}: where its extensions are is not known")
@@ -151,6 +154,10 @@ def with_extension(bindir: Path) -> Iterator[Path]:
         extensions = copy / share.relative_to(top) / "extension"
         shutil.copy(control, extensions)
         shutil.copy(servers.SQL_FILE, extensions / f"pgque--{found[1]}.sql")
+        if previous is not None:
+            old = Path(__file__).parents[1] / "sql" / "previous" / f"pgque-{previous}.sql.xz"
+            (extensions / f"pgque--{previous}.sql").write_bytes(lzma.decompress(old.read_bytes()))
+            shutil.copy(servers.SQL_FILE, extensions / f"pgque--{previous}--{found[1]}.sql")
         if not runs(copy / programs.relative_to(top) / "initdb"):
             pytest.skip("programs of a wheel find their libraries only where they were installed")
         yield copy / programs.relative_to(top)

@@ -16,7 +16,7 @@ from psycopg.conninfo import make_conninfo
 import pgque
 import pgque.web
 from conftest import Connect, Role
-from faults.clusters import base_backup, folder_for, programs_of, started, until
+from faults.clusters import base_backup, folder_for, programs_of, run, started, until
 from faults.fuzzing import Fuzzer, populate
 from pgque import embedded
 from pgque.ticker import run_ticker
@@ -39,6 +39,7 @@ from sql.helpers import (
     refused,
     rotate,
     rows,
+    send,
     send_many,
     settle,
     subscribe,
@@ -571,3 +572,31 @@ def test_page_and_terminal_of_a_standby_show_all_and_offer_no_change(pair: Pair)
         shown.press("\r")
         shown.wait_for("Queue plain", "Consumers", "Dead letters by reason", "q Quit")
         assert not any(word in shown.text for word in ("Pause", "Reclaim", "Requeue"))
+
+
+def test_health_names_what_uses_up_the_transaction_ids_when_postgresql_refuses_more(
+    server: TestServer,
+) -> None:
+    bindir = programs_of(server, "pg_resetwal")
+    assert server.process is not None
+    settings = {"wal_level": "logical", "autovacuum": "off"}
+    last = 2_145_386_496  # above the stop limit of a cluster that was never frozen, and the first id of a segment
+    check = "select status, detail, advice from pgque.health() where check_name = 'transaction ids'"
+    with folder_for(server.process) as folder:
+        data = folder / "data"
+        with started(bindir, data, settings) as main, psycopg.connect(main.dsn, autocommit=True) as conn:
+            with conn.transaction():
+                conn.execute(servers.SQL_FILE.read_bytes())
+            value(conn, "select pgque.create_queue('q')")
+            assert rows(conn, check)[0][0] == "ok"
+            value(conn, "select pg_create_logical_replication_slot('forgotten', 'test_decoding')")
+        run(folder, bindir / "pg_resetwal", "-f", "-x", str(last), data)
+        segment = data / "pg_xact" / f"{last // 1_048_576:04X}"
+        run(folder, "dd", "if=/dev/zero", f"of={segment}", "bs=256k", "count=1")
+        with started(bindir, data, settings) as main, psycopg.connect(main.dsn, autocommit=True) as conn:
+            refused("54000", send, conn, "q")
+            ((status, detail, advice),) = rows(conn, check)
+            assert status == "fail"
+            assert "54000" in detail
+            assert "replication slot forgotten" in detail
+            assert "pg_drop_replication_slot('forgotten')" in advice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -243,3 +244,70 @@ def test_two_first_installs_at_once_on_a_new_server_make_the_roles_once(
         job.result()
         second.commit()
         assert [value(each, "select pgque.create_queue('q')") for each in found] == [1, 1]
+
+
+def test_an_update_of_the_extension_under_load_gives_no_call_an_error_and_loses_nothing(
+    server: TestServer, wait_until: Callable[..., None]
+) -> None:
+    """Calls go on with the bodies of the version before while its functions are replaced."""
+    bindir = programs_of(server, "initdb", "pg_ctl")
+    previous = "0.7.0"
+    with ExitStack() as stack:
+        main = stack.enter_context(started(stack.enter_context(with_extension(bindir, previous))))
+        new_database(main.dsn, "updated", "extension", previous)
+        dsn = main.dsn_for("updated")
+        conn = stack.enter_context(psycopg.connect(dsn, autocommit=True))
+        value(conn, "select pgque.create_queue('q')")
+        for name in ("pool", "alone"):
+            subscribe(conn, "q", name)
+        done, errors = threading.Event(), []
+        sent: list[int] = []
+        got: dict[str, list[int]] = {"pool": [], "alone": []}
+
+        def send_one(c: Connection) -> None:
+            sent.append(send(c, "q"))
+
+        def read(c: Connection, name: str, batch: list[Message]) -> None:
+            if batch:
+                ack(c, batch[0].batch_id)
+                got[name] += ids(batch)
+
+        calls: list[Callable[[Connection], object]] = [
+            send_one,
+            lambda c: read(c, "pool", take(c, "q", f"w{c.info.backend_pid}", 5, "1 minute", "pool")),
+            lambda c: read(c, "pool", take(c, "q", f"w{c.info.backend_pid}", 5, "1 minute", "pool")),
+            lambda c: read(c, "alone", receive(c, "q", "alone", 5)),
+            lambda c: c.execute("call pgque.ticker_loop('300 milliseconds')"),
+            lambda c: (value(c, "select pgque.maint()"), rows(c, "select * from pgque.health()")),
+            lambda c: rows(c, "select * from pgque.metrics()"),
+        ]
+
+        def run_all_the_time(call: Callable[[Connection], object]) -> None:
+            with psycopg.connect(dsn, autocommit=True) as c:
+                while not done.is_set():
+                    try:
+                        call(c)
+                    except psycopg.Error as error:
+                        errors.append(f"{error.sqlstate}: {error}")
+
+        threads = [threading.Thread(target=run_all_the_time, args=[call], daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: min(len(sent), len(got["pool"]), len(got["alone"])) > 50, "everybody works", 60)
+        value(conn, "alter extension pgque update")
+        assert value(conn, "select pgque.version()") != previous
+        before = len(sent)
+        wait_until(
+            lambda: len(sent) > before + 50 and set(sent[:before]) <= set(got["pool"]), "all go on", 60
+        )
+        done.set()
+        for thread in threads:
+            thread.join(30)
+        assert errors == []
+        tick(conn, "q")
+        got["pool"] += ids(work_off(conn, "q", "w", 100, "pool"))
+        got["alone"] += drain(conn, "q", "alone")
+        assert {name: sorted(found) for name, found in got.items()} == {
+            "pool": sorted(sent),
+            "alone": sorted(sent),
+        }

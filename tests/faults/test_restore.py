@@ -383,6 +383,51 @@ def test_a_restored_queue_that_was_used_is_dumped_and_restored_again(
         admin.execute(f"drop database {second} with (force)".encode())
 
 
+def test_a_pending_key_of_several_streams_and_consumers_is_delivered_to_each_after_a_restore(
+    dump: Dump,
+    server: TestServer,
+    fresh_dsn: str,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    tmp_path: Path,
+) -> None:
+    """The message waits for each of them in the retry queue, and enters the log for each."""
+    old = connect(own_dsn)
+    value(old, "select pgque.create_queue('q')")
+    for name in ("s1", "s2"):
+        value(old, "select pgque.open_stream('q', %s, 'earliest')", name)
+    for name in ("c1", "c2"):
+        subscribe(old, "q", name)
+    sent = [
+        value(old, "select pgque.send('q', 't', %s::text, key => %s, delay => %s::interval)", *options)
+        for options in (("plain", None, None), ("body", "K", None), ("later", None, "1 second"))
+    ]
+    tick(old, "q")
+    path = tmp_path / "streams.sql"
+    run(program("pg_dump", server), "-d", own_dsn, "-f", str(path))
+    restore(Dump({}, [], path, 0, dump.psql), fresh_dsn)
+    conn = connect(fresh_dsn)
+    notices: list[str | None] = []
+    conn.add_notice_handler(lambda d: notices.append(d.message_primary))
+    move_clock(conn, "1 hour")
+    for _ in range(3):
+        value(conn, "select pgque.maint()")
+        tick(conn, "q")
+    assert notices == []
+    for name in ("s1", "s2"):
+        read = rows(
+            conn,
+            "select w.ev_id from (select pgque.open_stream('q', %s) as t) as o,"
+            " lateral pgque.read_window('q', o.t, pgque.tick_for('q', 'latest'), %s) as w",
+            name,
+            name,
+        )
+        assert sorted(r[0] for r in read) == sent
+    for name in ("c1", "c2"):
+        assert sorted(everything(conn, "q", name)) == sent
+    assert value(conn, "select count(*) from pgque.retry_queue") == 0
+
+
 def earlier(version: str) -> bytes:
     return lzma.decompress(
         (Path(__file__).parents[1] / "sql" / "previous" / f"pgque-{version}.sql.xz").read_bytes()

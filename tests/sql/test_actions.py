@@ -33,6 +33,7 @@ ACTIONS: list[tuple[str, str | None, dict[str, Any] | None]] = [
     ("select pgque.resume('q')", "q", None),
     ("select pgque.set_default_config('max_depth', '1000')", None, {"max_depth": "1000"}),
     ("select pgque.set_tick_share(20)", None, {"percent": 20}),
+    ("select pgque.confirm_restore()", None, {"queues": 0}),
     ("select pgque.set_tick_period_ms(50)", None, {"ms": 50}),
     ("select pgque.set_schedule('expire', '2 minutes')", None, {"job": "expire", "every": "2 minutes"}),
     ("select pgque.grant_queue('q', 'pg_monitor', 'consume')", "q", {"role_name": "pg_monitor", "right_name": "consume"}),

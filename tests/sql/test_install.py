@@ -199,6 +199,24 @@ def test_an_upgraded_schema_is_the_one_of_a_fresh_install(
     assert upgraded == schema(fresh_dsn)
 
 
+def test_an_upgrade_keeps_every_function_that_a_running_call_of_the_previous_version_may_need(
+    fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    """A call that began before the upgrade goes on with its old body: 42883 if a function is missing that it calls next.
+
+    If a function gets other arguments, 97_earlier.sql needs one with the old ones, which calls the new one.
+    """
+    install_earlier(fresh_dsn, EARLIER[-1])
+    own = connect(fresh_dsn)
+    query = (
+        "select p.oid::regprocedure::text, p.prorettype::regtype::text from pg_proc p"
+        " where p.pronamespace = 'pgque'::regnamespace"
+    )
+    before = rows(own, query)
+    install(fresh_dsn)
+    assert set(before) - set(rows(own, query)) == set()
+
+
 def test_an_upgrade_keeps_what_was_granted_on_the_views(
     fresh_dsn: str, connect: Callable[..., Connection], roles: Any
 ) -> None:

@@ -376,3 +376,110 @@ def test_a_publication_for_all_tables_refuses_no_change_of_a_queue(own: Connecti
         own.execute("select pgque.maint()")
     own.execute("select pgque.drop_recurring('r'), pgque.unsubscribe('q', 'other')")
     assert value(own, "select pgque.drop_queue('q', true)") == 1
+
+
+def leftovers(conn: Connection) -> dict[str, int]:
+    """Return how many rows other tables have of queues that do not exist."""
+    return {
+        table: value(
+            conn,
+            f"select count(*) from pgque.{table} t where not exists (select from pgque.queue q where q.queue_id = t.{key})",
+        )
+        for table, key in {
+            "subscriber": "sub_queue",
+            "dead_letter": "dl_queue_id",
+            "queue_right": "right_queue",
+            "retry_queue": "ev_queue",
+        }.items()
+    }
+
+
+NOTHING = {"subscriber": 0, "dead_letter": 0, "queue_right": 0, "retry_queue": 0}
+LAST_ATTEMPT = (
+    "select pgque.nack(m.batch_id, array[m.msg_id], reason => 'broken')"
+    " from pgque.receive('q', 'c', worker => 'w', visibility_timeout => '1 hour') m"
+)
+
+
+def attempt_from_the_retry_queue(own: Connection) -> None:
+    """Leave a message whose next nack makes it a dead letter, without a look at the log."""
+    value(own, "select pgque.create_queue('q', '{\"max_retries\": 1}')")
+    subscribe(own, "q")
+    send(own, "q")
+    tick(own, "q")
+    value(own, LAST_ATTEMPT)
+    value(own, "select pgque.retry_now('q', 'c')")
+
+
+def test_a_drop_waits_for_a_dead_letter_that_is_not_committed_and_deletes_it(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., object],
+    wait_until: Callable[..., None],
+) -> None:
+    attempt_from_the_retry_queue(own)
+    worker = connect(own_dsn, autocommit=False)
+    value(worker, LAST_ATTEMPT)
+    assert value(worker, "select count(*) from pgque.dead_letter") == 1
+    drop = background(lambda c: value(c, "select pgque.drop_queue('q', true)"), connect(own_dsn))
+    waiting = "select a.wait_event_type in ('Lock', 'Timeout') from pg_stat_activity as a where a.pid = %s"
+    wait_until(lambda: value(own, waiting, drop.pid), "the drop waits")  # type: ignore[attr-defined]
+    worker.commit()
+    assert drop.result() == 1  # type: ignore[attr-defined]
+    assert leftovers(own) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        LAST_ATTEMPT,
+        "select pgque.subscribe('q', 'another')",
+        "select pgque.grant_queue('q', 'pgque_writer', 'consume')",
+    ],
+)
+def test_a_call_that_waits_for_a_drop_leaves_no_row_of_the_queue(
+    own: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    background: Callable[..., object],
+    wait_until: Callable[..., None],
+    call: str,
+) -> None:
+    attempt_from_the_retry_queue(own)
+    dropper = connect(own_dsn, autocommit=False)
+    value(dropper, "select pgque.drop_queue('q', true)")
+    late = background(lambda c: value(c, call), connect(own_dsn))
+    waiting = "select a.wait_event_type = 'Lock' from pg_stat_activity as a where a.pid = %s"
+    wait_until(lambda: value(own, waiting, late.pid), "the call waits")  # type: ignore[attr-defined]
+    dropper.commit()
+    with pytest.raises(psycopg.Error) as caught:
+        late.result()  # type: ignore[attr-defined]
+    assert caught.value.sqlstate in ("PQ001", "PQ011")
+    assert leftovers(own) == NOTHING
+
+
+def test_what_a_drop_with_an_old_snapshot_leaves_behind_is_deleted_by_maintenance(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(own, "select pgque.create_queue('q', '{\"max_retries\": 0}')")
+    subscribe(own, "q", "c")
+    send(own, "q")
+    tick(own, "q")
+    value(own, "select pgque.ack(m.batch_id) from pgque.receive('q', 'c', worker => 'w') m")
+    dropper = connect(own_dsn, autocommit=False)
+    dropper.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    value(dropper, "select 1 from pgque.queue")
+    send(own, "q")
+    tick(own, "q")
+    value(own, LAST_ATTEMPT)
+    value(own, "select pgque.grant_queue('q', 'pgque_writer', 'consume')")
+    subscribe(own, "q", "another")
+    value(own, "select pgque.create_queue('other')")
+    subscribe(own, "other")
+    value(dropper, "select pgque.drop_queue('q', true)")
+    dropper.commit()
+    assert leftovers(own) == {**NOTHING, "dead_letter": 1, "queue_right": 1, "subscriber": 1}
+    value(own, "select pgque.maint()")
+    assert leftovers(own) == NOTHING
+    assert value(own, "select count(*) from pgque.subscriber") == 1

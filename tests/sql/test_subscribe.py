@@ -250,10 +250,7 @@ NUMBER = "select s.sub_id from pgque.subscriber s join pgque.consumer c on c.co_
 
 def crowd(own: Connection, count: int) -> None:
     """Takes that many numbers of subscribers from 1 on, by rows that only the look at numbers sees."""
-    own.execute(
-        b"alter table pgque.subscriber drop constraint subscriber_queue_fkey, drop constraint subscriber_consumer_fkey;"
-        b"drop index pgque.subscriber_worker"
-    )
+    own.execute(b"drop index pgque.subscriber_worker")
     value(
         own,
         "with made as (insert into pgque.subscriber (sub_id, sub_queue, sub_consumer, sub_role, sub_main, sub_worker)"

@@ -477,3 +477,30 @@ def test_a_wait_for_a_replaced_body_ends_and_names_who_keeps_it(
     error = refused("55P03", subscribe, own, "q", "b")
     assert f"pid {sender.info.backend_pid}" in str(error)
     assert value(own, "show lock_timeout") == "200ms"
+
+
+def test_a_message_that_two_consumers_have_set_aside_for_its_busy_key_is_given_up_for_both(
+    own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    """It gets one seal, whose number is unique."""
+    value(own, "select pgque.create_queue('q')")
+    for consumer in ("c", "d"):
+        subscribe(own, "q", consumer)
+    sent = post(own, "q", "old", key="k")
+    post(own, "q", "beside")
+    tick(own, "q")
+    sender = connect(own_dsn, autocommit=False)
+    assert post(sender, "q", "new", key="k") == sent
+    for consumer in ("c", "d"):
+        ack(own, receive(own, "q", consumer)[0].batch_id)
+    sender.commit()
+    assert rows(own, "select r.ev_id from pgque.retry_queue r") == [(sent,), (sent,)]
+    notices: list[str | None] = []
+    own.add_notice_handler(lambda d: notices.append(d.message_primary))
+    move_clock(own, "8 days")
+    value(own, "select pgque.maint()")
+    assert notices == []
+    found = rows(
+        own, "select d.ev_id, d.ev_data, d.consumer_name from pgque.dlq_inspect('q') as d order by 3"
+    )
+    assert found == [(sent, "new", "c"), (sent, "new", "d")]
