@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from conftest import as_owner, create_database, default_privileges, drop_database, install
+from conftest import OWNER, as_owner, create_database, default_privileges, drop_database, install
 from sql.helpers import (
     Connection,
     ack,
@@ -83,6 +83,8 @@ def databases(
             owner = roles()
             with psycopg.connect(dsn, autocommit=True) as admin:
                 admin.execute(f"alter role {owner.name} createrole".encode())
+                # Since PostgreSQL 16, as the role that created it has it.
+                admin.execute(f"grant pgque_user to {owner.name} with admin option".encode())
                 for name in names:
                     admin.execute(f"grant create on database {name} to {owner.name}".encode())
             yield [psycopg.conninfo.make_conninfo(owner.dsn, dbname=name) for name in names]
@@ -244,9 +246,20 @@ def test_an_upgrade_leaves_grants_of_administrators_and_health_names_them_with_t
 def given(nobody: Any, own: Connection) -> str:
     """A queue q, and a role to which a default privilege gave SELECT on its tables."""
     value(own, "select pgque.create_queue('q')")
-    own.execute(f"alter default privileges in schema pgque grant select on tables to {nobody.name}".encode())
+    with as_owner(own.info.dsn) as conn:
+        conn.execute(
+            f"alter default privileges in schema pgque grant select on tables to {nobody.name}".encode()
+        )
     own.execute(f"grant select on all tables in schema pgque to {nobody.name}".encode())
     return str(nobody.name)
+
+
+def installer(connection: Connection) -> Connection:
+    """Let the session act as the role that owns pgque in the test databases."""
+    if OWNER:
+        connection.execute(f"set session authorization {OWNER}".encode())
+        connection.commit()
+    return connection
 
 
 def may_read(conn: Connection, role: str) -> list[str]:
@@ -268,7 +281,7 @@ def test_an_upgrade_waits_for_a_session_that_changes_the_same_table_in_the_catal
 ) -> None:  # fmt: skip
     session = connect(own_dsn, autocommit=False)
     session.execute(other.format("pgque.event_1_1", role=given).encode())
-    upgrade = background(lambda conn: conn.execute(SOURCE), connect(own_dsn))
+    upgrade = background(lambda conn: conn.execute(SOURCE), installer(connect(own_dsn)))
     wait_for_lock(upgrade.pid)
     getattr(session, end)()
     upgrade.result()
@@ -286,7 +299,7 @@ def test_a_rotation_during_an_upgrade_is_postponed(
         assert number == 2 or rotate(own, "q") == 1
     full = leaf(own, "q", 0)
     assert value(own, f"select count(*) from {full}") == 1
-    upgrade = connect(own_dsn, autocommit=False)
+    upgrade = installer(connect(own_dsn, autocommit=False))
     upgrade.execute(SOURCE)
     assert rotate(own, "q") == 0
     upgrade.commit()
@@ -301,7 +314,7 @@ def test_an_upgrade_ends_though_a_table_stays_locked_and_names_it(
     session = connect(own_dsn, autocommit=False)
     session.execute("lock table pgque.event_1_1, pgque.tick_1_2 in access exclusive mode")
     said: list[str] = []
-    upgrade = connect(own_dsn)
+    upgrade = installer(connect(own_dsn))
     upgrade.add_notice_handler(lambda d: said.append(f"{d.message_primary}; {d.message_hint}"))
     upgrade.execute(SOURCE)
     hint = "Install this version again, or follow the check rights of pgque.health()."
