@@ -111,6 +111,7 @@ def test_consumers_get_what_they_lacked_from_the_new_version(upgraded: Upgraded,
         assert int(value(conn, "select pg_current_xact_id()::text")) > upgraded.xid
         # Nothing is rebuilt: the log and the open batches are the old ones.
         assert value(conn, "select bool_or(q.queue_restored) from pgque.queue as q") is False
+        assert value(conn, "select count(*) from pgque.health() where check_name = 'restore'") == 0
         test_restore.check(conn, upgraded.alone[how])
 
 
