@@ -14452,7 +14452,7 @@ language sql stable as $$
     from objects o
     cross join lateral pg_catalog.aclexplode(o.acl) a
     where a.grantee <> o.owner and (a.grantee = 0 or exists (select from pg_catalog.pg_roles r where r.oid = a.grantee))
-      and not (a.grantee = 0 and o.kind = 'type' and o.name not in ('caller', 'sink_queue'))
+      and (a.grantee <> 0 or o.kind <> 'type' or o.name in ('caller', 'sink_queue'))
     group by 1, 2, 3, 4, 5, 6, 7
   ),
   ours as (
@@ -14469,7 +14469,7 @@ language sql stable as $$
     select o.class_id, o.object_id, 0, o.kind, o.name, pg_catalog.to_regrole('pgque_user')::oid, 'EXECUTE'
     from objects o
     join pg_catalog.pg_proc p on p.oid = o.object_id
-    where o.class_id = 'pg_catalog.pg_proc'::regclass and 'pgque.caller'::regtype = any (p.proargtypes)
+    where o.class_id = 'pg_catalog.pg_proc'::regclass and pg_catalog.array_position(p.proargtypes::oid[], 'pgque.caller'::regtype::oid) is not null
   ),
   given as (
     select distinct k.kind, g.grantee, g.privilege_type as right_name
@@ -14515,6 +14515,8 @@ begin
   for v_change in
     with changes as (
       select r.*, o.name as object_name, case r.grantee when 0 then 'public' else r.grantee::regrole::text end as role_name,
+        (select ' (' || pg_catalog.quote_ident(a.attname) || ')' from pg_catalog.pg_attribute a
+         where r.column_id > 0 and a.attrelid = r.object_id and a.attnum = r.column_id) as column_name,
         case when not r.is_granted then 'grant %s on %s %s to %s' when r.is_ours then 'revoke grant option for %s on %s %s from %s cascade'
           else 'revoke %s on %s %s from %s cascade' end as command
       from pgque._rights(p_objects) r
@@ -14527,10 +14529,9 @@ begin
     ),
     statements as (
       select c.kind, c.object_name, pg_catalog.format(c.command,
-        pg_catalog.string_agg(c.right_name || coalesce(' (' || pg_catalog.quote_ident(a.attname) || ')', ''), ', '),
+        pg_catalog.string_agg(c.right_name || coalesce(c.column_name, ''), ', '),
         c.kind, c.object_name, c.role_name) as statement
       from changes c
-      left join pg_catalog.pg_attribute a on c.column_id > 0 and a.attrelid = c.object_id and a.attnum = c.column_id
       group by c.kind, c.object_name, c.command, c.role_name
     )
     select s.kind, s.object_name as name, pg_catalog.string_agg(s.statement, '; ') as statements

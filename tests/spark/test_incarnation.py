@@ -13,7 +13,7 @@ import pytest
 from conftest import Role
 from faults.test_restore import program, run
 from spark.conftest import tcp
-from spark.test_source import Batches, Source, failure, payloads
+from spark.test_source import Batches, Source, failure, newest_spark, payloads
 from sql.helpers import Connection, forced_tick, send, subscribe, value
 from support.servers import TestServer
 
@@ -56,6 +56,12 @@ def texts(prefix: str, count: int) -> list[str]:
 def pending(conn: Connection, queue: str) -> int:
     found: int = value(conn, "select i.pending_events from pgque.get_consumer_info(%s, 'c') as i", queue)
     return found
+
+
+def replayed(source: Source, **given: object) -> list[Any]:
+    """Run a micro-batch again that failed, and then to what is there, which 4.0 and 4.1 do in another run."""
+    found = payloads(source.run(source.stream(**given)))
+    return found if newest_spark() else found + payloads(source.run(source.stream(**given)))
 
 
 def offset_files(source: Source) -> list[Path]:
@@ -138,7 +144,7 @@ def test_a_micro_batch_of_the_former_queue_is_not_read_again_from_the_new_one(
     source.run(source.stream(), fail=1)
     create_again(conn, source.queue, *texts("new", 12))
     assert "was created again" in failure(source.run, source.stream())
-    assert payloads(source.run(source.stream(failOnDataLoss=False))) == texts("new", 12)
+    assert replayed(source, failOnDataLoss=False) == texts("new", 12)
 
 
 def test_one_of_several_queues_is_created_again(
@@ -237,7 +243,7 @@ def test_a_checkpoint_without_incarnations_is_read_on_with_what_is_new(
     source.run(source.stream(), fail=1)
     forget_incarnations(source)
     put(conn, source.queue, "next")
-    assert payloads(source.run(source.stream())) == [*texts("failed", 3), "next"]
+    assert replayed(source) == [*texts("failed", 3), "next"]
 
 
 def test_a_checkpoint_without_incarnations_is_refused_beyond_the_newest_tick(

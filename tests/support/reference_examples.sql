@@ -300,6 +300,9 @@ select pgque.set_history('actions', '90 days');
 -- set_schedule
 select pgque.set_schedule('delete_expired', '1 hour');
 
+-- confirm_restore
+select pgque.confirm_restore();                               -- only if health() says so
+
 -- version
 select pgque.version();
 
