@@ -10240,7 +10240,7 @@ begin
   create materialized view pgque.restore_complete as select true as complete;
   comment on materialized view pgque.restore_complete is
     'A dump fills it last, so it is empty while a restore goes on: the queues wait for that. Internal: see confirm_restore().';
-  perform pgque._set_rights(array['pgque.restore_complete'::regclass::oid]);
+  perform pgque._set_rights(array[pg_catalog.to_regclass('pgque.restore_complete')::oid]);
   return 1;
 exception
   when duplicate_table then
