@@ -295,7 +295,7 @@ def test_data_that_is_loaded_into_a_complete_schema_is_used_when_its_last_table_
     dumps: Dumps, kind: str, options: list[str]
 ) -> None:
     """pg_restore --schema-only fills the view. So only the data and the sessions show that more is to come."""
-    restore = [dumps.server.bindir / "pg_restore", "--exit-on-error"]
+    restore: list[str | Path] = [dumps.server.bindir / "pg_restore", "--exit-on-error"]
     with fresh(dumps.server) as dsn:
         run(dumps.folder, *restore, "--schema-only", "-d", dsn, dumps.folder / f"alone_{kind}")
         with psycopg.connect(dsn, autocommit=True) as conn:
