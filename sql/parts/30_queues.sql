@@ -33,14 +33,12 @@ begin
 end
 $$;
 
--- Creates the single rows of the tables that have one, and the view that is filled at
--- the end of a restore.  The install script does not, so that a dump of the extension's
--- data can be loaded.
+-- Creates the single rows of the tables that have one.  The install script does not, so
+-- that a dump of the extension's data can be loaded.
 create or replace function pgque._init() returns void
 language plpgsql as $$
 begin
   perform pgque._need_loaded(null);
-  perform pgque._note_complete();
   insert into pgque.config default values on conflict do nothing;
   insert into pgque.journal default values on conflict do nothing;
 end
@@ -252,7 +250,7 @@ declare
   v_seq       text;
   v_settings  record;
 begin
-  perform pgque._init();
+  perform pgque._init(), pgque._note_complete();
   v_settings := pgque._settings_sql(p_queue,
     (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config), current_user);
   -- Two sessions that create the same name wait here; the second sees the queue of the

@@ -22,8 +22,8 @@ begin
   if pg_catalog.to_regclass('pgque.restore_complete') is not null then
     return 0;
   end if;
-  -- One session after the other.  What the session knows of the catalog may be older
-  -- than the lock.
+  -- One session after the other.  The session's copy of the catalog may be older than the
+  -- lock.
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.restore'));
   create materialized view pgque.restore_complete as select true as complete;
   comment on materialized view pgque.restore_complete is
@@ -193,6 +193,9 @@ language plpgsql as $$
 declare
   v_lacks  text := case when p_queue.queue_id is null then pgque._loading() else pgque._lacks(p_queue) end;
 begin
+  if p_queue.queue_id is null and v_lacks is null and not exists (select from pgque.queue) then
+    v_lacks := pgque._loader();   -- of a dump it has just created the extension
+  end if;
   if v_lacks is not null then
     perform pgque._fail('object_not_in_prerequisite_state',
       case when p_queue.queue_id is null then 'pgque is being loaded from a dump'
@@ -221,7 +224,7 @@ begin
     raise warning 'pgque: tables of queues without a row in pgque.queue are dropped: queue_id %', array_to_string(v_lost, ', ');
     insert into pgque.dropped_queue (queue_id) select l.id from unnest(v_lost) l (id) on conflict do nothing;
   end if;
-  perform pgque._init();
+  perform pgque._note_complete_later();
   update pgque.queue q set queue_xid = '2' where q.queue_restored;
   get diagnostics v_count = row_count;
   perform pgque._did('confirm_restore', null, jsonb_build_object('queues', v_count));

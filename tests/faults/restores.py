@@ -30,10 +30,11 @@ def load(way: str, bindir: Path, folder: Path, dsn: str, dump: Path) -> None:
 
 
 @contextmanager
-def ticker(dsn: str) -> Iterator[None]:
+def ticker(dsn: str, *calls: str) -> Iterator[None]:
     """Tick and maintain without a pause, as pg_cron and `pgque ticker` do, and pay no heed to errors.
 
-    Begins before the first object is there. Ends after a round that began when the block was done.
+    Begins before the first object is there. Ends after a round that began when the block was done. Each round makes
+    these calls too.
     """
     done = threading.Event()
     rounds = 0
@@ -47,6 +48,7 @@ def ticker(dsn: str) -> Iterator[None]:
                     "select pgque.ticker()",
                     "select pgque.maint()",
                     "select pgque.maint_tables()",
+                    *calls,
                 ):
                     with suppress(psycopg.Error):
                         conn.execute("set lock_timeout = '1s'")

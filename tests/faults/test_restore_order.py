@@ -98,8 +98,12 @@ def health(conn: Connection) -> list[tuple[str, str | None, str]]:
 def test_every_consumer_gets_what_it_lacked_however_the_dump_is_loaded_while_a_ticker_runs(
     dumps: Dumps, kind: str, way: str
 ) -> None:
+    # Each of these stores a row whose number the dump has too. check() removes the consumer.
+    early = ["select pgque.subscribe('q', 'newcomer')"]
+    if way != "psql":  # nothing shows that psql, which has just created an empty extension, goes on
+        early += ["select pgque.set_tick_period_ms(100)", "select pgque.create_queue('q')"]
     with fresh(dumps.server) as dsn:
-        with restores.ticker(dsn):
+        with restores.ticker(dsn, *early):
             restores.load(way, dumps.server.bindir, dumps.folder, dsn, dumps.folder / f"alone_{kind}")
         with psycopg.connect(dsn, autocommit=True) as conn:
             assert health(conn) == []
@@ -281,6 +285,24 @@ def test_data_that_is_loaded_alone_is_used_after_the_operator_confirms_it(dumps:
                 refused("55000", send, conn, "q", "too early")
             assert {found[1] for found in health(conn)} == {None, "empty", "once", "paused", "q"}
             assert value(conn, "select pgque.confirm_restore()") == 4
+            assert health(conn) == []
+            test_restore.check(conn, dumps.alone[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [[], ["-j4"]])
+def test_data_that_is_loaded_into_a_complete_schema_is_used_when_its_last_table_is_there(
+    dumps: Dumps, kind: str, options: list[str]
+) -> None:
+    """pg_restore --schema-only fills the view. So only the data and the sessions show that more is to come."""
+    restore: list[str | Path] = [dumps.server.bindir / "pg_restore", "--exit-on-error"]
+    with fresh(dumps.server) as dsn:
+        run(dumps.folder, *restore, "--schema-only", "-d", dsn, dumps.folder / f"alone_{kind}")
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            assert value(conn, "select complete from pgque.restore_complete")
+        with restores.ticker(dsn):
+            run(dumps.folder, *restore, "--data-only", *options, "-d", dsn, dumps.folder / f"alone_{kind}")
+        with psycopg.connect(dsn, autocommit=True) as conn:
             assert health(conn) == []
             test_restore.check(conn, dumps.alone[kind])
 
