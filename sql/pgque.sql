@@ -1512,14 +1512,12 @@ begin
 end
 $$;
 
--- Creates the single rows of the tables that have one, and the view that is filled at
--- the end of a restore.  The install script does not, so that a dump of the extension's
--- data can be loaded.
+-- Creates the single rows of the tables that have one.  The install script does not, so
+-- that a dump of the extension's data can be loaded.
 create or replace function pgque._init() returns void
 language plpgsql as $$
 begin
   perform pgque._need_loaded(null);
-  perform pgque._note_complete();
   insert into pgque.config default values on conflict do nothing;
   insert into pgque.journal default values on conflict do nothing;
 end
@@ -1731,7 +1729,7 @@ declare
   v_seq       text;
   v_settings  record;
 begin
-  perform pgque._init();
+  perform pgque._init(), pgque._note_complete();
   v_settings := pgque._settings_sql(p_queue,
     (select c.defaults from pgque.config c) || pgque._own_settings('{}', p_config), current_user);
   -- Two sessions that create the same name wait here; the second sees the queue of the
@@ -10234,8 +10232,8 @@ begin
   if pg_catalog.to_regclass('pgque.restore_complete') is not null then
     return 0;
   end if;
-  -- One session after the other.  What the session knows of the catalog may be older
-  -- than the lock.
+  -- One session after the other.  The session's copy of the catalog may be older than the
+  -- lock.
   perform pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgque.restore'));
   create materialized view pgque.restore_complete as select true as complete;
   comment on materialized view pgque.restore_complete is
@@ -10405,6 +10403,9 @@ language plpgsql as $$
 declare
   v_lacks  text := case when p_queue.queue_id is null then pgque._loading() else pgque._lacks(p_queue) end;
 begin
+  if p_queue.queue_id is null and v_lacks is null and not exists (select from pgque.queue) then
+    v_lacks := pgque._loader();   -- of a dump it has just created the extension
+  end if;
   if v_lacks is not null then
     perform pgque._fail('object_not_in_prerequisite_state',
       case when p_queue.queue_id is null then 'pgque is being loaded from a dump'
@@ -10433,7 +10434,7 @@ begin
     raise warning 'pgque: tables of queues without a row in pgque.queue are dropped: queue_id %', array_to_string(v_lost, ', ');
     insert into pgque.dropped_queue (queue_id) select l.id from unnest(v_lost) l (id) on conflict do nothing;
   end if;
-  perform pgque._init();
+  perform pgque._note_complete_later();
   update pgque.queue q set queue_xid = '2' where q.queue_restored;
   get diagnostics v_count = row_count;
   perform pgque._did('confirm_restore', null, jsonb_build_object('queues', v_count));
@@ -14305,6 +14306,18 @@ create or replace function pgque._unfinished_condition(p_sub pgque.subscriber, p
 language sql as $$ select pgque._overtaken() $$;
 
 create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
+language sql as $$ select pgque._overtaken() $$;
+
+create or replace function pgque._map_window(p_queue_id int, p_from bigint, p_to bigint, p_xids text) returns void
+language plpgsql as $$
+begin
+  perform pgque._overtaken();
+end
+$$;
+
+create or replace function pgque._window_sql(
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_caller name
+) returns text
 language sql as $$ select pgque._overtaken() $$;
 
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position

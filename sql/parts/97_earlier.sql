@@ -56,6 +56,18 @@ language sql as $$ select pgque._overtaken() $$;
 create or replace function pgque._span(p_queue pgque.queue, p_after bigint, p_upto bigint) returns text
 language sql as $$ select pgque._overtaken() $$;
 
+create or replace function pgque._map_window(p_queue_id int, p_from bigint, p_to bigint, p_xids text) returns void
+language plpgsql as $$
+begin
+  perform pgque._overtaken();
+end
+$$;
+
+create or replace function pgque._window_sql(
+  p_queue text, p_from bigint, p_to bigint, p_consumer text, p_types text[], p_parts int, p_part int, p_caller name
+) returns text
+language sql as $$ select pgque._overtaken() $$;
+
 create or replace function pgque._as_batch_of(p_subscriber pgque.position, p_batch pgque.position) returns pgque.position
 language sql as $$ select pgque._behind(p_subscriber, p_batch) $$;
 
