@@ -635,6 +635,63 @@ def test_a_handler_may_return_or_raise_an_outcome(
         assert sorted(_ledger(conn)) == sorted(kept)
 
 
+class _After(pgque.Retry):
+    """A Retry that sets its attributes itself."""
+
+    def __init__(self, after: Any, reason: Any) -> None:
+        self.after, self.reason = after, reason
+
+
+class _Because(pgque.Dead):
+    def __init__(self, reason: Any) -> None:
+        self.reason = reason
+
+
+@pytest.mark.parametrize("kind", [pgque.Consumer, pgque.Worker])
+def test_an_outcome_that_sets_its_own_attributes_is_of_its_message_alone(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    kind: type[pgque.Consumer] | type[pgque.Worker],
+) -> None:
+    """The others are acknowledged, and the consumer goes on."""
+    bad = "PgqueBadArgument: after must be from 0 seconds to ten years"
+    outcomes: dict[str | None, tuple[object, str, int]] = {
+        "seconds": (_After(50, {"code": 5}), "{'code': 5}", 50),
+        "negative": (_After(-5, None), bad, 7200),
+        "no time": (_After("soon", None), bad, 7200),
+        "too long": (_After(10**12, None), bad, 7200),
+        "error": (_Because(ValueError("too old")), "ValueError: too old", 0),
+        "bytes": (_Because(b"no"), "b'no'", 0),
+    }
+    consumer = kind(dsn, queue=subscribed, consumer="c", retry_after=7200)
+
+    @consumer.handler("*")
+    def handle(message: pgque.Message) -> object:
+        return outcomes.get(message.payload, (None,))[0]
+
+    client.send_batch(subscribed, "t", ["first", *[str(payload) for payload in outcomes], "last"])
+    tick(subscribed)
+    with threads.running(consumer.run, consumer.stop, 10):
+        wait_until(lambda: len(client.dlq_inspect(subscribed)) == 2)
+        wait_until(
+            lambda: len(client.list_messages(subscribed)) == len(outcomes), "the others are acknowledged"
+        )
+    found: dict[str | None, tuple[str | None, int]] = {
+        letter.ev_data: (letter.dl_reason, 0) for letter in client.dlq_inspect(subscribed)
+    }
+    for message in client.list_messages(subscribed, "retry"):
+        assert message.available_at is not None and message.created_at is not None
+        seconds = (message.available_at - message.created_at).total_seconds()
+        found[message.payload] = (message.last_error, round(seconds / 10) * 10)
+    for payload, (_, reason, after) in outcomes.items():
+        text, seconds = found[payload]
+        assert str(text).startswith(reason)
+        assert seconds == after
+
+
 def test_an_outcome_counts_though_the_handler_caught_an_error_of_the_database(
     dsn: str,
     client: pgque.PgqueClient,

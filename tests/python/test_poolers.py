@@ -541,6 +541,48 @@ def test_a_program_prepares_nothing_behind_a_pooler(
     assert sessions.prepared() == []
 
 
+# -- settings of a session --------------------------------------------------------------------------------
+
+
+def _read_page(bouncer: str, queue: str) -> None:
+    opened = log_in(Database("", bouncer), pgbouncer.USER, pgbouncer.PASSWORD, 5)
+    try:
+        for _number in range(RUNS):
+            with opened.take(read_only=True, timeout="3s") as connection:
+                connection.execute("select q.queue_name from pgque.get_queue_info() as q")
+                with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+                    connection.execute("select pgque.send(%s, 'x')", [queue])
+                with pytest.raises(psycopg.errors.QueryCanceled):
+                    connection.execute("select pg_sleep(600)", timeout="1ms")
+    finally:
+        opened.close()
+
+
+def _read_top(bouncer: str, queue: str) -> None:
+    async def main() -> None:
+        source = Source(bouncer, read_only=True)
+        for _number in range(RUNS):
+            await source.overview()
+            with pytest.raises(pgque.PgqueError, match="read-only transaction"):
+                await source.pause(queue, True)
+        await source.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("read", [_read_page, _read_top])
+def test_what_is_read_only_leaves_no_setting_to_the_other_clients_of_a_pooler(
+    read: Callable[[str, str], None], bouncer: str, sessions: pgbouncer.Sessions, queue: str
+) -> None:
+    """Their sends would be refused as those of a read-only transaction until the pooler ends its session."""
+    read(bouncer, queue)
+    for name, value in (("default_transaction_read_only", "off"), ("statement_timeout", "0")):
+        assert sessions.both(f"select current_setting('{name}')") == [(value,)] * 2
+    with pgque.connect(bouncer, autocommit=True) as client:
+        for number in range(RUNS):
+            client.send(queue, number)
+
+
 # -- all that opens a connection -------------------------------------------------------------------------
 
 

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 import pgque.spark
 from conftest import Role
 from pgque.errors import PgqueBadArgument, PgqueConsumerNotFound, PgqueSinkEpochError
 from sql.helpers import Connection, forced_tick, payloads, receive, rows, send, send_many, subscribe, value
+from support import pgbouncer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -703,6 +705,19 @@ def test_a_password_is_in_no_error_and_in_no_event_log(
 
 def way_in(jdbc: Any) -> dict[str, Any]:
     return {"url": jdbc.url(), "user": jdbc.user, "password": jdbc.password}
+
+
+@pytest.mark.pgbouncer
+def test_write_jdbc_writes_through_a_pooler_again_and_again(
+    spark: SparkSession, dsn: str, conn: Connection, queue: str
+) -> None:
+    """The driver's names of prepared statements are the same in each connection."""
+    with pgbouncer.through(dsn) as pooled:
+        parts = conninfo_to_dict(pooled)
+        options = {name: str(parts[name]) for name in ("host", "port", "dbname", "user", "password")}
+        for _ in range(4):
+            pgque.spark.write_jdbc(numbers(spark, 1000, 2), queue, **options)
+    assert arrived(conn, queue) == Counter({payload: 4 * n for payload, n in counted(1000).items()})
 
 
 def test_write_jdbc_takes_the_same_frames(

@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from . import _encode
-from .errors import described
-from .outcomes import Dead, HandlerOutcome, Release, Retry
+from .errors import PgqueBadArgument, described
+from .outcomes import Dead, HandlerOutcome, Release, Retry, reason_of, retry_interval
 from .types import Message, Seconds, columns
 
 M = TypeVar("M", bound=Message)
@@ -62,14 +62,21 @@ RELEASE = MessageOutcome("release")
 
 def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta | None) -> MessageOutcome:
     """Return the outcome of a message, from what its handler returned or the HandlerOutcome it raised: what
-    is no HandlerOutcome is a success."""
+    is no HandlerOutcome is a success.
+
+    A class of the program's own may have set the attributes without the checks of Retry and Dead. What they
+    cannot be is a failure of this message, so that the outcomes of the others can be reported."""
     if isinstance(returned, type) and issubclass(returned, HandlerOutcome):
         returned = returned()
     match returned:
         case Retry(after=after, reason=reason):
-            return MessageOutcome("nack", retry_after if after is None else after, reason)
+            try:
+                own = retry_interval(after)
+            except PgqueBadArgument as error:
+                return failure_outcome(error, retry_after)
+            return MessageOutcome("nack", retry_after if own is None else own, reason_of(reason))
         case Dead(reason=reason):
-            return MessageOutcome("dead", None, reason)
+            return MessageOutcome("dead", None, reason_of(reason))
         case Release():
             return RELEASE
         case HandlerOutcome():

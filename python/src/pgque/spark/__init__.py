@@ -175,7 +175,12 @@ def _jdbc(
     from . import _connect
     from .options import connection_options
 
-    url, properties = _connect.jdbc(connection_options(connection), f"pgque-spark/{queue or 'queues'}/jdbc")
+    given, name = connection_options(connection), f"pgque-spark/{queue or 'queues'}/jdbc"
+    url, properties = _connect.jdbc(given, name)
+    if not _connect.leads_to_server(given, name):
+        # The driver's names of prepared statements are the same in each connection, so behind a pooler in
+        # transaction mode the second one would fail with 42P05.
+        properties["prepareThreshold"] = "0"
     writer = (
         rows.write.format("jdbc")
         .option("url", url)

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from .._direct import ANSWERS, is_direct
 from .._dsn import with_keepalives
 from ..errors import PgqueBadArgument, PgqueConnectionError, PgqueError, from_fields, from_psycopg
 
@@ -238,6 +239,13 @@ def is_lost(error: BaseException) -> bool:
     if isinstance(error, psycopg.Error):
         error = from_psycopg(error)
     return isinstance(error, PgqueConnectionError)
+
+
+def leads_to_server(connection: Mapping[str, str], name: str) -> bool:
+    """Return whether the options lead directly to the server, with no pooler between."""
+    with connect(connection, name, autocommit=True) as conn:
+        row = conn.execute(f"select {ANSWERS}".encode()).fetchone()
+        return row is not None and is_direct(conn, *row)
 
 
 def jdbc(connection: Mapping[str, str], name: str) -> tuple[str, dict[str, str]]:

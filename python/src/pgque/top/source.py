@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -41,9 +41,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# The settings of one transaction. A setting of the session would stay with a pooler's session, where it would
+# refuse other clients' sends.
 SETTINGS_QUERY: LiteralString = (
-    "select pg_catalog.set_config('statement_timeout', %(timeout)s, false), case when %(only)s"
-    " then pg_catalog.set_config('default_transaction_read_only', 'on', false) end"
+    "select pg_catalog.set_config('statement_timeout', %(timeout)s, true), case when %(only)s"
+    " then pg_catalog.set_config('transaction_read_only', 'on', true) end"
 )
 # A requeue by reason takes the dead letters of all consumers, so their counts are added up.
 REASONS_QUERY: LiteralString = (
@@ -120,11 +122,11 @@ class Source:
 
     async def pause(self, queue: str, paused: bool) -> None:
         """Close a queue for senders, or open it again."""
-        await self._ask(lambda client: client.pause(queue) if paused else client.resume(queue))
+        await self._change(lambda client: client.pause(queue) if paused else client.resume(queue))
 
     async def reclaim(self, queue: str, consumer: str) -> int:
         """Release the batches of a consumer's workers, and return their number."""
-        return await self._ask(lambda client: client.reclaim(queue, consumer))
+        return await self._change(lambda client: client.reclaim(queue, consumer))
 
     async def requeue(
         self, queue: str, count: int, reason: str | None, progress: Callable[[int], object]
@@ -136,7 +138,7 @@ class Source:
         done = 0
         while done < count:
             most = min(SLICE, count - done)
-            moved = await self._ask(partial(_requeue, queue=queue, most=most, reason=reason))
+            moved = await self._change(partial(_requeue, queue=queue, most=most, reason=reason))
             done += moved
             progress(done)
             if moved < most:
@@ -176,6 +178,15 @@ class Source:
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
 
+    async def _change(self, change: Callable[[AsyncPgqueClient], Awaitable[T]]) -> T:
+        """Return what a change returns. The change fails if nothing may be changed."""
+
+        async def changed(client: AsyncPgqueClient) -> T:
+            async with _settings(client, self._read_only):
+                return await change(client)
+
+        return await self._ask(changed)
+
     def _ended(self, task: asyncio.Task[T]) -> None:
         self._running.discard(task)
         if not task.cancelled():
@@ -185,7 +196,6 @@ class Source:
         if self._client is None:
             client = await open_client(self._dsn, NAME)
             try:
-                await _rows(client, SETTINGS_QUERY, {"timeout": TIMEOUT, "only": self._read_only})
                 self.role = (await _rows(client, ROLE_QUERY))[0]
             except psycopg.Error as error:
                 await client.close()
@@ -228,10 +238,19 @@ class Source:
         )
 
 
+@asynccontextmanager
+async def _settings(client: AsyncPgqueClient, read_only: bool) -> AsyncIterator[None]:
+    """Run the block as a transaction whose statements end after a timeout, and which may be read only."""
+    async with client.conn.transaction():
+        await client.conn.execute(SETTINGS_QUERY, {"timeout": TIMEOUT, "only": read_only})
+        yield
+
+
 async def _rows(
     client: AsyncPgqueClient, query: LiteralString, parameters: Mapping[str, object] | None = None
 ) -> list[Row]:
-    async with client.conn.cursor(row_factory=dict_row) as cursor:
+    """Return the rows of a query, which changes nothing."""
+    async with _settings(client, True), client.conn.cursor(row_factory=dict_row) as cursor:
         await cursor.execute(query, parameters)
         return await cursor.fetchall()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -16,9 +17,19 @@ from .._dsn import with_keepalives
 from ..errors import PgqueConnectionError
 from .config import Database
 
+if TYPE_CHECKING:
+    from typing_extensions import LiteralString
+
 log = logging.getLogger("pgque.web")
 
-Connection = psycopg.Connection[DictRow]
+# The settings of one transaction. A setting of the session would stay with a pooler's session, where it would
+# refuse other clients' sends. A role or a database that is read only by a setting of its own stays so.
+_SETTINGS = (
+    "select pg_catalog.set_config('statement_timeout', %s, true), case when %s then"
+    " pg_catalog.set_config('transaction_read_only', 'on', true) end"
+)
+
+Parameters: TypeAlias = Sequence[object] | Mapping[str, object]
 
 POOL_SIZE = 3  # connections of one session
 POOL_WAIT = 5.0  # seconds that a request waits for one
@@ -30,6 +41,24 @@ _NOT_TAKEN = ("user", "password", "passfile", "sslcert", "sslkey", "sslpassword"
 
 class LoginRefused(Exception):
     """Say why nobody is let in; the text is shown on the login page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection on which each statement is a transaction, which ends after a timeout and may be read
+    only."""
+
+    _connection: psycopg.Connection[DictRow]
+    _timeout: str
+    _read_only: bool
+
+    def execute(
+        self, query: LiteralString, parameters: Parameters = (), timeout: str | None = None
+    ) -> psycopg.Cursor[DictRow]:
+        """Run a statement, within `timeout` if that is given, and return its cursor. Raises psycopg.Error."""
+        with self._connection.transaction():
+            self._connection.execute(_SETTINGS, [timeout or self._timeout, self._read_only])
+            return self._connection.execute(query, parameters)
 
 
 class Connections:
@@ -52,18 +81,11 @@ class Connections:
 
     @contextmanager
     def take(self, read_only: bool, timeout: str | None = None) -> Iterator[Connection]:
-        """Lend a connection in autocommit. Its statements end after `timeout`, and change nothing when it is
-        `read_only`. Raises PgqueConnectionError when none can be had."""
+        """Lend a connection. Its statements end after `timeout`, and change nothing when it is `read_only`.
+        Raises PgqueConnectionError when none can be had."""
         try:
             with self._pool.connection(POOL_WAIT) as connection:
-                # A role or a database that is read only by a setting of its own stays so.
-                connection.execute("reset default_transaction_read_only")
-                connection.execute(
-                    "select pg_catalog.set_config('statement_timeout', %s, false), case when %s then"
-                    " pg_catalog.set_config('default_transaction_read_only', 'on', false) end",
-                    [timeout or self._timeout, read_only],
-                )
-                yield connection
+                yield Connection(connection, timeout or self._timeout, read_only)
         except PoolTimeout as error:
             raise PgqueConnectionError(
                 "the database cannot be reached, or all connections of this session are busy",

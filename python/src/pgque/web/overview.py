@@ -30,7 +30,8 @@ from .._overview import (
 )
 from ..errors import PgqueError, PgquePermissionDenied, PgqueQueueNotFound
 from . import chart
-from .page import Page, Parameters, Row
+from .database import Parameters
+from .page import Page, Row
 
 if TYPE_CHECKING:
     from typing_extensions import LiteralString

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from .._overview import ROLE_QUERY
 from ..errors import PgqueBadArgument, PgqueError, PgquePermissionDenied, from_psycopg
-from .database import Connection
+from .database import Connection, Parameters
 from .sessions import Session
 from .shared import Shared
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 T = TypeVar("T")
-Parameters = Sequence[object] | Mapping[str, object]
 
 MOST_RIGHTS = 10_000  # that a session remembers
 SEARCH = 700  # milliseconds after which the searches of a page are stopped
@@ -162,10 +161,12 @@ class Page:
 
     # -- queries ---------------------------------------------------------------
 
-    def rows(self, query: LiteralString, parameters: Parameters = ()) -> list[Row]:
+    def rows(
+        self, query: LiteralString, parameters: Parameters = (), timeout: str | None = None
+    ) -> list[Row]:
         """Return the rows of a query, which has a limit of its own. Raises PgqueError."""
         try:
-            cursor = self.connection.execute(query, parameters)
+            cursor = self.connection.execute(query, parameters, timeout)
             return cursor.fetchall() if cursor.description else []
         except psycopg.errors.QueryCanceled as error:
             raise PgqueError(
@@ -194,23 +195,12 @@ class Page:
         self, milliseconds: int, query: LiteralString, parameters: Parameters = ()
     ) -> list[Row] | None:
         """Return the rows of a query, or None if it was stopped after so many milliseconds."""
-        self.rows(
-            "select pg_catalog.set_config('pgque.web_timeout',"
-            " pg_catalog.current_setting('statement_timeout'), false),"
-            " pg_catalog.set_config('statement_timeout', %s, false)",
-            [f"{milliseconds}ms"],
-        )
         try:
-            return self.rows(query, parameters)
+            return self.rows(query, parameters, f"{milliseconds}ms")
         except PgqueError as error:
             if error.sqlstate != "57014":
                 raise
             return None
-        finally:
-            self.rows(
-                "select pg_catalog.set_config('statement_timeout',"
-                " pg_catalog.current_setting('pgque.web_timeout'), false)"
-            )
 
     def one(self, query: LiteralString, parameters: Parameters = ()) -> Row:
         """Return the first row of a query, or an empty one."""
