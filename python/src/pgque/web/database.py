@@ -58,8 +58,11 @@ class Connections:
             with self._pool.connection(POOL_WAIT) as connection:
                 # A role or a database that is read only by a setting of its own stays so.
                 connection.execute("reset default_transaction_read_only")
+                # The planner expects many rows of functions and of tables that were never analyzed, so
+                # that it would compile the pages' queries, which takes longer than they do.
                 connection.execute(
-                    "select pg_catalog.set_config('statement_timeout', %s, false), case when %s then"
+                    "select pg_catalog.set_config('jit', 'off', false),"
+                    " pg_catalog.set_config('statement_timeout', %s, false), case when %s then"
                     " pg_catalog.set_config('default_transaction_read_only', 'on', false) end",
                     [timeout or self._timeout, read_only],
                 )
