@@ -15,7 +15,9 @@ from starlette.testclient import TestClient
 import pgque.web
 from conftest import Role
 from pgque.web import figures
+from support import jit
 from support.pages import Browser, served, text
+from support.servers import TestServer
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 NewBrowser = Callable[..., Browser]
@@ -58,6 +60,32 @@ def test_streams_and_sinks_are_shown_to_those_who_may_read_them(
     b = browser(reader)
     assert ">Streams</a>" not in b.get("/").text
     b.get("/streams", 403)
+
+
+def test_none_of_the_pages_queries_is_compiled(
+    browser: NewBrowser, admin: Role, queue: str, conn: Connection, server: TestServer
+) -> None:
+    problem = jit.problem(server.dsn)
+    if problem is not None:
+        pytest.skip(problem)
+    conn.execute(
+        f"grant select on pgque.subscriber, pgque.sink_epoch, pgque.sink_attempt to {admin.name}".encode()
+    )
+    conn.execute(f"alter role {admin.name} set jit_above_cost = 0".encode())
+    conn.execute("select pgque.open_stream(%s, 'lakehouse')", [queue])
+    b = browser(admin)
+    b.get("/")
+    b.get("/streams")
+    b.get("/queue", queue=queue)
+    jit.compiled(server.dsn)  # creates the extension, and fails if nothing can be compiled
+    with psycopg.connect(server.dsn, autocommit=True) as counted:
+        found = counted.execute(
+            "select s.query, s.jit_functions from pg_stat_statements as s"
+            " where s.toplevel and s.query like '%%pgque.%%' and s.userid = %s::regrole",
+            [admin.name],
+        ).fetchall()
+    assert any("pgque.subscriber" in query for query, _ in found)
+    assert [query for query, functions in found if functions > 0] == []
 
 
 def test_messages_that_keep_failing_are_shown_and_poison_is_archived(
