@@ -188,7 +188,8 @@ begin
       execute v_change.statements;
       continue;
     end if;
-    if v_change.kind = 'table' and v_room > 0 then
+    -- Only tables are truncated, and LOCK refuses a materialized view.
+    if v_room > 0 and (select c.relkind in ('r', 'p') from pg_catalog.pg_class c where v_change.kind = 'table' and c.oid = pg_catalog.to_regclass(v_change.name)) then
       v_change.statements := pg_catalog.format('lock table only %s in access share mode; ', v_change.name) || v_change.statements;
       v_room := v_room - 1;
     end if;
