@@ -97,7 +97,9 @@ language sql stable as $$
     select o.class_id, o.object_id, o.column_id, o.kind, o.name, a.grantee, a.privilege_type as right_name, pg_catalog.bool_or(a.is_grantable) as is_grantable
     from objects o
     cross join lateral pg_catalog.aclexplode(o.acl) a
-    where a.grantee <> o.owner and (a.grantee = 0 or exists (select from pg_catalog.pg_roles r where r.oid = a.grantee))
+    -- A dropped role has no name.  The snapshot of a REPEATABLE READ transaction may not
+    -- show a new role in pg_roles, but regrole does.
+    where a.grantee <> o.owner and a.grantee::regrole::text <> a.grantee::text
       and (a.grantee <> 0 or o.kind <> 'type' or o.name in ('caller', 'sink_queue'))
     group by 1, 2, 3, 4, 5, 6, 7
   ),
@@ -188,7 +190,8 @@ begin
       execute v_change.statements;
       continue;
     end if;
-    if v_change.kind = 'table' and v_room > 0 then
+    -- Only tables are truncated, and LOCK refuses a materialized view.
+    if v_room > 0 and (select c.relkind in ('r', 'p') from pg_catalog.pg_class c where v_change.kind = 'table' and c.oid = pg_catalog.to_regclass(v_change.name)) then
       v_change.statements := pg_catalog.format('lock table only %s in access share mode; ', v_change.name) || v_change.statements;
       v_room := v_room - 1;
     end if;

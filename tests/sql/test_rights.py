@@ -239,6 +239,21 @@ def test_an_upgrade_leaves_grants_of_administrators_and_health_names_them_with_t
         rows(reader, f"select from {streams}")
 
 
+def test_create_queue_gives_no_rights_to_a_role_that_is_newer_than_its_snapshot(
+    roles: Any, own: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    session = installer(connect(own_dsn, autocommit=False))
+    session.execute("set transaction isolation level repeatable read")
+    assert rows(session, "select from pgque.queue") == []
+    app = roles().name
+    with as_owner(own_dsn) as conn:
+        for kind in ("tables", "sequences", "functions"):
+            conn.execute(f"alter default privileges in schema pgque grant all on {kind} to {app}".encode())
+    value(session, "select pgque.create_queue('q')")
+    session.commit()
+    assert [right for right in column(own, GRANTED) if right.endswith(f" to {app}")] == []
+
+
 # -- other sessions ------------------------------------------------------------
 
 
