@@ -15,8 +15,8 @@
 -- to_jsonb() runs casts that a table's owner may have created.  So roles that change
 -- the table need the role pgque_writer.
 --
--- Rows that a dump loads are no changes: nothing is sent while the queue is being
--- restored.
+-- Rows that a dump loads are no changes: nothing is sent for them while the queue is
+-- being restored (_is_old_change).
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void

@@ -383,6 +383,36 @@ def test_rows_of_a_dump_are_no_changes_for_the_trigger_of_their_table(dumps: Dum
             conn.execute("insert into z_last.item values (2)")
 
 
+def test_a_change_while_a_dump_is_loaded_fails_rather_than_sends_nothing(dumps: Dumps) -> None:
+    """Only rows that pg_restore or a script of pg_dump loads are old: a program's change is a new message."""
+    new_database(dumps.server.dsn, "changed", "plain")
+    with psycopg.connect(dumps.server.dsn_for("changed"), autocommit=True) as conn:
+        value(conn, "select pgque.create_queue('q')")
+        subscribe(conn, "q")
+        conn.execute("create table item (id int primary key)")
+        conn.execute(
+            "create trigger traced after insert on item for each row execute function pgque.jsontriga('q')"
+        )
+    entries = run(
+        dumps.folder,
+        dumps.server.bindir / "pg_restore",
+        "-l",
+        dump(dumps.server, dumps.folder, "changed"),
+    ).splitlines()
+    restore = [dumps.server.bindir / "pg_restore", "--exit-on-error", "-L", dumps.folder / "list"]
+    with fresh(dumps.server) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        for last in (False, True):
+            chosen = [e for e in entries if ("MATERIALIZED VIEW DATA" in e) == last]
+            assert chosen
+            (dumps.folder / "list").write_text("\n".join(chosen) + "\n")
+            run(dumps.folder, *restore, "-d", dsn, dumps.folder / "changed")
+            if not last:
+                refused("55000", lambda c: c.execute("insert into item values (1)"), conn)
+        conn.execute("insert into item values (1)")
+        tick(conn, "q")
+        assert [m.payload for m in receive(conn, "q")] == ['{"id": 1}']
+
+
 def test_a_dump_of_the_schema_needs_the_extension_to_have_the_data(dumps: Dumps) -> None:
     """pg_dump does not warn: the tables of an extension are not in a dump of their schema."""
     for name, options in (("short", ["-n", "pgque"]), ("whole", ["-n", "pgque", "-e", "pgque"])):
