@@ -994,6 +994,60 @@ def test_a_handler_that_ends_the_transaction_of_its_batch_takes_no_other_message
     assert client.receive(subscribed, "c") == []
 
 
+def _closes(own: psycopg.Connection[Any], kept: list[object]) -> None:
+    with own:
+        raise ValueError("no good")
+
+
+def _leaves_a_stream(own: psycopg.Connection[Any], kept: list[object]) -> None:
+    rows = own.cursor().stream("select generate_series(1, 100000)")
+    for _row in rows:
+        raise ValueError("no good")
+
+
+def _returns_amid_a_stream(own: psycopg.Connection[Any], kept: list[object]) -> None:
+    rows = own.cursor().stream("select generate_series(1, 100000)")
+    kept.append(rows)
+    next(rows)
+
+
+def _leaves_a_copy(own: psycopg.Connection[Any], kept: list[object]) -> None:
+    copy = own.cursor().copy("copy ledger from stdin")
+    copy.__enter__()
+    kept.append(copy)
+
+
+@pytest.mark.parametrize("spoil", [_closes, _leaves_a_stream, _returns_amid_a_stream, _leaves_a_copy])
+def test_a_handler_that_spoils_its_connection_fails_alone(
+    dsn: str,
+    client: pgque.PgqueClient,
+    subscribed: str,
+    tick: Tick,
+    wait_until: Wait,
+    conn: Connection,
+    ledger: str,
+    spoil: Callable[[psycopg.Connection[Any], list[object]], None],
+) -> None:
+    """Its message is given up in the end, and the queue goes on."""
+    client.set_queue_config(subscribed, "max_retries", 0)
+    consumer = pgque.Consumer(dsn, queue=subscribed, name="c", transactional=True, poll_interval=0.05)
+    kept: list[object] = []
+
+    @consumer.on("*")
+    def handle(message: pgque.Message, own: psycopg.Connection[Any]) -> None:
+        if message.payload == "spoils":
+            spoil(own, kept)
+        else:
+            _record(message, own)
+
+    client.send_batch(subscribed, "t", ["a", "spoils", "b"])
+    tick(subscribed)
+    with running(consumer):
+        wait_until(lambda: _ledger(conn) == ["a", "b"], timeout=20)
+    assert [letter.ev_data for letter in client.dlq_inspect(subscribed)] == ["spoils"]
+    assert client.receive(subscribed, "c") == []
+
+
 def test_a_message_that_violates_a_deferred_constraint_is_rejected_alone(
     dsn: str,
     client: pgque.PgqueClient,

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import Connection
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 from . import _otel, _payloads, _telemetry
 from ._batches import ACK, MessageOutcome, failure_outcome, outcome_of
@@ -72,6 +72,11 @@ from (
 _TRANSACTION_FAILED = (
     "the handler caught an error of the database, and its transaction has failed: raise the error, or run the"
     " statement in a savepoint (with conn.transaction())"
+)
+
+_LEFT_OPEN = (
+    "the handler returned while its connection is busy: read a stream of rows to its end or close it, and"
+    " leave the with block of a COPY"
 )
 
 _NOT_FOR_CONSUMER = (
@@ -422,7 +427,15 @@ class Consumer:
         """Run a handler in a savepoint, so that one that fails takes only its own work back, and return the
         outcome of its message."""
         with client.conn.transaction() as savepoint:
-            outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
+            try:
+                outcome = self._outcome(self._stopper.handle(handler, message, client.conn))
+            finally:
+                # The next statement would wait for ever, also the rollback to the savepoint.
+                is_busy = _is_busy(client.conn)
+                if is_busy:
+                    client.conn.close()
+            if is_busy:
+                raise RuntimeError(_LEFT_OPEN)
             has_failed = client.conn.info.transaction_status is TransactionStatus.INERROR
             if has_failed and outcome == ACK:
                 raise RuntimeError(_TRANSACTION_FAILED)
@@ -447,14 +460,15 @@ class Consumer:
 
     def _raise_if_lost(self, client: PgqueClient, message: Message, error: Exception) -> None:
         """Raise what takes the whole batch back, where that and not the handler is at fault."""
-        if client.conn.closed or client.conn.broken:
+        if client.conn.broken:
             # Whatever the handler made of that: the batch is delivered again.
             raise PgqueConnectionError(
                 f"the connection was lost while message {message.msg_id} was handled: {described(error)}",
                 queue=self.queue,
             ) from error
         if client.conn.info.transaction_status is not TransactionStatus.INTRANS:
-            # What other handlers wrote in the transaction cannot be acknowledged with it.
+            # What other handlers wrote in the transaction cannot be acknowledged with it. A connection that
+            # the handler closed, as `with conn` does, is not broken.
             outcome = failure_outcome(error, interval(self.retry_after))
             if isinstance(error, HandlerOutcome):
                 outcome = self._outcome(error)
@@ -491,6 +505,12 @@ def _release(client: PgqueClient, batch_id: int, msg_ids: list[int]) -> list[Out
         {"batch": batch_id, "ids": msg_ids},
         Outcome,
     )
+
+
+def _is_busy(conn: Connection[object]) -> bool:
+    """Return whether a connection still sends rows, or takes part in a COPY."""
+    is_active = conn.info.transaction_status is TransactionStatus.ACTIVE
+    return conn.lock.locked() or (is_active and conn.info.pipeline_status is PipelineStatus.OFF)
 
 
 def _constraint_check(client: PgqueClient) -> str:
