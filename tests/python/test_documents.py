@@ -40,7 +40,7 @@ NOT_RUN = {
     "python/docs/managed.md": 1,
     "python/docs/monitoring.md": 4,
     "python/docs/outbox.md": 1,
-    "python/docs/replicas.md": 1,
+    "python/docs/replicas.md": 2,
     "python/docs/ticker.md": 2,
     "python/docs/top.md": 1,
     "python/docs/tutorial.md": 1,
