@@ -587,13 +587,15 @@ $$;
 
 -- Returns those of them that are in the log and that a consumer has not received.  It
 -- reads ids range by range, each twice as long as the one before, until it has enough.
+-- (No sequential scans: if a table was analyzed when it had only the first range, the
+-- planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql set jit = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
   v_position  pgque.position;

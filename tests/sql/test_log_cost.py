@@ -72,3 +72,19 @@ def test_a_look_at_the_log_reads_as_much_with_a_million_messages_as_with_a_thous
     )
     # A binary search over more ticks reads some more; the log and its index have 10,000 blocks.
     assert {name: long[name] - short[name] for name in CALLS if long[name] > short[name] + 500} == {}
+
+
+def test_a_list_of_messages_reads_as_little_if_the_log_was_analyzed_when_it_was_short(
+    own: Connection,
+) -> None:
+    value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q", "behind")
+    fill(own, 2000)
+    own.execute("analyze pgque.event")
+    for table in range(3):
+        own.execute(f"analyze pgque.event_1_{table}".encode())
+    query = CALLS["list_messages"]
+    blocks(own, query)  # the first call also plans, and reads catalogs
+    short = blocks(own, query)
+    fill(own, 200000)
+    assert blocks(own, query) < short + 500  # the log has 2,000 blocks
