@@ -101,16 +101,26 @@ begin
   end if;
   if v_found is not null then
     return v_found;
-  elsif (pgque._last_tick(p_queue)).tick_id is null then
-    return 'its ticks are not loaded';
-  elsif p_queue.queue_reader is not null and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) is null then
-    -- Up to 0.5 the sequence was set only to force a tick.
-    return pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_tick_seq);
-  elsif pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is null then
-    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true')) into strict v_found;
-    if v_found::boolean then
-      return pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_event_seq);
+  end if;
+  -- The locks of the leaves are released at once: the repair locks them before all else.
+  begin
+    if (pgque._last_tick(p_queue)).tick_id is null then
+      v_found := 'its ticks are not loaded';
+    elsif p_queue.queue_reader is not null and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) is null then
+      -- Up to 0.5 the sequence was set only to force a tick.
+      v_found := pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_tick_seq);
+    elsif pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is null then
+      execute pg_catalog.format('select %L where exists (%s)',
+        pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_event_seq), pgque._rows_sql(p_queue.queue_id, 'true'))
+      into v_found;
     end if;
+    perform pgque._let_go();
+  exception
+    when sqlstate 'PQ099' then
+      null;
+  end;
+  if v_found is not null then
+    return v_found;
   end if;
   if not exists (select from pgque.journal) then
     return 'table pgque.journal is not loaded';

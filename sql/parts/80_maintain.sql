@@ -753,6 +753,24 @@ comment on function pgque.maint_lapsed() is
   'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
+-- Locks a queue that was loaded from a dump, its tables and its consumers, in any order:
+-- senders, readers and workers of the queue repair it too, and hold some of these locks.
+-- A worker that has its consumer's row may wait for the tables, so that this call waits
+-- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
+-- nothing to repair any more, so that no lock stays.
+create or replace function pgque._lock_restored(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  execute (select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ') || ' in access exclusive mode' from pgque._leaves(p_queue_id) l);
+  perform pg_catalog.set_config('lock_timeout', '50ms', true);
+  perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
+  if not found then
+    perform pgque._let_go();
+  end if;
+  perform from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update;
+end
+$$;
+
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  The messages that a
 -- consumer had not finished are found by the old numbers and go to its retry queue, due
@@ -773,10 +791,13 @@ begin
     return false;
   end if;
   perform pgque._need_read_committed('a restored queue');
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for update;
-  if not found or not v_queue.queue_restored then
-    return false;
-  end if;
+  begin
+    perform pgque._insist(format('select pgque._lock_restored(%s)', p_queue_id));
+  exception
+    when sqlstate 'PQ099' then
+      return false;
+  end;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
   perform pgque._need_loaded(v_queue);
   v_last := pgque._last_tick(v_queue);
   -- A rotation of 0.4.4 or earlier that waited while the upgrade ran stored its

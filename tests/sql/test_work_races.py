@@ -511,3 +511,29 @@ def test_unsubscribing_meets_a_worker(pool: Connection, pair: Pair) -> None:
     assert ack(pool, batch[0].batch_id) == 0
     refused("PQ011", take, pool, "q")
     assert rows(pool, "select * from pgque.list_workers()") == []
+
+
+def test_senders_and_workers_that_repair_a_restored_queue_at_once_wait_for_each_other(
+    pool: Connection,
+    own_dsn: str,
+    connect: Callable[..., Connection],
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:
+    offer(pool, "q")
+    pool.execute("update pgque.queue set queue_xid = '1'")
+    holder = transaction(dsn=own_dsn)
+    holder.execute("select from pgque.queue for update")
+    jobs = []
+    waiting = "select a.wait_event_type in ('Lock', 'Timeout') from pg_stat_activity as a where a.pid = %s"
+    for call in ("send('q', 'one')", "send('q', 'two')", "subscribe('q', 'other')", "ticker('q')"):
+        query = f"select pgque.{call}"
+        job = background(lambda c, query=query: value(c, query), connect(own_dsn))
+        wait_until(lambda job=job: value(pool, waiting, job.pid), "the call waits for the queue")
+        jobs.append(job)
+    holder.rollback()
+    for job in jobs:
+        job.result()
+    settle(pool, "q")
+    assert {m.payload for m in work_off(pool, "q")} == {"1", "one", "two"}
