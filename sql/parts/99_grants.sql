@@ -73,12 +73,15 @@ language sql stable as $$
       case when c.relname like 'event\_%' or c.relname like 'tick\_%' then pg_catalog.translate(c.relname, '0123456789', '') else c.relname end as name,
       c.relowner as owner, c.relacl as acl
     from pg_catalog.pg_class c
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S') and (p_objects is null or c.oid = any (p_objects))
+    -- By their ids, since the catalog of a server with many queues is large.
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S')
+      and c.oid = any (coalesce(p_objects, array(select k.oid from pg_catalog.pg_class k where k.relnamespace = 'pgque'::regnamespace)))
     union all
     select 'pg_catalog.pg_proc'::regclass, p.oid, 0, case when p.prokind = 'p' then 'procedure' else 'function' end,
       p.proname, p.proowner, coalesce(p.proacl, pg_catalog.acldefault('f', p.proowner))
     from pg_catalog.pg_proc p
-    where p.pronamespace = 'pgque'::regnamespace and (p_objects is null or p.oid = any (p_objects))
+    where p.pronamespace = 'pgque'::regnamespace
+      and p.oid = any (coalesce(p_objects, array(select k.oid from pg_catalog.pg_proc k where k.pronamespace = 'pgque'::regnamespace)))
     union all
     select 'pg_catalog.pg_type'::regclass, t.oid, 0, 'type', t.typname, t.typowner, coalesce(t.typacl, pg_catalog.acldefault('T', t.typowner))
     from pg_catalog.pg_type t

@@ -254,6 +254,21 @@ def test_create_queue_gives_no_rights_to_a_role_that_is_newer_than_its_snapshot(
     assert [right for right in column(own, GRANTED) if right.endswith(f" to {app}")] == []
 
 
+def test_create_queue_reads_a_part_of_the_catalog_that_does_not_grow_with_the_number_of_objects(
+    own: Connection,
+) -> None:
+    own.execute("do $$ begin for n in 1..2000 loop execute 'create sequence pgque.s' || n; end loop; end $$")
+    for number in range(8):  # after five calls, plans are generic
+        value(own, "select pgque.create_queue(%s)", f"q{number}")
+    read = (
+        "select seq_tup_read + idx_tup_fetch from pg_stat_xact_sys_tables where relid = 'pg_class'::regclass"
+    )
+    with own.transaction():
+        before = value(own, read)
+        value(own, "select pgque.create_queue('q')")
+        assert value(own, read) - before < 1000
+
+
 # -- other sessions ------------------------------------------------------------
 
 
