@@ -283,9 +283,9 @@ def is_permanent(error: PgqueError) -> bool:
     """Return True if trying again cannot help: the code or the set-up must change first."""
     if isinstance(error, _PERMANENT):
         return True
-    if error.sqlstate in {"42883", *_POOLER_STATES}:
-        # An upgrade may have taken a function from under a running call; who connects again is told whether
-        # the versions fit. And who connects again prepares nothing.
+    if error.sqlstate in {"42883", "42P01", *_POOLER_STATES}:
+        # An upgrade may have taken a function from under a running call, and a restore may not have created a
+        # table yet. Who connects again is told whether the versions fit, and prepares nothing.
         return False
     # 28: authentication; 42: missing function, missing right, and the like; 3D: no such database.
     return (error.sqlstate or "")[:2] in {"28", "42", "3D"}
