@@ -10311,16 +10311,26 @@ begin
   end if;
   if v_found is not null then
     return v_found;
-  elsif (pgque._last_tick(p_queue)).tick_id is null then
-    return 'its ticks are not loaded';
-  elsif p_queue.queue_reader is not null and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) is null then
-    -- Up to 0.5 the sequence was set only to force a tick.
-    return pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_tick_seq);
-  elsif pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is null then
-    execute pg_catalog.format('select exists (%s)', pgque._rows_sql(p_queue.queue_id, 'true')) into strict v_found;
-    if v_found::boolean then
-      return pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_event_seq);
+  end if;
+  -- The locks of the leaves are released at once: the repair locks them before all else.
+  begin
+    if (pgque._last_tick(p_queue)).tick_id is null then
+      v_found := 'its ticks are not loaded';
+    elsif p_queue.queue_reader is not null and pg_catalog.pg_sequence_last_value(p_queue.queue_tick_seq) is null then
+      -- Up to 0.5 the sequence was set only to force a tick.
+      v_found := pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_tick_seq);
+    elsif pg_catalog.pg_sequence_last_value(p_queue.queue_event_seq) is null then
+      execute pg_catalog.format('select %L where exists (%s)',
+        pg_catalog.format('the value of sequence %s is not loaded', p_queue.queue_event_seq), pgque._rows_sql(p_queue.queue_id, 'true'))
+      into v_found;
     end if;
+    perform pgque._let_go();
+  exception
+    when sqlstate 'PQ099' then
+      null;
+  end;
+  if v_found is not null then
+    return v_found;
   end if;
   if not exists (select from pgque.journal) then
     return 'table pgque.journal is not loaded';
@@ -11206,6 +11216,24 @@ comment on function pgque.maint_lapsed() is
   'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
+-- Locks a queue that was loaded from a dump, its tables and its consumers, in any order:
+-- senders, readers and workers of the queue repair it too, and hold some of these locks.
+-- A worker that has its consumer's row may wait for the tables, so that this call waits
+-- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
+-- nothing to repair any more, so that no lock stays.
+create or replace function pgque._lock_restored(p_queue_id int) returns void
+language plpgsql as $$
+begin
+  execute (select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ') || ' in access exclusive mode' from pgque._leaves(p_queue_id) l);
+  perform pg_catalog.set_config('lock_timeout', '50ms', true);
+  perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
+  if not found then
+    perform pgque._let_go();
+  end if;
+  perform from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null order by s.sub_id for no key update;
+end
+$$;
+
 -- Makes a queue that was loaded from a dump usable.  Its events and ticks name
 -- transactions of another cluster, which mean nothing here.  The messages that a
 -- consumer had not finished are found by the old numbers and go to its retry queue, due
@@ -11226,10 +11254,13 @@ begin
     return false;
   end if;
   perform pgque._need_read_committed('a restored queue');
-  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id for update;
-  if not found or not v_queue.queue_restored then
-    return false;
-  end if;
+  begin
+    perform pgque._insist(format('select pgque._lock_restored(%s)', p_queue_id));
+  exception
+    when sqlstate 'PQ099' then
+      return false;
+  end;
+  select q.* into v_queue from pgque.queue q where q.queue_id = p_queue_id;
   perform pgque._need_loaded(v_queue);
   v_last := pgque._last_tick(v_queue);
   -- A rotation of 0.4.4 or earlier that waited while the upgrade ran stored its
@@ -12827,13 +12858,15 @@ $$;
 
 -- Returns those of them that are in the log and that a consumer has not received.  It
 -- reads ids range by range, each twice as long as the one before, until it has enough.
+-- (No sequential scans: if a table was analyzed when it had only the first range, the
+-- planner expects that all its rows are in that range.)
 create or replace function pgque._messages_ahead(
   p_queue pgque.queue, p_sub pgque.subscriber, p_limit int, p_where text, p_status text, p_after bigint, p_places text[],
   out msg_id bigint, out consumer_name text, out status text, out type text, out payload text, out headers jsonb, out key text,
   out payload_bytes bytea, out created_at timestamptz, out available_at timestamptz, out receive_count int, out retry_count int,
   out last_error text, out expires_at timestamptz, out worker text, out batch_id bigint, out dl_id bigint
 ) returns setof record
-language plpgsql set jit = off as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_moved     boolean := pgque._noted(p_queue.queue_id, '{moved,external}');
   v_position  pgque.position;
@@ -13828,7 +13861,12 @@ begin
   return next;
 
   check_name := 'rights'; queue := null;
-  select h.* into status, detail, advice from pgque._health_rights() h;
+  if pgque._loading() is null then
+    select h.* into status, detail, advice from pgque._health_rights() h;
+  else
+    -- pg_restore grants and revokes at the end.
+    status := 'ok'; detail := 'not checked while a dump is being loaded'; advice := null;
+  end if;
   return next;
 
   check_name := 'open transactions'; queue := null;
@@ -14446,12 +14484,15 @@ language sql stable as $$
       case when c.relname like 'event\_%' or c.relname like 'tick\_%' then pg_catalog.translate(c.relname, '0123456789', '') else c.relname end as name,
       c.relowner as owner, c.relacl as acl
     from pg_catalog.pg_class c
-    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S') and (p_objects is null or c.oid = any (p_objects))
+    -- By their ids, since the catalog of a server with many queues is large.
+    where c.relnamespace = 'pgque'::regnamespace and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S')
+      and c.oid = any (coalesce(p_objects, array(select k.oid from pg_catalog.pg_class k where k.relnamespace = 'pgque'::regnamespace)))
     union all
     select 'pg_catalog.pg_proc'::regclass, p.oid, 0, case when p.prokind = 'p' then 'procedure' else 'function' end,
       p.proname, p.proowner, coalesce(p.proacl, pg_catalog.acldefault('f', p.proowner))
     from pg_catalog.pg_proc p
-    where p.pronamespace = 'pgque'::regnamespace and (p_objects is null or p.oid = any (p_objects))
+    where p.pronamespace = 'pgque'::regnamespace
+      and p.oid = any (coalesce(p_objects, array(select k.oid from pg_catalog.pg_proc k where k.pronamespace = 'pgque'::regnamespace)))
     union all
     select 'pg_catalog.pg_type'::regclass, t.oid, 0, 'type', t.typname, t.typowner, coalesce(t.typacl, pg_catalog.acldefault('T', t.typowner))
     from pg_catalog.pg_type t

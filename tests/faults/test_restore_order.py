@@ -284,7 +284,12 @@ def test_data_that_is_loaded_alone_is_used_after_the_operator_confirms_it(dumps:
             with restores.ticker(dsn):
                 refused("55000", send, conn, "q", "too early")
             assert {found[1] for found in health(conn)} == {None, "empty", "once", "paused", "q"}
+            conn.execute("grant select on pgque.event to public")
+            rights = "select h.status from pgque.health() as h where h.check_name = 'rights'"
+            assert value(conn, rights) == "ok"  # a dump grants and revokes at its end
             assert value(conn, "select pgque.confirm_restore()") == 4
+            assert value(conn, rights) == "warn"
+            conn.execute("revoke select on pgque.event from public")
             assert health(conn) == []
             test_restore.check(conn, dumps.alone[kind])
 
