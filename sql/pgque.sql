@@ -2251,8 +2251,8 @@ $$;
 -- an empty subquery may give a null later.
 create or replace function pgque._may(p_caller name, p_right text, p_queue_id int) returns boolean
 language plpgsql as $$
-begin
-  return coalesce(
+declare
+  v_may  boolean := coalesce(
     p_caller = current_user collate pg_catalog."C"
     or pg_catalog.pg_has_role(p_caller, case p_right when 'produce' then 'pgque_writer' when 'admin' then 'pgque_admin' else 'pgque_reader' end, 'usage')
     or exists (
@@ -2260,6 +2260,15 @@ begin
       where r.right_queue = p_queue_id and (r.right_name in (p_right, 'admin') or p_right = 'see') and r.right_valid
         and pg_catalog.pg_has_role(p_caller, r.right_role, 'usage')),
     false);
+begin
+  -- An upgrade from 0.7.0 or earlier rewrites the table of rights, and to a transaction
+  -- whose snapshot is older the table is empty.
+  if not v_may and pgque._old_snapshot() and pg_catalog.pg_relation_filenode('pgque.queue_right') is distinct from (
+    select c.relfilenode from pg_catalog.pg_class c where c.oid = 'pgque.queue_right'::regclass)
+  then
+    perform pgque._overtaken();
+  end if;
+  return v_may;
 end
 $$;
 

@@ -398,3 +398,28 @@ def test_an_upgrade_keeps_the_rights_to_single_queues_and_drops_those_of_dropped
     assert sorted(column(own, "select right_role_name::text from pgque.queue_right")) == sorted(
         [user.name, late.name]
     )
+
+
+def test_a_transaction_that_is_older_than_the_upgrade_is_told_to_retry_and_not_that_it_has_no_right(
+    roles: Any, fresh_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    install_earlier(fresh_dsn, "0.7.0")
+    own = connect(fresh_dsn)
+    user, stranger = (roles(dbname=own.info.dbname) for _ in range(2))
+    value(own, "select pgque.create_queue('q')")
+    value(own, "select pgque.create_queue('other')")
+    value(own, "select pgque.grant_queue('q', %s, 'produce')", user.name)
+    value(own, "select pgque.grant_queue('other', %s, 'produce')", stranger.name)
+    session = connect(user.dsn, autocommit=False)
+    session.execute("set transaction isolation level repeatable read")
+    session.execute("select from pg_catalog.pg_class limit 1")
+    install(fresh_dsn)
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        send(session, "q")
+    session.rollback()
+    assert send(session, "q")
+    session.rollback()
+    other = connect(stranger.dsn, autocommit=False)
+    other.execute("set transaction isolation level repeatable read")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        send(other, "q")
