@@ -22,9 +22,9 @@ begin
         p_item.ev_bytes);
       return;
     exception
-      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
-        -- The queue does not take it now, or no longer exists; the message must not be
-        -- lost.
+      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table or object_not_in_prerequisite_state then
+        -- The queue does not take it now (it may be waiting for the end of a restore), or
+        -- no longer exists; the message must not be lost.
         null;
     end;
   end if;

@@ -753,15 +753,19 @@ comment on function pgque.maint_lapsed() is
   'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
--- Locks a queue that was loaded from a dump, its tables and its consumers, in any order:
--- senders, readers and workers of the queue repair it too, and hold some of these locks.
+-- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
+-- readers and workers of the queue repair it too, and hold some of these locks.
 -- A worker that has its consumer's row may wait for the tables, so that this call waits
 -- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
 -- nothing to repair any more, so that no lock stays.
 create or replace function pgque._lock_restored(p_queue_id int) returns void
 language plpgsql as $$
 begin
-  execute (select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ') || ' in access exclusive mode' from pgque._leaves(p_queue_id) l);
+  -- In the order of readers: the newest tick, other ticks, messages.
+  execute (
+    select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ' order by l.kind desc, q.queue_id is null, l.n) || ' in access exclusive mode'
+    from pgque._leaves(p_queue_id) l
+    left join pgque.queue q on q.queue_id = p_queue_id and q.queue_cur_table = l.n);
   perform pg_catalog.set_config('lock_timeout', '50ms', true);
   perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
   if not found then

@@ -537,3 +537,17 @@ def test_senders_and_workers_that_repair_a_restored_queue_at_once_wait_for_each_
         job.result()
     settle(pool, "q")
     assert {m.payload for m in work_off(pool, "q")} == {"1", "one", "two"}
+
+
+def test_a_message_is_given_up_while_the_queue_of_dead_letters_waits_for_a_restore(
+    pool: Connection, own_dsn: str, connect: Callable[..., Connection]
+) -> None:
+    value(pool, "select pgque.create_queue('bad')")
+    configure(pool, "q", max_retries=0, dead_letter_queue="bad")
+    [sent] = offer(pool, "q")
+    pool.execute("update pgque.queue set queue_xid = '1' where queue_name = 'bad'")
+    connect(own_dsn, application_name="pg_restore").execute("select 1")
+    refused("55000", value, pool, "select pgque.send('bad', 'x')")
+    [message] = take(pool, "q")
+    nack(pool, message)
+    assert list(dead_letters(pool, "q")) == [sent]
