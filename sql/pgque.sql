@@ -232,7 +232,7 @@ language plpgsql as $$
 begin
   if pgque._old_snapshot() then
     perform pgque._fail('invalid_transaction_state', pg_catalog.format('%s needs a READ COMMITTED transaction', p_what),
-      'Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than the last tick.');
+      'Call it in a READ COMMITTED transaction of its own. The snapshot of a REPEATABLE READ or SERIALIZABLE transaction may be older than what the call has to see.');
   end if;
 end
 $$;
@@ -2159,6 +2159,8 @@ declare
   v_queue  pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
 begin
   if drop_queue.force is not true then
+    -- An older snapshot does not show who has subscribed since.
+    perform pgque._need_read_committed('drop_queue() without force');
     perform pgque._need_unused(v_queue);
   end if;
   perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
@@ -2170,7 +2172,7 @@ comment on function pgque.drop_queue(text, boolean, pgque.caller) is
   'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, recurring messages, '
   'delayed messages, retries or dead letters, or takes the dead letters of another queue. Messages in the log that no consumer will get do not '
   'count. The call waits for open transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; '
-  'PQ006 force is needed and is not true.';
+  'PQ006 force is needed and is not true; 25000 without force in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Returns the six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)
@@ -9183,9 +9185,9 @@ begin
         p_item.ev_bytes);
       return;
     exception
-      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table then
-        -- The queue does not take it now, or no longer exists; the message must not be
-        -- lost.
+      when sqlstate 'PQ001' or sqlstate 'PQ003' or sqlstate 'PQ013' or undefined_table or object_not_in_prerequisite_state then
+        -- The queue does not take it now (it may be waiting for the end of a restore), or
+        -- no longer exists; the message must not be lost.
         null;
     end;
   end if;
@@ -10403,17 +10405,21 @@ $$;
 -- alone: this session loads a dump, and the queue is being restored.  The messages about
 -- the row are in the same dump.  Each script of pg_dump and each session of pg_restore
 -- turns check_function_bodies off.  A change by any other session is a new one, so it
--- fails as a send does.
-create or replace function pgque._is_old_change(p_queue text) returns boolean
+-- fails as a send does.  A role without a right to the queue learns nothing of it, and
+-- its send is refused.
+create or replace function pgque._is_old_change(p_queue text, caller pgque.caller default current_user) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue;
 begin
-  if current_setting('check_function_bodies')::boolean then
+  if caller is null then
+    perform pgque._no_right(caller, 'produce', p_queue);
+  elsif current_setting('check_function_bodies')::boolean then
     return false;
   end if;
   select q.* into v_queue from pgque.queue q where q.queue_name = p_queue collate "default";
   return case
+    when not pgque._may(caller, 'produce', v_queue.queue_id) then false
     when v_queue.queue_id is null then pgque._loading() is not null
     when v_queue.queue_restored then pgque._lacks(v_queue) is not null
     else false
@@ -11225,15 +11231,19 @@ comment on function pgque.maint_lapsed() is
   'Gives up messages whose last lease expired and whose attempts are used up, at most 10,000, also if no worker receives for the consumer. Returns '
   'their number. Part of maint().';
 
--- Locks a queue that was loaded from a dump, its tables and its consumers, in any order:
--- senders, readers and workers of the queue repair it too, and hold some of these locks.
+-- Locks a queue that was loaded from a dump, its tables and its consumers.  Senders,
+-- readers and workers of the queue repair it too, and hold some of these locks.
 -- A worker that has its consumer's row may wait for the tables, so that this call waits
 -- for rows only briefly, and _insist() releases the tables.  Raises PQ099 if there is
 -- nothing to repair any more, so that no lock stays.
 create or replace function pgque._lock_restored(p_queue_id int) returns void
 language plpgsql as $$
 begin
-  execute (select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ') || ' in access exclusive mode' from pgque._leaves(p_queue_id) l);
+  -- In the order of readers: the newest tick, other ticks, messages.
+  execute (
+    select 'lock table ' || pg_catalog.string_agg(l.leaf, ', ' order by l.kind desc, q.queue_id is null, l.n) || ' in access exclusive mode'
+    from pgque._leaves(p_queue_id) l
+    left join pgque.queue q on q.queue_id = p_queue_id and q.queue_cur_table = l.n);
   perform pg_catalog.set_config('lock_timeout', '50ms', true);
   perform from pgque.queue q where q.queue_id = p_queue_id and q.queue_restored for update;
   if not found then

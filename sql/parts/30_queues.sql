@@ -680,6 +680,8 @@ declare
   v_queue  pgque.queue := pgque._queue(drop_queue.queue_name, caller, 'admin');
 begin
   if drop_queue.force is not true then
+    -- An older snapshot does not show who has subscribed since.
+    perform pgque._need_read_committed('drop_queue() without force');
     perform pgque._need_unused(v_queue);
   end if;
   perform pgque._insist(format('select pgque._drop_queue(%s, %L, %L)', v_queue.queue_id, v_queue.queue_name, drop_queue.force));
@@ -691,7 +693,7 @@ comment on function pgque.drop_queue(text, boolean, pgque.caller) is
   'Drops a queue with its messages, retries and dead letters, and returns 1. force is needed while the queue has consumers, recurring messages, '
   'delayed messages, retries or dead letters, or takes the dead letters of another queue. Messages in the log that no consumer will get do not '
   'count. The call waits for open transactions that sent to the queue. Maintenance drops the empty tables later. Errors: PQ001 no such queue; '
-  'PQ006 force is needed and is not true.';
+  'PQ006 force is needed and is not true; 25000 without force in a REPEATABLE READ or SERIALIZABLE transaction.';
 
 -- Returns the six tables of a queue.
 create or replace function pgque._leaves(p_queue_id int) returns table (kind text, n int, leaf text)

@@ -184,17 +184,21 @@ $$;
 -- alone: this session loads a dump, and the queue is being restored.  The messages about
 -- the row are in the same dump.  Each script of pg_dump and each session of pg_restore
 -- turns check_function_bodies off.  A change by any other session is a new one, so it
--- fails as a send does.
-create or replace function pgque._is_old_change(p_queue text) returns boolean
+-- fails as a send does.  A role without a right to the queue learns nothing of it, and
+-- its send is refused.
+create or replace function pgque._is_old_change(p_queue text, caller pgque.caller default current_user) returns boolean
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue  pgque.queue;
 begin
-  if current_setting('check_function_bodies')::boolean then
+  if caller is null then
+    perform pgque._no_right(caller, 'produce', p_queue);
+  elsif current_setting('check_function_bodies')::boolean then
     return false;
   end if;
   select q.* into v_queue from pgque.queue q where q.queue_name = p_queue collate "default";
   return case
+    when not pgque._may(caller, 'produce', v_queue.queue_id) then false
     when v_queue.queue_id is null then pgque._loading() is not null
     when v_queue.queue_restored then pgque._lacks(v_queue) is not null
     else false

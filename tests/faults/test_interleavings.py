@@ -885,7 +885,7 @@ def is_there(arena: Arena, queue: str) -> bool:
     return bool(value(arena.conn, "select count(*) from pgque.queue as q where q.queue_name = %s", queue))
 
 
-@pair(unread, subscribe_late, drop(False), old="ab", allowed="PQ001 PQ006")
+@pair(unread, subscribe_late, drop(False), old="ab", allowed="PQ001 PQ006 25000")
 def a_queue_with_a_new_consumer_is_not_dropped(arena: Arena, state: State, a: Side, b: Side) -> None:
     assert is_there(arena, state.queue) is not b.committed
     if a.committed:

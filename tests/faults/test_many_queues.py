@@ -96,7 +96,9 @@ def test_samples_of_lags_leave_locks_for_others(crowd: Connection) -> None:
     crowd.execute("select setval('pgque.sampled', 1)")
     with crowd.transaction():
         crowd.execute("select pgque.maint_lags()")
-        assert number(crowd, "select count(*) from pg_locks l where l.pid = pg_backend_pid()") < QUEUES / 2
+        # Those of queues, without what the call reads in any case.
+        held = "select count(*) from pg_locks l where l.pid = pg_backend_pid() and l.relation::regclass::text ~ '_[0-9]+_'"
+        assert 0 < number(crowd, held) < QUEUES / 2
 
 
 def test_the_tables_of_many_dropped_queues_go_a_few_at_a_time(crowd: Connection, crowded_dsn: str) -> None:

@@ -404,7 +404,12 @@ def test_a_change_while_a_dump_is_loaded_fails_rather_than_sends_nothing(dumps: 
         "-l",
         dump(dumps.server, dumps.folder, "changed"),
     ).splitlines()
-    restore = [dumps.server.bindir / "pg_restore", "--exit-on-error", "-L", dumps.folder / "list"]
+    restore: list[str | Path] = [
+        dumps.server.bindir / "pg_restore",
+        "--exit-on-error",
+        "-L",
+        dumps.folder / "list",
+    ]
     with fresh(dumps.server) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
         for last in (False, True):
             chosen = [e for e in entries if ("MATERIALIZED VIEW DATA" in e) == last]

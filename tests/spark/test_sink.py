@@ -714,7 +714,9 @@ def test_write_jdbc_writes_through_a_pooler_again_and_again(
     """The driver's names of prepared statements are the same in each connection."""
     with pgbouncer.through(dsn) as pooled:
         parts = conninfo_to_dict(pooled)
-        options = {name: str(parts[name]) for name in ("host", "port", "dbname", "user", "password")}
+        options: dict[str, Any] = {
+            name: str(parts[name]) for name in ("host", "port", "dbname", "user", "password")
+        }
         for _ in range(4):
             pgque.spark.write_jdbc(numbers(spark, 1000, 2), queue, **options)
     assert arrived(conn, queue) == Counter({payload: 4 * n for payload, n in counted(1000).items()})

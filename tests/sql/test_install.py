@@ -45,7 +45,9 @@ EARLIER: list[Any] = [
     *(pytest.param(version, marks=pytest.mark.slow) for version in ("0.4.4", "0.5.0", "0.5.1", "0.6.0")),
     "0.7.0",
 ]
-BEFORE_ONE_PATH = EARLIER[:-2]  # since 0.6.0 a version has the delivery of today: batches and positions stay as they are
+BEFORE_ONE_PATH = EARLIER[
+    :-2
+]  # since 0.6.0 a version has the delivery of today: batches and positions stay as they are
 
 
 def install(dsn: str) -> list[str]:

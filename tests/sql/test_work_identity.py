@@ -138,6 +138,7 @@ def test_every_function_that_takes_a_queue_takes_its_id(own: Connection) -> None
         "get_message",
         "tick_for",
         "next_tick",
+        "queue_incarnation",
         "read_window",
         "sink_commit",
         "maint_retain",

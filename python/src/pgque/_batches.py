@@ -81,8 +81,10 @@ def outcome_of(returned: object, success: MessageOutcome, retry_after: timedelta
             return RELEASE
         case HandlerOutcome():
             # Of a class of the program's own, whose __init__ does not call the one of Retry or Dead.
-            error = TypeError(f"{type(returned).__qualname__} has none of the attributes of Retry or Dead")
-            return failure_outcome(error, retry_after)
+            name = type(returned).__qualname__
+            return failure_outcome(
+                TypeError(f"{name} has none of the attributes of Retry or Dead"), retry_after
+            )
     return success
 
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgque.web")
 
 # The settings of one transaction. A setting of the session would stay with a pooler's session, where it would
-# refuse other clients' sends. A role or a database that is read only by a setting of its own stays so. JIT is off,
-# since the planner expects many rows of functions and of tables that were never analyzed, so that it would compile
-# the page's queries, which takes longer than they do.
+# refuse other clients' sends. A role or a database that is read only by a setting of its own stays so. JIT is
+# off: the planner expects many rows of functions, and of tables that were never analyzed, and would compile the
+# page's queries, which takes longer than they do.
 _SETTINGS = (
-    "select pg_catalog.set_config('jit', 'off', true), pg_catalog.set_config('statement_timeout', %s, true), case when %s then"
-    " pg_catalog.set_config('transaction_read_only', 'on', true) end"
+    "select pg_catalog.set_config('jit', 'off', true), pg_catalog.set_config('statement_timeout', %s, true),"
+    " case when %s then pg_catalog.set_config('transaction_read_only', 'on', true) end"
 )
 
 Parameters: TypeAlias = Sequence[object] | Mapping[str, object]
