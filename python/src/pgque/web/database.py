@@ -24,7 +24,7 @@ log = logging.getLogger("pgque.web")
 
 # The settings of one transaction. A setting of the session would stay with a pooler's session, where it would
 # refuse other clients' sends. A role or a database that is read only by a setting of its own stays so. JIT is
-# off: the planner expects many rows of functions, and of tables that were never analyzed, and would compile the
+# off: the planner expects many rows of functions and of tables that were never analyzed. It would compile the
 # page's queries, which takes longer than they do.
 _SETTINGS = (
     "select pg_catalog.set_config('jit', 'off', true), pg_catalog.set_config('statement_timeout', %s, true),"
