@@ -655,6 +655,7 @@ begin
   perform pgque._drop_archive(p_queue_id, null);
   delete from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null;
   delete from pgque.subscriber s where s.sub_queue = p_queue_id;
+  perform pgque._forget_positions();
   delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
   delete from pgque.queue_right r where r.right_queue = p_queue_id;

@@ -301,6 +301,13 @@ begin
 end
 $$;
 
+-- Deletes the positions of former consumers once the last consumer is unsubscribed: in a
+-- dump, positions without consumers show that the consumers are not loaded yet (_lacks).
+create or replace function pgque._forget_positions() returns void
+language sql as $$
+  delete from pgque.position where not exists (select from pgque.subscriber)
+$$;
+
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -323,6 +330,7 @@ begin
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
+  perform pgque._forget_positions();
   perform pgque._did('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
   return v_count + v_rows;
 end

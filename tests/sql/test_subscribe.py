@@ -274,6 +274,7 @@ def test_numbers_that_are_taken_are_passed_over_and_the_sequence_begins_again_at
 
 def test_the_number_of_a_consumer_that_left_a_position_is_not_taken_again(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
+    subscribe(own, "q", "stays")  # when the last consumer leaves, no position is kept
     subscribe(own, "q", "a")
     number = value(own, NUMBER, "a")
     send(own, "q")

@@ -551,3 +551,13 @@ def test_a_message_is_given_up_while_the_queue_of_dead_letters_waits_for_a_resto
     [message] = take(pool, "q")
     nack(pool, message)
     assert list(dead_letters(pool, "q")) == [sent]
+
+
+@pytest.mark.parametrize("call", ["unsubscribe('q', 'c')", "drop_queue('q', true)"])
+def test_a_dump_without_consumers_is_complete_right_after_the_last_one_was_removed(
+    pool: Connection, call: str
+) -> None:
+    value(pool, "select pgque.create_queue('other')")
+    value(pool, f"select pgque.{call}")
+    pool.execute("update pgque.queue set queue_xid = '1'")
+    assert value(pool, "select pgque.send('other', 'x')")
