@@ -2134,6 +2134,7 @@ begin
   perform pgque._drop_archive(p_queue_id, null);
   delete from pgque.subscriber s where s.sub_queue = p_queue_id and s.sub_main is null;
   delete from pgque.subscriber s where s.sub_queue = p_queue_id;
+  perform pgque._forget_positions();
   delete from pgque.retry_queue r where r.ev_queue = p_queue_id;
   delete from pgque.dead_letter d where d.dl_queue_id = p_queue_id;
   delete from pgque.queue_right r where r.right_queue = p_queue_id;
@@ -6505,6 +6506,13 @@ begin
 end
 $$;
 
+-- Deletes the positions of former consumers once the last consumer is unsubscribed: in a
+-- dump, positions without consumers show that the consumers are not loaded yet (_lacks).
+create or replace function pgque._forget_positions() returns void
+language sql as $$
+  delete from pgque.position where not exists (select from pgque.subscriber)
+$$;
+
 create or replace function pgque.unsubscribe(queue_name text, consumer_name text, caller pgque.caller default current_user) returns int
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
@@ -6527,6 +6535,7 @@ begin
   delete from pgque.retry_queue r where r.ev_owner = v_main;
   delete from pgque.subscriber s where s.sub_id = v_main;
   get diagnostics v_rows = row_count;
+  perform pgque._forget_positions();
   perform pgque._did('unsubscribe', v_queue.queue_name, jsonb_build_object('consumer_name', unsubscribe.consumer_name)) where v_rows > 0;
   return v_count + v_rows;
 end
