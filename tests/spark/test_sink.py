@@ -707,7 +707,6 @@ def way_in(jdbc: Any) -> dict[str, Any]:
     return {"url": jdbc.url(), "user": jdbc.user, "password": jdbc.password}
 
 
-@pytest.mark.pgbouncer
 def test_write_jdbc_writes_through_a_pooler_again_and_again(
     spark: SparkSession, dsn: str, conn: Connection, queue: str
 ) -> None:

@@ -260,7 +260,9 @@ def test_no_collation_of_an_argument_tells_a_queue_without_a_right_from_one_that
                 call = f"select * from pgque.{function}({spelled(arguments, known, '1')})"
                 answers.append(answer_in_full(user, call, name))
             tried += 1
-            if answers[0] != answers[1] or answers[0] != answers[2] or answers[0][0] != DENIED:
+            # A trigger asks this one before it knows whether it sends: it is false for a role without a right.
+            denied = function == "_is_old_change" or answers[0][0] == DENIED
+            if answers[0] != answers[1] or answers[0] != answers[2] or not denied:
                 told.append((function, answers))
     assert told == [], "\n".join(map(str, told))
     assert tried > 40
