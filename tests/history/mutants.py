@@ -10,7 +10,10 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "a window leaves out what ran when it began": (
         "never arrived",
         [
-            ("if v_late is not null then", "if false then"),
+            (
+                "if pg_catalog.pg_snapshot_xmin(p_from) < pg_catalog.pg_snapshot_xmax(p_from) then\n    v_xids := v_xids + (",
+                "if false then\n    v_xids := v_xids + (",
+            ),
             ("if pg_catalog.cardinality(v_late) > 0 then", "if false then"),
         ],
     ),
@@ -18,8 +21,8 @@ MUTANTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "came again after its ack",
         [
             (
-                "v_lo     bigint := pg_catalog.pg_snapshot_xmax(p_from)",
-                "v_lo     bigint := pg_catalog.pg_snapshot_xmin(p_from)",
+                "v_lo    bigint := pg_catalog.pg_snapshot_xmax(p_from)::text::bigint;",
+                "v_lo    bigint := pg_catalog.pg_snapshot_xmin(p_from)::text::bigint;",
             ),
             (
                 "v_lo    xid8 := pg_catalog.pg_snapshot_xmax(p_from);",
