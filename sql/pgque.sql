@@ -6211,7 +6211,7 @@ $$;
 -- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
 -- PQ011 if there is none.
 create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
-language plpgsql as $$
+language plpgsql set jit = off as $$
 declare
   v_found  record;
 begin
@@ -7996,7 +7996,7 @@ create or replace function pgque.get_batch_cursor(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_cursor  refcursor := $2;
 begin
@@ -14193,7 +14193,7 @@ $$;
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue   text := p_args[0];   -- trigger arguments count from 0
   v_opts    text[] := p_args[1:];
@@ -14280,7 +14280,7 @@ language sql immutable strict as $$
 $$;
 
 create or replace function pgque.jsontriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
@@ -14297,7 +14297,7 @@ comment on function pgque.jsontriga() is
   'paused, or the change is denied.';
 
 create or replace function pgque.logutriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
@@ -14310,7 +14310,7 @@ $$;
 comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
 
 create or replace function pgque.sqltriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);

@@ -130,6 +130,8 @@ def server() -> Iterator[TestServer]:
     server = _start_server()
     yield server
     problem = jit.problem(server.dsn)
+    if os.environ.get("PGQUE_JIT_GUARD") == "off":
+        return
     if problem is None:
         assert jit.compiled(server.dsn) == []
     elif "jit" in _required():

@@ -6,7 +6,7 @@
 -- of the journal, and whether acknowledged messages are archived.  Raises PQ001 or
 -- PQ011 if there is none.
 create or replace function pgque._find(p_queue text, p_consumer text, p_caller name, out sub pgque.subscriber, out leaf int, out archives boolean)
-language plpgsql as $$
+language plpgsql set jit = off as $$
 declare
   v_found  record;
 begin

@@ -185,7 +185,7 @@ create or replace function pgque.get_batch_cursor(
   out ev_extra1 text, out ev_extra2 text, out ev_extra3 text, out ev_extra4 text,
   out ev_headers jsonb, out ev_key text, out ev_bytes bytea, out ev_expires timestamptz, out ev_error text
 ) returns setof record
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_cursor  refcursor := $2;
 begin

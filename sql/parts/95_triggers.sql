@@ -20,7 +20,7 @@
 create or replace function pgque._row_event(
   p_format text, p_op text, p_table regclass, p_args text[], p_new jsonb, p_old jsonb
 ) returns void
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
   v_queue   text := p_args[0];   -- trigger arguments count from 0
   v_opts    text[] := p_args[1:];
@@ -107,7 +107,7 @@ language sql immutable strict as $$
 $$;
 
 create or replace function pgque.jsontriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._row_event('json', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
@@ -124,7 +124,7 @@ comment on function pgque.jsontriga() is
   'paused, or the change is denied.';
 
 create or replace function pgque.logutriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._row_event('url', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);
@@ -137,7 +137,7 @@ $$;
 comment on function pgque.logutriga() is 'Sends each change of a table as jsontriga() does, with the row as URL-encoded pairs.';
 
 create or replace function pgque.sqltriga() returns trigger
-language plpgsql set search_path = pg_catalog, pgque, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 begin
   perform pgque._row_event('sql', tg_op, tg_relid::regclass, tg_argv,
     case when tg_op in ('INSERT', 'UPDATE') then to_jsonb(new) end, case when tg_op in ('UPDATE', 'DELETE') then to_jsonb(old) end);

@@ -219,10 +219,12 @@ def conclude(h: History, conn: psycopg.Connection[Any], threads: dict[str, threa
     h.faults += [d for d in h.deadlocks if not re.match(r"[pk]\d|look|vacuum|passer|dump", d)]
     h.stats["milliseconds to judge"] = round((time.monotonic() - began) * 1000)
     time.sleep(1)  # the statistics come a little later
+    # Rotation deletes ticks of newer tables that a late writer left rows behind: see _forget_ticks().
     for table, updates, deletes in rows(
         conn,
         "select relname, n_tup_upd, n_tup_del from pg_stat_user_tables where schemaname = 'pgque'"
-        " and relname ~ '^(event|tick|position|settled)_' and n_tup_upd + n_tup_del > 0",
+        " and relname ~ '^(event|tick|position|settled)_'"
+        " and n_tup_upd + case when relname like 'tick%' then 0 else n_tup_del end > 0",
     ):
         h.faults.append(f"{table} has {updates} updated and {deletes} deleted rows")
     h.stats["messages"] = sum(s.fate == "committed" for s in h.sent.values())

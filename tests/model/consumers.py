@@ -495,6 +495,8 @@ class Consumers(RuleBasedStateMachine):
             self.m.drop(consumer, self.now)
             gone = self.m.positions.pop(consumer).sub
             self.m.waiting = [w for w in self.m.waiting if w.owner != gone]
+            # The journal has no other consumer, so it may be emptied.
+            self.m.turned = self.m.turned or not self.m.positions
 
     def _seek(self, consumer: str, back: int, how: str) -> None:
         goal = max(self.m.ticks[-1].id - back, 0)
