@@ -355,6 +355,9 @@ class Roles:
                 )
             )
             self._names.append(name)
+            # Roles are of the whole server: grant_queue() of an earlier test may have made these members.
+            for group in (APP, "pgque_reader", "pgque_writer"):
+                connection.execute(sql.SQL("revoke pgque_user from {}").format(sql.Identifier(group)))
             connection.execute(sql.SQL("grant {} to {}").format(sql.Identifier(APP), sql.Identifier(name)))
             for group in member_of:
                 full = group if group.startswith(("pgque_", "pg_")) else f"pgque_{group}"
