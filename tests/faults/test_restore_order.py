@@ -84,6 +84,15 @@ def fresh(server: embedded.Server) -> Iterator[str]:
             admin.execute(f"drop database {name} with (force)".encode())
 
 
+def load_twice(dumps: Dumps, source: str, dsn: str, *options: str) -> None:
+    """Dump the schema and then, with these options, the data alone, and load each script."""
+    bindir = dumps.server.bindir
+    for part in (["--schema-only"], ["--data-only", *options]):
+        script = dumps.folder / f"{secrets.token_hex(4)}.sql"
+        run(dumps.folder, bindir / "pg_dump", *part, "-f", script, "-d", source)
+        run(dumps.folder, bindir / "psql", "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", dsn, "-f", script)
+
+
 def health(conn: Connection) -> list[tuple[str, str | None, str]]:
     """Return the checks of a restore that is not complete: check, queue, advice."""
     return [
@@ -265,21 +274,7 @@ def test_a_part_that_failed_is_loaded_later_and_nothing_is_lost(dumps: Dumps, ki
 def test_data_that_is_loaded_alone_is_used_after_the_operator_confirms_it(dumps: Dumps, kind: str) -> None:
     source = dumps.server.dsn_for(f"alone_{kind}")
     with fresh(dumps.server) as dsn:
-        for n, options in enumerate((["--schema-only"], ["--data-only", "--disable-triggers"])):
-            script = dumps.folder / f"{kind}_{n}.sql"
-            run(dumps.folder, dumps.server.bindir / "pg_dump", *options, "-f", script, "-d", source)
-            run(
-                dumps.folder,
-                dumps.server.bindir / "psql",
-                "-X",
-                "-q",
-                "-v",
-                "ON_ERROR_STOP=1",
-                "-d",
-                dsn,
-                "-f",
-                script,
-            )
+        load_twice(dumps, source, dsn, "--disable-triggers")
         with psycopg.connect(dsn, autocommit=True) as conn:
             with restores.ticker(dsn):
                 refused("55000", send, conn, "q", "too early")
@@ -365,21 +360,7 @@ def test_rows_of_a_dump_are_no_changes_for_the_trigger_of_their_table(dumps: Dum
             conn.execute(f"insert into {name}.item values (1)".encode())
     source = dumps.server.dsn_for("traced")
     with fresh(dumps.server) as dsn:
-        for n, options in enumerate((["--schema-only"], ["--data-only"])):
-            script = dumps.folder / f"traced_{n}.sql"
-            run(dumps.folder, dumps.server.bindir / "pg_dump", *options, "-f", script, "-d", source)
-            run(
-                dumps.folder,
-                dumps.server.bindir / "psql",
-                "-X",
-                "-q",
-                "-v",
-                "ON_ERROR_STOP=1",
-                "-d",
-                dsn,
-                "-f",
-                script,
-            )
+        load_twice(dumps, source, dsn)
         with psycopg.connect(dsn, autocommit=True) as conn:
             assert value(conn, "select count(*) from a_first.item") == 1
             value(conn, "select pgque.confirm_restore()")
