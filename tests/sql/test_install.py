@@ -44,10 +44,10 @@ EARLIER: list[Any] = [
     "0.4.3",
     *(pytest.param(version, marks=pytest.mark.slow) for version in ("0.4.4", "0.5.0", "0.5.1", "0.6.0")),
     "0.7.0",
+    "0.7.1",
 ]
-BEFORE_ONE_PATH = EARLIER[
-    :-2
-]  # since 0.6.0 a version has the delivery of today: batches and positions stay as they are
+# Since 0.6.0 a version has the delivery of today: batches and positions stay as they are.
+BEFORE_ONE_PATH = EARLIER[:-3]
 
 
 def install(dsn: str) -> list[str]:
@@ -193,10 +193,12 @@ def test_an_upgraded_schema_is_the_one_of_a_fresh_install(
     own.execute("insert into pgque.sink_bulk (queue, payload) values ('q', 'x')")
     own.execute("reset role")
     value(own, "select pgque.drop_queue('q')")
-    value(own, "select pgque.maint_tables()")
+    after_a_queue = "select pgque.create_queue('r'), pgque.drop_queue('r'), pgque.maint_tables()"
+    own.execute(after_a_queue)
     upgraded = schema(fresh_dsn)
     value(own, "select pgque.uninstall()")
     install(fresh_dsn)
+    own.execute(after_a_queue)
     assert upgraded == schema(fresh_dsn)
 
 
