@@ -23,14 +23,50 @@ from .errors import PgqueError, from_psycopg, is_permanent, one_line
 _MAX_PAUSE = 15.0
 _MAX_PAUSE_AFTER_STOP = 1.0
 
+_DEFAULT_ISOLATION = "select pg_catalog.current_setting('default_transaction_isolation')"
+_SET_READ_COMMITTED = "set default_transaction_isolation = 'read committed'"
+
 
 async def open_client(
-    dsn: str, application_name: str, *, encoder: Encoder | None = None, decoder: Decoder | None = None
+    dsn: str,
+    application_name: str,
+    *,
+    encoder: Encoder | None = None,
+    decoder: Decoder | None = None,
+    read_committed: bool = False,
 ) -> AsyncPgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
-    transaction."""
-    return await AsyncPgqueClient.connect(
+    transaction, at the isolation level of the database or READ COMMITTED, which calls of workers need.
+
+    Raises PgqueError (25000) for READ COMMITTED behind a pooler whose sessions are not, since a setting would
+    stay in them.
+    """
+    client = await AsyncPgqueClient.connect(
         with_keepalives(dsn, application_name), autocommit=True, encoder=encoder, decoder=decoder
+    )
+    if read_committed:
+        try:
+            await _set_read_committed(client)
+        except BaseException:
+            await client.close()
+            raise
+    return client
+
+
+async def _set_read_committed(client: AsyncPgqueClient) -> None:
+    try:
+        cursor = await client.conn.execute(_DEFAULT_ISOLATION, prepare=False)
+        if await cursor.fetchone() == ("read committed",):
+            return
+        if client._is_direct:
+            await client.conn.execute(_SET_READ_COMMITTED, prepare=False)
+            return
+    except psycopg.Error as error:
+        raise from_psycopg(error) from error
+    raise PgqueError(
+        "workers need READ COMMITTED transactions, and those of this pooler's sessions are not",
+        sqlstate="25000",
+        hint=f"alter role {client.conn.info.user} set default_transaction_isolation = 'read committed'",
     )
 
 

@@ -134,7 +134,7 @@ class AsyncPgqueClient:
         except BaseException:
             await conn.close()
             raise
-        if _checked.get(conn):
+        if client._is_direct:
             conn.prepare_threshold = prepare_threshold()
         return client
 
@@ -1426,10 +1426,15 @@ class AsyncPgqueClient:
         except (psycopg.Error, UnicodeEncodeError) as error:
             raise self._error(error, params) from error
 
+    @property
+    def _is_direct(self) -> bool:
+        """Whether the connection is known to lead directly to the server."""
+        return _checked.get(self._conn, False)
+
     def _prepare(self) -> bool | None:
         """Return whether psycopg prepares a statement: as the connection is set, where it is direct; else
         never, because behind a pooler the name of a prepared statement can be that of another client's."""
-        return None if _checked.get(self._conn) and prepare_threshold() is not None else False
+        return None if self._is_direct and prepare_threshold() is not None else False
 
     def _error(self, error: psycopg.Error | UnicodeEncodeError, params: Mapping[str, object]) -> PgqueError:
         queue = params.get("queue")

@@ -277,7 +277,10 @@ class AsyncConsumer:
     async def _session(self, progress: Progress) -> None:
         """Consume over one connection. Progress is a batch that was handled, or an empty queue."""
         name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
-        async with await open_client(self.dsn, name, encoder=self.encoder, decoder=self.decoder) as client:
+        own = not self.transactional  # a handler writes at the isolation level of its database
+        async with await open_client(
+            self.dsn, name, encoder=self.encoder, decoder=self.decoder, read_committed=own
+        ) as client:
             client.conn.add_notify_handler(self._on_notify)
             self._settings = await listen(client, self.queue)
             watch = TickWatch(self.queue, log)

@@ -355,7 +355,7 @@ class WorkQueue:
     def _connected(self) -> PgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = open_client(self.dsn, name, encoder=self.encoder)
+            self._client = open_client(self.dsn, name, encoder=self.encoder, read_committed=True)
         return self._client
 
     def _listen(self) -> PgqueClient:
@@ -721,7 +721,7 @@ class Worker:
 
         def connect() -> None:
             name = f"pgque {self.queue}/{self.worker}"
-            opened.append(open_client(self.dsn, name, encoder=self.encoder))
+            opened.append(open_client(self.dsn, name, encoder=self.encoder, read_committed=True))
             if given_up:
                 opened[0].close()
 

@@ -354,7 +354,7 @@ class AsyncWorkQueue:
     async def _connected(self) -> AsyncPgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = await open_client(self.dsn, name, encoder=self.encoder)
+            self._client = await open_client(self.dsn, name, encoder=self.encoder, read_committed=True)
         return self._client
 
     async def _listen(self) -> AsyncPgqueClient:
@@ -719,7 +719,7 @@ class AsyncWorker:
 
         async def connect() -> None:
             name = f"pgque {self.queue}/{self.worker}"
-            opened.append(await open_client(self.dsn, name, encoder=self.encoder))
+            opened.append(await open_client(self.dsn, name, encoder=self.encoder, read_committed=True))
             if given_up:
                 await opened[0].close()
 
