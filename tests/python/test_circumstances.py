@@ -285,3 +285,28 @@ def _page(place: Place) -> None:
         assert "consumer" in text(browser.get("/queue", 200, queue="q"))
     finally:
         app.close()
+
+
+def test_a_worker_is_told_what_to_set_for_the_sessions_of_a_pooler(place: Place) -> None:
+    place.admin.execute("alter database place set default_transaction_isolation = 'repeatable read'")
+    with pgbouncer.through(place.direct) as pooled:
+        with pgque.connect(pooled, autocommit=True) as client:
+            client.create_queue("q")
+            client.subscribe("q", "c")
+            client.send("q", "x")
+        place.admin.execute("begin isolation level read committed")
+        place.admin.execute("select pgque.force_tick('q')")
+        place.admin.execute("commit")
+        worker = pgque.Worker(pooled, queue="q", consumer="c")
+        seen: list[Any] = []
+        worker.handler("*")(lambda message: seen.append(message.payload))
+        with pytest.raises(pgque.PgqueError) as caught:
+            worker.run(until_idle=True)
+        assert caught.value.sqlstate == "25000"
+        assert caught.value.hint is not None
+        place.admin.execute(caught.value.hint.encode())
+        _end_all(place)
+        worker = pgque.Worker(pooled, queue="q", consumer="c")
+        worker.handler("*")(lambda message: seen.append(message.payload))
+        worker.run(until_idle=True)
+    assert seen == ["x"]
