@@ -295,7 +295,7 @@ def test_a_worker_is_told_what_to_set_for_the_sessions_of_a_pooler(place: Place)
             client.subscribe("q", "c")
             client.send("q", "x")
         place.admin.execute("begin isolation level read committed")
-        place.admin.execute("select pgque.force_tick('q')")
+        place.admin.execute("select pgque.force_tick('q'), pgque.ticker('q')")
         place.admin.execute("commit")
         worker = pgque.Worker(pooled, queue="q", consumer="c")
         seen: list[Any] = []
