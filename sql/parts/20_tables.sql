@@ -964,7 +964,8 @@ comment on column pgque.config.keep_lags is
 comment on column pgque.config.tick_share is
   'How much of one core the loop may use for checks and ticks; above it, gaps between ticks grow. Set by set_tick_share(). Unit: percent.';
 comment on column pgque.queue.queue_tick_gap is
-  'Shortest time that the loop leaves between two ticks. With many consumers it is at least 4 ms for each, at most the tick period.';
+  'Shortest time that the loop leaves between two ticks. With many consumers the loop leaves at least 4 ms for each, but no more than the tick '
+  'period for all of them.';
 comment on column pgque.queue.queue_tick_storage is
   'Size of the stored ticks: when those in the current table reach a third of it, the queue rotates before its period. Unit: bytes.';
 comment on column pgque.queue.queue_reader is 'The version that created the functions that read its tables.';

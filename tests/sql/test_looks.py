@@ -39,10 +39,12 @@ class Loop:
     def look(self) -> int:
         """Look once, as in one transaction of the loop; return how many queues were looked at."""
         with self.conn.transaction():
-            # Without a gap: a queue would be looked at again as soon as that has passed.
+            # As if the gap had passed: without it a queue is looked at a little later.
             looks = value(
                 self.conn,
-                "select (pgque._queues_due(pgque._ticked_queues(), %s::pgque.look[], '0')).looks::text",
+                "select (pgque._queues_due(pgque._ticked_queues(), array(select row(k.queue_id, k.event_seq, k.tick_seq,"
+                " k.tick_time - case when k.settled is null then '0' else interval '20 milliseconds' end, k.settled, k.ticked)"
+                "::pgque.look from unnest(%s::pgque.look[]) k), '0')).looks::text",
                 self.known,
             )
             looks = value(
@@ -242,6 +244,23 @@ def test_max_lag_is_waited_for(quiet: Connection, loop: Loop) -> None:
     assert loop.look() == 1
     assert drain(quiet, "q") == [sent]
     loop.settle()
+
+
+def test_a_tick_gap_above_the_tick_period_is_kept(
+    quiet: Connection, background: Callable[..., Any], connect: Callable[..., Connection]
+) -> None:
+    configure(quiet, "q", tick_gap="30 seconds")
+    first = send(quiet, "q")
+    quiet.execute("call pgque.ticker_loop('300 milliseconds')")
+    assert drain(quiet, "q") == []  # a loop that begins heeds the tick of another
+    move_clock(quiet, "31 seconds")
+    loop = background(lambda c: c.execute("call pgque.ticker_loop('1500 milliseconds')"), connect(quiet.info.dsn))
+    while not (found := drain(quiet, "q")):
+        assert not loop.done
+    send(quiet, "q")
+    loop.result()
+    assert (found, drain(quiet, "q")) == ([first], [])
+    assert value(quiet, "select pgque.ticker()") == 1  # the gap is the loop's
 
 
 def test_idle_ticks_are_made_when_they_are_due(quiet: Connection, loop: Loop) -> None:
