@@ -254,7 +254,9 @@ def test_a_tick_gap_above_the_tick_period_is_kept(
     quiet.execute("call pgque.ticker_loop('300 milliseconds')")
     assert drain(quiet, "q") == []  # a loop that begins heeds the tick of another
     move_clock(quiet, "31 seconds")
-    loop = background(lambda c: c.execute("call pgque.ticker_loop('1500 milliseconds')"), connect(quiet.info.dsn))
+    loop = background(
+        lambda c: c.execute("call pgque.ticker_loop('1500 milliseconds')"), connect(quiet.info.dsn)
+    )
     while not (found := drain(quiet, "q")):
         assert not loop.done
     send(quiet, "q")
@@ -301,6 +303,28 @@ def test_a_queue_that_is_locked_holds_up_no_other(
     other.rollback()
     loop.settle()
     assert drain(quiet, "locked") == [waits]
+
+
+def test_ticks_go_on_while_a_table_of_all_queues_is_locked(
+    quiet: Connection,
+    transaction: Callable[..., Connection],
+    background: Callable[..., Any],
+    connect: Callable[..., Connection],
+) -> None:
+    """VACUUM FULL and the like hold such locks."""
+    other = transaction("read committed", quiet.info.dsn)
+    other.execute(
+        "lock table pgque.retry_queue, pgque.config, pgque.subscriber, pgque.queue_option in access exclusive mode"
+    )
+    loop = background(lambda c: c.execute("call pgque.ticker_loop('4 seconds')"), connect(quiet.info.dsn))
+    for _ in range(2):
+        _, last = ends(quiet)
+        send(quiet, "q")
+        while ends(quiet)[1] == last:
+            assert not loop.done
+    other.rollback()
+    value(quiet, "select pgque.stop()")
+    loop.result()
 
 
 def test_a_queue_whose_tables_are_locked_is_looked_at_once_a_second(
