@@ -675,10 +675,6 @@ begin
     perform setval('pgque.expire_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := coalesce((select sum(pgque._expire_messages(q.queue_id)) from pgque.queue q), 0);
   end if;
-  -- Created here, so that no consumer has to, with others waiting for it.
-  perform pgque._archive_leaf(pgque._bucket(q.queue_id, pgque.clock() + d.days * interval '1 day'))
-  from pgque.queue q, generate_series(0, 1) d (days)
-  where q.queue_archive_on_ack;
   if pgque._is_due(to_timestamp(coalesce(pg_sequence_last_value('pgque.delete_expired_ran'), 0)), v_config.delete_expired_every) then
     perform setval('pgque.delete_expired_ran', floor(extract(epoch from pgque.clock()))::bigint);
     v_count := v_count + coalesce((select sum(pgque._delete_expired(q.queue_id)) from pgque.queue q), 0);
@@ -1046,7 +1042,7 @@ begin
   end if;
   -- A failure in one part must not stop the others.  _drop_leaves is last: all others
   -- use the tables that it locks.
-  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_drop_archive_leaves', '_drop_leaves'] loop
+  foreach v_part in array array['_note_complete_later', '_make_readers', '_compact_journal', '_compact_stage', '_compact_epochs', '_compact_recurring', '_turn_history', '_sweep', '_trim_cron_history', '_fill_archive', '_drop_archive_leaves', '_drop_leaves'] loop
     begin
       execute format('select pgque.%I()', v_part) into v_done;
       v_count := v_count + v_done;
