@@ -122,6 +122,16 @@ begin
 end
 $$;
 
+-- Raises 25006 for a call that works on a primary only.  The result is for calls that
+-- would take a transaction id.
+create or replace function pgque._no_standby(p_what text) returns xid8
+language plpgsql as $$
+begin
+  perform pgque._fail('read_only_sql_transaction', pg_catalog.format('%s: this server is a standby', p_what),
+    'Connect to the primary, for example with host=a,b target_session_attrs=read-write.');
+end
+$$;
+
 -- The mark of the writing transaction, for generated columns: a hash of its id and of
 -- the time it began.  The id alone is not enough: the transaction that loads a dump
 -- into another cluster may have the id of the one that wrote the row.  Marks are 2^62

@@ -291,7 +291,7 @@ declare
   v_retains   pg_catalog.bool := false;
 begin
   if pg_catalog.pg_is_in_recovery() then
-    perform pgque._fail('read_only_sql_transaction', 'ticker_loop() cannot run on a standby', 'Run it on the primary.');
+    perform pgque._no_standby('ticker_loop() cannot run');
   end if;
   -- Whatever the session's defaults are.  CHAIN keeps them.
   commit;
@@ -604,6 +604,7 @@ $$;
 create or replace function pgque.status(out component text, out status text, out detail text) returns setof record
 language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
 declare
+  v_standby  boolean := pg_is_in_recovery();
   v_loop     int;
   v_jobs     text;
   v_failure  text;
@@ -628,7 +629,7 @@ begin
     into v_jobs;
     status := case when v_jobs is null then 'stopped' else 'scheduled' end;
     detail := coalesce(v_jobs, 'select pgque.start()');
-    if v_jobs is not null then
+    if v_jobs is not null and not v_standby then
       if v_loop is null then
         select c.failure, c.remedy into v_failure, v_remedy from pgque._cron_failure() c;
       else
@@ -643,8 +644,9 @@ begin
   end if;
   return next;
   component := 'ticker';
-  status := case when v_loop is null then 'stopped' else 'running' end;
+  status := case when v_standby then 'standby' when v_loop is null then 'stopped' else 'running' end;
   detail := coalesce('pid ' || v_loop, case
+      when v_standby then 'this server is a standby: the loop runs on its primary'
       when v_failure is not null then 'no loop runs: see scheduler'
       when v_jobs is not null then 'no loop runs yet: pg_cron starts one within seconds, with pg_cron 1.4 at the next full minute'
       else 'no loop runs: select pgque.start(), or pgque ticker'

@@ -1548,13 +1548,17 @@ begin
     when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
     else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
+  if pg_is_in_recovery() then
+    check_name := 'standby'; status := 'ok'; advice := null;
+    detail := 'this server is a standby: its queues follow the primary, which runs the ticker';
+  end if;
   -- If queues wait for the ticker, its check is before theirs.
   return query
     with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
     select f.check_name, f.queue, f.status, f.detail, f.advice
     from (
-      select 'ticker' as check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
+      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
         health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
         health.advice, 0 as ordinality
       from waits w
