@@ -83,6 +83,14 @@ begin
       exception
         when unique_violation then
           null;   -- another database of the server installs at this moment
+        when insufficient_privilege then
+          raise exception using
+            errcode = 'insufficient_privilege',
+            message = format('role %I may not create the role %I', current_user, v_role),
+            detail = sqlerrm,
+            hint = format('As a superuser: alter role %1$I createrole; or create the roles: create role pgque_reader; create role pgque_writer; '
+              'create role pgque_admin in role pgque_reader, pgque_writer; create role pgque_user; '
+              'grant pgque_reader, pgque_writer, pgque_admin, pgque_user to %1$I with admin option.', current_user);
       end;
     end if;
   end loop;

@@ -828,7 +828,17 @@ def test_a_trigger_sends_with_the_rights_of_who_changes_the_table(roles: Any, ow
             )
         session.execute(b"insert into app.t values (1)")
         refused(DENIED, rows, session, "insert into app.u values (1)")
+        session.execute(b"grant usage on schema app to public; grant insert on app.t to public")
     assert value(own, "select count(*) from pgque.peek('one')") == 1
+    for number, stranger in enumerate(
+        (roles(dbname=own.info.dbname), roles("reader", dbname=own.info.dbname)), 2
+    ):
+        with psycopg.connect(stranger.dsn, autocommit=True) as session:
+            error = refused(DENIED, rows, session, f"insert into app.t values ({number})")
+            assert "table app.t" in str(error)
+            own.execute((error.diag.message_hint or "").split(";")[0].encode())
+            session.execute(f"insert into app.t values ({number})".encode())
+    assert value(own, "select count(*) from pgque.peek('one')") == 3
 
 
 def test_a_stranger_does_not_hear_that_a_queue_is_full(
