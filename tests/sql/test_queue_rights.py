@@ -53,6 +53,7 @@ NEEDS = {
         "select pgque.tick_for({q}, 'latest')",
         "select * from pgque.read_window({q}, 1, 1)",
         "select pgque.seek({q}, 'd', 1)",
+        "select pgque.seek_to_time({q}, 'd', now())",
         "select pgque.open_stream({q}, 'd')",
         "select * from pgque.receive_coop({q}, 'g', 's')",
         "select pgque.next_batch({q}, 'g', 's', '1 s')",

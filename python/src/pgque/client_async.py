@@ -369,6 +369,21 @@ class AsyncPgqueClient:
             {"queue": queue, "consumer": consumer},
         )
 
+    async def seek_to_time(self, queue: str, consumer: str, at: datetime) -> int:
+        """Move a consumer back or forward to a time, and return the id of the tick where it stands. Calls
+        `pgque.seek_to_time`.
+
+        It receives again what became visible after that time. Messages that all consumers have finished stay
+        for two to three `rotation_period`. A datetime without time zone is local time. Raises
+        PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument if the consumer has workers,
+        PgqueTickNotFound if the queue stores no tick as old as `at`.
+        """
+        return await self._value(
+            int,
+            "select pgque.seek_to_time(%(queue)s::text, %(consumer)s::text, %(at)s::timestamptz)",
+            {"queue": queue, "consumer": consumer, "at": _encode.moment(at)},
+        )
+
     async def receive(
         self,
         queue: str,
