@@ -136,11 +136,17 @@ begin
       perform pgque._hurry();
       if pgque._missing_leaf(v_queue.queue_id) is null then
         v_last := pgque._last_tick(v_queue);
-        execute format('select t.* from (%s) t where t.tick_time >= $1 order by t.tick_id limit 1', pgque._ticks_sql(v_queue.queue_id))
-        into v_old using v_last.tick_time - interval '1 minute';
+        -- The last tick that is a minute old, found backwards, since a busy queue has too many
+        -- ticks to read; the first tick of a younger queue.
+        execute format('select t.* from (%s) t where t.tick_time <= $1 order by t.tick_id desc limit 1', pgque._ticks_sql(v_queue.queue_id))
+        into v_old using pgque.clock() - interval '1 minute';
+        if v_old.tick_id is null then
+          v_old := pgque._find_tick(v_queue, 'earliest');
+        end if;
       end if;
       ticker_lag := pgque.clock() - v_last.tick_time;
-      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / nullif(extract(epoch from v_last.tick_time - v_old.tick_time), 0);
+      -- For a second at least: a burst after the creation is no rate.
+      ev_per_sec := (v_last.tick_event_seq - v_old.tick_event_seq) / greatest(extract(epoch from pgque.clock() - v_old.tick_time), 1);
       ev_new := coalesce(pg_sequence_last_value(v_queue.queue_event_seq), 0) - v_last.tick_event_seq;
       last_tick_id := v_last.tick_id;
       if not exists (select from pgque.queue q where q.queue_id = v_queue.queue_id) then
@@ -162,7 +168,7 @@ begin
 end
 $$;
 comment on function pgque.get_queue_info(text, pgque.caller) is
-  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute), ev_new (events '
+  'Returns one row for each queue, or for one queue: settings, ticker_lag (age of the last tick), ev_per_sec (over the last minute, or since the queue was created), ev_new (events '
   'since the last tick), last_tick_id. Values are NULL if another session has a table of the queue locked. Errors: PQ001 no such queue.';
 
 -- Returns the subscribers of a queue, or those of a name, each with its newest
@@ -1547,13 +1553,17 @@ begin
     when v_found.scheduler = 'none' then 'Run beside the server: pgque ticker. Or have a scheduler call ticker() and maint().'
     else 'select pgque.start(). Or have a scheduler call ticker() and maint().'
   end;
+  if pg_is_in_recovery() then
+    check_name := 'standby'; status := 'ok'; advice := null;
+    detail := 'this server is a standby: its queues follow the primary, which runs the ticker';
+  end if;
   -- If queues wait for the ticker, its check is before theirs.
   return query
     with found as materialized (select h.* from pgque._health_of(array(select q.queue_id from pgque.queue q)) with ordinality h),
     waits as (select string_agg(distinct f.queue, ', ') as queues from found f where f.check_name in ('ticks', 'retries') and f.status = 'fail')
     select f.check_name, f.queue, f.status, f.detail, f.advice
     from (
-      select 'ticker' as check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
+      select health.check_name, null as queue, case when health.status = 'warn' and w.queues is not null then 'fail' else health.status end as status,
         health.detail || case when health.status = 'warn' and w.queues is not null then ', and these queues wait: ' || left(w.queues, 200) else '' end as detail,
         health.advice, 0 as ordinality
       from waits w

@@ -276,6 +276,7 @@ def test_a_frame_is_printed_where_there_is_no_terminal(database: str) -> None:
     assert lines[-5].split() == ["State", "Queue", "In/s", "Out/s", "Backlog", "Oldest", "Retries", "Dead"]
     assert lines[-4].split()[:2] == ["warn", "orders"]
     assert lines[-4].split()[-1] == "3"
+    assert lines[-4].split()[3] == "0"  # out: it was read twice
     assert LONG in done.stdout
     assert "\x1b" not in done.stdout
     with terminal(*COMMAND, "--dsn", database, "--once") as shown:

@@ -1,6 +1,8 @@
-"""Connection strings of long-lived connections."""
+"""Connection strings: where they come from, and what long-lived connections add."""
 
 from __future__ import annotations
+
+import os
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -17,11 +19,17 @@ _KEEPALIVES = {
 }
 
 
+def given_or_default(dsn: str) -> str:
+    """Return a connection string, or if it is empty that of the variable PGQUE_DSN."""
+    return dsn or os.environ.get("PGQUE_DSN", "")
+
+
 def with_keepalives(dsn: str, application_name: str) -> str:
     """Return a connection string that notices a dead network, and has a name; what `dsn` says stays.
 
     Raises PgqueBadArgument when it is not a connection string.
     """
+    dsn = given_or_default(dsn)
     try:
         given = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:

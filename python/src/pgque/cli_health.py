@@ -131,7 +131,7 @@ def health(dsn: str, as_json: bool, everything: bool, watch: bool) -> None:
     def show() -> int:
         with connect(dsn) as client:
             found = worst_first(client.health())
-        shown = [check for check in found if everything or check.status != "ok"]
+        shown = [c for c in found if everything or c.status != "ok" or c.check_name == "standby"]
         if watch and sys.stdout.isatty():
             click.clear()
         if as_json:

@@ -21,6 +21,7 @@ from psycopg_pool import ConnectionPool
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
 from ._direct import is_direct
+from ._dsn import given_or_default
 from ._encode import MessageOrId
 from ._json import Encoder
 from ._payloads import Decoder
@@ -124,7 +125,7 @@ class PgqueClient:
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         try:
             conn = Connection.connect(
-                dsn, autocommit=autocommit, row_factory=tuple_row, prepare_threshold=None
+                given_or_default(dsn), autocommit=autocommit, row_factory=tuple_row, prepare_threshold=None
             )
         except psycopg.Error as error:
             raise from_psycopg(error) from error
@@ -368,6 +369,21 @@ class PgqueClient:
             int,
             "select pgque.unsubscribe(%(queue)s::text, %(consumer)s::text)",
             {"queue": queue, "consumer": consumer},
+        )
+
+    def seek_to_time(self, queue: str, consumer: str, at: datetime) -> int:
+        """Move a consumer back or forward to a time, and return the id of the tick where it stands. Calls
+        `pgque.seek_to_time`.
+
+        It receives again what became visible after that time. Messages that all consumers have finished stay
+        for two to three `rotation_period`. A datetime without time zone is local time. Raises
+        PgqueQueueNotFound, PgqueConsumerNotFound, PgqueBadArgument if the consumer has workers,
+        PgqueTickNotFound if the queue stores no tick as old as `at`.
+        """
+        return self._value(
+            int,
+            "select pgque.seek_to_time(%(queue)s::text, %(consumer)s::text, %(at)s::timestamptz)",
+            {"queue": queue, "consumer": consumer, "at": _encode.moment(at)},
         )
 
     def receive(
@@ -1461,9 +1477,10 @@ def connect(
 ) -> PgqueClient:
     """Connect to a database that has pgque, and return a client.
 
-    `dsn` is a connection string or URL; the PG* environment variables fill in missing parts. As a context
-    manager the client commits at the end of the block, rolls back after an exception, and closes. With
-    `autocommit`, each call is a transaction of its own. For `encoder` and `decoder` see `PgqueClient`.
+    `dsn` is a connection string or URL, by default that of the variable PGQUE_DSN; the PG* variables fill in
+    missing parts. As a context manager the client commits at the end of the block, rolls back after an
+    exception, and closes. With `autocommit`, each call is a transaction of its own. For `encoder` and
+    `decoder` see `PgqueClient`.
 
     The connection prepares statements that it repeats (psycopg's `prepare_threshold` is 5) only where it
     leads directly to the server: behind a pooler in transaction mode the name of a prepared statement can be

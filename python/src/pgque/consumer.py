@@ -125,7 +125,7 @@ class Consumer:
     redelivered.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue. The consumer must be subscribed to it, unless it has a
             `subconsumer`.
         consumer: name of the consumer.

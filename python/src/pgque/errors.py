@@ -158,6 +158,11 @@ _GRANT_ROLE = (
     "The role needs pgque_reader to consume, pgque_writer to send, or pgque_admin, for all queues:"
     " grant pgque_reader to …; for one queue: select pgque.grant_queue(queue, role, 'consume');"
 )
+_READ_ONLY = "25006"
+_PRIMARY = (
+    "The server is a standby, or the transaction is read only. Connect to the primary, for example with"
+    " host=a,b target_session_attrs=read-write."
+)
 _INSTALL = "The database has another version of pgque than this package: pgque install --dsn …"
 
 
@@ -236,6 +241,8 @@ def from_fields(
         known, hint = PgqueVersionError, _INSTALL
     elif sqlstate == _MISSING_RIGHT and hint is None and context is None:
         hint = _GRANT_ROLE  # the server's own refusal, of the schema or a function
+    elif sqlstate == _READ_ONLY:
+        hint = hint or _PRIMARY
     if known is None:
         lost = is_lost if sqlstate is None else _is_connection_loss(sqlstate)
         known = PgqueConnectionError if lost else PgqueError

@@ -191,7 +191,7 @@ class Exporter(Collector):
     `prometheus_client.REGISTRY.register(Exporter(dsn))`.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         max_age: seconds for which one read serves all callers.
         max_share: largest share of the time in which the database is read; a slow read serves for longer.
     """

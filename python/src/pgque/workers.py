@@ -142,7 +142,7 @@ class WorkQueue:
     transaction. Use a work queue in one thread or task at a time.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         consumer: name of the consumer, which must be subscribed; not needed for sending.
         encoder: as of a client.
@@ -409,7 +409,7 @@ class Worker:
     Any number of workers may share a consumer, in any number of processes and machines.
 
     Args:
-        dsn: connection string or URL; PG* environment variables fill in missing parts.
+        dsn: connection string or URL; if empty, that of PGQUE_DSN. PG* variables fill in missing parts.
         queue: name or `queue_uid` of the queue.
         queues: several queues with their weights, instead of `queue`: {"urgent": 5, "bulk": 1}. A handler
             finds the name of the queue in `message.queue`.
