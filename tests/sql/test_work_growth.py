@@ -111,3 +111,26 @@ def test_ids_beyond_work_mem_are_not_compared_with_each_other(
         assert sum(ok for ok, _ in found) == MANY // 2
         read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
         assert MANY < read < 50 * MANY
+
+
+def test_the_first_message_of_a_key_is_found_without_reading_all_that_wait_behind_it(
+    planned: tuple[Connection, list[str]],
+) -> None:
+    conn, plans = planned
+    value(conn, "select pgque.create_queue('q')")
+    value(conn, "select pgque.subscribe('q', 'c', 'latest', keyed_order => true)")
+    keys = f"array_fill('a'::text, array[{MANY}])"
+    value(conn, f"select pgque.send_batch('q', 't', {keys}, partition_keys => {keys})")
+    value(conn, "select pgque.ticker('q')")
+    first = take(conn, "q", count=1)
+    assert take(conn, "q") == []  # the others wait for it in the retry queue
+    conn.execute(b"vacuum analyze pgque.retry_queue")
+    for _ in range(2):
+        assert ack(conn, first[0].batch_id) == 1
+        plans.clear()
+        first = take(conn, "q", count=1)
+        assert len(first) == 1
+        removed = [int(count) for plan in plans for count in REMOVED.findall(plan)]
+        assert sum(removed) < MANY / 10
+        read = sum(int(count) * int(loops) for plan in plans for count, loops in READ.findall(plan))
+        assert 0 < read < 3 * MANY
