@@ -112,8 +112,8 @@ end
 $$;
 
 -- Notes messages of a batch as settled (ids above 0), or something about the whole
--- batch (see pgque.settled).  Returns the ids that were new.  A transaction with an old
--- snapshot writes to both leaves, and gets 40001 if a row that it does not see is
+-- batch (see pgque.settled).  Returns the ids that were new, sorted.  A transaction with
+-- an old snapshot writes to both leaves, and gets 40001 if a row that it does not see is
 -- there.
 create or replace function pgque._note(p_batch bigint, p_sub int, p_ids bigint[], p_until timestamptz default null, p_leaf int default null) returns bigint[]
 language plpgsql as $$
@@ -133,7 +133,7 @@ begin
     on conflict do nothing
     returning set_ev_id
   )
-  select pg_catalog.array_agg(g.id) into v_new
+  select pg_catalog.array_agg(g.id order by g.id) into v_new
   from (select n.set_ev_id as id from new n group by 1 having count(*) = pg_catalog.cardinality(v_leaves)) g;
   return v_new;
 end

@@ -20,7 +20,7 @@ declare
   v_limit   bigint;
   v_last    bigint;
   v_count   bigint := 0;
-  v_looked  bigint := 0;
+  v_passed  bigint := 0;   -- messages that may not be delivered now
 begin
   v_turn := pgque._turn($1, $2, $3, $4, $5, $6, caller);
   v_sub := v_turn.sub;
@@ -48,8 +48,11 @@ begin
     end if;
   end if;
 
-  -- If no message may go, a call stops after about 10,000 messages, 1,000 with keys.
-  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 and v_looked < 10000 loop
+  -- An empty answer means that no message can be delivered: the call passes any number of
+  -- messages whose key is busy, and of purged and expired ones.  A statement_timeout would
+  -- take that back, and the next call could not get further: so half of it is the limit.
+  while v_pos.pos_shelf = 0 and v_count = 0 and v_room > 0 loop
+    exit when v_passed > 0 and clock_timestamp() > statement_timestamp() + nullif(current_setting('statement_timeout')::interval, '0') / 2;
     if v_pos.pos_next_tick is null then
       v_pos := pgque._open_window(v_pos, v_queue.queue_id, v_turn.span);
       exit when v_pos.pos_next_tick is null;
@@ -57,9 +60,9 @@ begin
     end if;
     v_pos.pos_last_id := null;
     if v_queue.queue_keyed or v_queue.queue_expiring or v_sub.sub_keyed then
-      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room);
+      v_sifted := pgque._sift(v_queue, v_sub, v_pos, v_token, v_room, v_passed);
       v_pos := v_sifted.pos;
-      v_looked := v_looked + v_pos.pos_done_count * case when v_queue.queue_keyed then 10 else 1 end;
+      v_passed := v_passed + v_pos.pos_done_count;
       if v_sifted.rows is not null then
         return query execute v_sifted.rows using v_token, v_queue.queue_name, v_sifted.ids;
         get diagnostics v_count = row_count;

@@ -5,18 +5,21 @@
 -- Chooses from the next messages of a window, at most p_max, for queues and consumers
 -- with keys or expiry.  A message whose key or lane is busy goes to the retry queue.
 -- Purged and expired messages are left out.  The slice ends at the last message that
--- was checked.  ids are the messages to deliver, and rows is the query for them.  With
--- p_whole the slice is the whole window, for a caller that reads the rest of it without
--- this function.
+-- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
+-- is how many messages the caller has passed since it last found one to deliver: the next
+-- slice is as long.  With null the slice is the whole window, for a caller that reads the
+-- rest of it without this function.
 create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_whole boolean default false,
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint,
   out pos pgque.position, out ids bigint[], out rows text
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
   v_now    timestamptz := pgque.clock();
   -- Each key takes a lock.  Messages that are not delivered are checked quickly.
-  v_look   bigint := case when p_whole then null when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end;
+  v_look   bigint := case
+    when p_passed is not null then greatest(case when pgque._keyed(p_queue) then 200 else greatest(1000, least(p_max, 10000)) end, least(p_passed, 20000))
+  end;
   v_rows   pgque.event[];
   v_more   boolean;
   v_busy   bigint[] := '{}';
@@ -29,7 +32,7 @@ begin
   pos.pos_done_count := 0;
   execute pg_catalog.format('select array_agg(%s order by e.ev_id) from (select * from (%s) e order by e.ev_id limit %L) e',
     pgque._slim(case when p_sub.sub_keyed then 'pgque._lane($1, e.ev_key, e.ev_extra1)' else 'null' end),
-    pgque._slice_sql(p_sub, p_pos, case when p_whole then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
+    pgque._slice_sql(p_sub, p_pos, case when p_passed is null then pg_catalog.format(' and (e.ev_key is not null or e.ev_expires <= %L::timestamp at time zone ''UTC'')', v_now at time zone 'UTC') else '' end, v_look),
     v_look + 1)
   into v_rows using p_sub;
   if v_rows is null then
@@ -53,11 +56,18 @@ begin
       case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
     from pg_catalog.unnest(v_rows) e
   ),
+  busy_lane as materialized (
+    select l.lane
+    from looked l
+    where l.what = 'good' and l.lane is not null
+    group by 1
+    having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+  ),
   judged as (
     select l.ev_id, l.lane,
       case
         when l.what <> 'good' or l.lane is null then l.what
-        when l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+        when l.lane in (select b.lane from busy_lane b)
           or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
         else 'good'
       end as what
@@ -69,7 +79,8 @@ begin
   select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
     array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
     array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'expired') as expired,
+    array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
+    count(*) filter (where c.what = 'expired') as expired,
     array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
     max(c.ev_id) as last, count(*) as looked
   into v_found
@@ -83,16 +94,17 @@ begin
   if v_found.aside is not null then
     execute pg_catalog.format(
       'insert into pgque.retry_queue select (pgque._waiting(e, $1, 0, $2, null, null)).* from (%s) e on conflict do nothing',
-      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and e.ev_id = any ($3)')))
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($3, e.ev_id)')))
     using p_sub, v_now, v_found.aside;
   end if;
-  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', pg_catalog.cardinality(v_found.expired));
+  perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'expired', v_found.expired);
   if pgque._keyed(p_queue) then
     -- Expired messages too: an older snapshot may not show that a body was replaced.
     perform pgque._seal(p_queue.queue_id, array(
-      select r from pg_catalog.unnest(v_rows) r where (r.ev_id in (select pg_catalog.unnest((select v_found.good || v_found.expired)))) is true));
+      select r from pg_catalog.unnest(v_rows) r
+      where ((select v_found.sealed))[pg_catalog.width_bucket(r.ev_id, (select v_found.sealed))] = r.ev_id));   -- as _among()
   end if;
-  if v_found.skip is not null and (ids is not null or p_whole) then
+  if v_found.skip is not null and (ids is not null or p_passed is null) then
     perform pgque._note(p_token, p_sub.sub_id, v_found.skip);
   end if;
   if ids is not null then

@@ -254,24 +254,25 @@ comment on function pgque.receive_coop(text, text, text, int, interval, pgque.ca
   'Errors: PQ001 no such queue; PQ004 invalid name; PQ005 max_return is below 1, or dead_interval is negative; PQ006 the consumer reads on its '
   'own.';
 
--- Does what next_batch_custom() does, for one of several workers.
+-- There is no argument caller, as in next_batch_custom() without a subconsumer.
 create or replace function pgque.next_batch_custom(
   queue_name text, consumer_name text, subconsumer_name text, min_lag interval, min_count int, min_interval interval,
-  dead_interval interval default null, caller pgque.caller default current_user
-) returns bigint
-language plpgsql security definer set search_path = pg_catalog, pgque, pg_temp set jit = off as $$
-begin
-  perform pgque._join($1, $2, $3, $7, caller);
-  return (select b.batch_id from pgque._next_batch($1, $2, $3, $4, $5, $6) b);
-end
+  dead_interval interval default null,
+  out batch_id bigint, out cur_tick_id bigint, out prev_tick_id bigint,
+  out cur_tick_time timestamptz, out prev_tick_time timestamptz,
+  out cur_tick_event_seq bigint, out prev_tick_event_seq bigint
+)
+language sql as $$
+  select pgque._join($1, $2, $3, $7);
+  select * from pgque._next_batch($1, $2, $3, $4, $5, $6);
 $$;
-comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval, pgque.caller) is
-  'Opens a batch for a worker (subconsumer) as next_batch() does, for a bigger window, and returns only its id.';
+comment on function pgque.next_batch_custom(text, text, text, interval, int, interval, interval) is
+  'Opens a batch for a worker (subconsumer) as next_batch() does, with the conditions and the result of next_batch_custom() without a subconsumer.';
 
 create or replace function pgque.next_batch(
   queue_name text, consumer_name text, subconsumer_name text, dead_interval interval default null
 ) returns bigint
-language sql as $$ select pgque.next_batch_custom($1, $2, $3, null, null, null, $4) $$;
+language sql as $$ select b.batch_id from pgque.next_batch_custom($1, $2, $3, null, null, null, $4) b $$;
 comment on function pgque.next_batch(text, text, text, interval) is
   'Opens a batch for one of several workers (subconsumers) that share a consumer; each worker gets other windows. Registers the worker on first '
   'use. dead_interval: if a worker was silent for longer, its batch is taken over first, under a new batch id. Errors: PQ001 no such queue; PQ004 '

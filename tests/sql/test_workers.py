@@ -373,6 +373,7 @@ def test_a_worker_that_acks_with_its_receive_and_one_who_removes_it_do_not_deadl
 
 
 def test_subconsumers_take_whole_windows_in_turn_and_finish_them(conn: Connection, queue: str) -> None:
+    value(conn, "select pgque.set_queue_config(%s, 'ticker_max_count', '1')", queue)
     for worker in ("a", "b"):
         assert value(conn, REGISTER, queue, worker) == 1
         assert value(conn, NEXT, queue, worker) is None
@@ -425,7 +426,7 @@ def test_next_batch_registers_a_subconsumer_on_first_use_and_refuses_a_wrong_one
 def test_a_subconsumers_next_batch_waits_for_lag_count_and_interval(own: Connection) -> None:
     value(own, "select pgque.create_queue('q')")
     value(own, REGISTER, "q", "a")
-    custom = "select pgque.next_batch_custom('q', 'c', 'a', %s::interval, %s, %s::interval)"
+    custom = "select batch_id from pgque.next_batch_custom('q', 'c', 'a', %s::interval, %s, %s::interval)"
     sent = []
     for _ in range(3):
         sent += send_many(own, "q", 4)
@@ -438,6 +439,25 @@ def test_a_subconsumers_next_batch_waits_for_lag_count_and_interval(own: Connect
     assert ack(own, batch) == 1
     move_clock(own, "11 minutes")
     assert column(own, EVENTS, value(own, custom, "10 minutes", None, None)) == sent[8:]
+
+
+def test_next_batch_custom_returns_the_same_record_with_and_without_a_subconsumer(
+    conn: Connection, queue: str
+) -> None:
+    subscribe(conn, queue, "alone")
+    value(conn, REGISTER, queue, "a")
+    send(conn, queue)
+    tick(conn, queue)
+    found = []
+    for consumer in ("'alone'", "'c', 'a'"):
+        cursor = conn.execute(
+            f"select * from pgque.next_batch_custom('{queue}', {consumer}, null, null, null)".encode()
+        )
+        found.append(([d.name for d in cursor.description or []], cursor.fetchall()))
+    (names, alone), (same, worker) = found
+    assert names == same and names[:3] == ["batch_id", "cur_tick_id", "prev_tick_id"]
+    assert alone[0][1:] == worker[0][1:]
+    assert rows(conn, EVENTS, worker[0][0]) == rows(conn, EVENTS, alone[0][0]) != []
 
 
 def test_calls_of_next_batch_custom_with_literals_of_no_type_find_their_function(
@@ -453,7 +473,9 @@ def test_calls_of_next_batch_custom_with_literals_of_no_type_find_their_function
         "'a', '0', '1', '0', '1 minute'",
         "'a', '0', 1, '0'",
     ):
-        assert rows(conn, f"select * from pgque.next_batch_custom('{queue}', 'c', {arguments})") == [(batch,)]
+        assert rows(conn, f"select batch_id from pgque.next_batch_custom('{queue}', 'c', {arguments})") == [
+            (batch,)
+        ]
     assert rows(conn, f"select * from pgque.next_batch('{queue}', 'c', 'a', null)") == [(batch,)]
     subscribe(conn, queue, "alone")
     for arguments in ("null, null, null", "'0', '1', '0'", "'0', 1, '0'"):
@@ -516,6 +538,7 @@ def test_two_sessions_that_ask_at_once_get_different_batches(
     for _ in range(2):
         sent.append(send_many(conn, queue, 2))
         forced_tick(conn, queue)
+    value(conn, "select pgque.set_queue_config(%s, 'ticker_max_count', '1')", queue)
     first = connect(autocommit=False)
     held = value(first, NEXT, queue, "a")
     other = background(lambda c: value(c, NEXT, queue, "b"))
