@@ -28,6 +28,7 @@ from ._connection_async import Progress, keep_connected, open_client
 from ._decode import reading
 from ._handlers import Handlers, check_async_handler
 from ._json import Encoder
+from ._leases import AsyncHeartbeat, kept
 from ._listen_async import TickWatch, listen, queue_of
 from ._liveness import Liveness
 from ._middleware import Middleware
@@ -68,6 +69,10 @@ _LEAST_PREFETCH = 100
 # In seconds: batches that are handled within the first grow up to the worker's `prefetch`; those that take
 # longer than the second shrink.
 _QUICK_BATCH, _SLOW_BATCH = 0.2, 1.0
+
+# The share of a lease after which a worker extends it over the connection that it works with: the one for
+# leases could not be opened, or is waiting for something else.
+_OVERDUE = 0.75
 
 # More outcomes than a worker has messages: handlers need not wake it.
 _NEVER = sys.maxsize
@@ -401,9 +406,10 @@ class AsyncWorker:
     `Release()`.
 
     The worker extends the lease of a message every half `visibility_timeout` while its handler runs, however
-    long that takes. If the process dies, or loses the database for longer than `visibility_timeout`, other
-    workers get its messages; it does not start messages whose lease has expired. No transaction is open while
-    a handler runs. A message may be delivered twice.
+    long that takes. The workers of a process share a connection for this, which is opened when a handler has
+    run for a quarter of `visibility_timeout`. If the process dies, or loses the database for longer than
+    `visibility_timeout`, other workers get its messages; it does not start messages whose lease has expired.
+    No transaction is open while a handler runs. A message may be delivered twice.
 
     Any number of workers may share a consumer, in any number of processes and machines.
 
@@ -626,12 +632,14 @@ class AsyncWorker:
     async def _run_here(self) -> None:
         """Run the handlers in this process."""
         self._pool = TaskPool(self.concurrency, self._handle)
+        name = f"worker {self.worker} of queue {self.queue}"
         try:
-            try:
-                await self._run_sessions()
-            except PgqueError as error:
-                await self._finish_after(error)
-                raise
+            with kept(self.dsn, name, self._lease_seconds, self._leases, AsyncHeartbeat()):
+                try:
+                    await self._run_sessions()
+                except PgqueError as error:
+                    await self._finish_after(error)
+                    raise
         except BaseException:
             # Cancelled, or an error: report the outcomes, and release the messages that were not started.
             self._release_queued()
@@ -642,6 +650,9 @@ class AsyncWorker:
         finally:
             self._pool.cancel_queued()
             await self._pool.close()
+
+    def _leases(self) -> list[Batch[Message]]:
+        return list(self._batches.values())
 
     async def _run_sessions(self) -> None:
         while not self._is_done():
@@ -742,7 +753,7 @@ class AsyncWorker:
         self._wake_at = _NEVER
         self._collect()
         for batch in list(self._batches.values()):
-            await _extend_if_due(client, batch, self.visibility_timeout)
+            await _extend_if_due(client, batch, self.visibility_timeout, _OVERDUE)
         now = time.monotonic()
         unfinished = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
         to_report = [
@@ -793,6 +804,7 @@ class AsyncWorker:
             min_interval = 0 if self._until_idle else self.min_interval
             source.due_at = next_receive_at(now, min_interval, received, count)
             batch = self._batches[received[0].batch_id] = Batch(received, now)
+            await _extend_if_due(client, batch, self.visibility_timeout)  # the call waited for a lock
             if self._stopper.is_set():  # while it was received
                 batch.record(batch.open_messages(), RELEASE)
             else:
@@ -885,8 +897,8 @@ class AsyncWorker:
     def _wait_time(self, has_room: bool) -> float:
         """Return how many seconds to wait for a notification."""
         now = time.monotonic()
-        half = self._lease_seconds / 2
-        due = [batch.extended_at + half - now for batch in self._batches.values()]
+        overdue = _OVERDUE * self._lease_seconds
+        due = [batch.extended_at + overdue - now for batch in self._batches.values()]
         if has_room:
             due.append(self._sources.next_at() - now)
         if self._stopper.is_set():
@@ -973,18 +985,14 @@ async def _default_timeout(client: AsyncPgqueClient, queue: str) -> Seconds:
     return value or timedelta(seconds=30)
 
 
-async def _extend_if_due(client: AsyncPgqueClient, batch: Batch[M], visibility_timeout: Seconds) -> bool:
-    """Extend the lease of a batch by the time that has passed, if that is half the visibility timeout. Return
-    False when the batch is lost."""
+async def _extend_if_due(
+    client: AsyncPgqueClient, batch: Batch[M], visibility_timeout: Seconds, share: float = 0.5
+) -> bool:
+    """Extend the lease of a batch by the time that has passed, if that is this share of the visibility
+    timeout. Return False when the batch is lost."""
     now = time.monotonic()
-    passed = now - batch.extended_at
-    if batch.lost or passed < _encode.total_seconds(visibility_timeout) / 2:
-        return not batch.lost
-    held = await client._maybe(int, *_batches.extend(batch.batch_id, passed))
-    batch.lost = not held
-    batch.extended_at = now
-    if batch.lost:
-        log.warning("batch %s is lost: its lease expired", batch.batch_id)
+    if not batch.lost and now - batch.extended_at >= share * _encode.total_seconds(visibility_timeout):
+        batch.note_extended(now, await client._maybe(int, *batch.extension(now)))
     return not batch.lost
 
 
