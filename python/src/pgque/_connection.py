@@ -15,6 +15,7 @@ from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT
 from ._payloads import Decoder
 from ._stopper import Stopper
 from .client import PgqueClient
@@ -26,13 +27,43 @@ _MAX_PAUSE_AFTER_STOP = 1.0
 
 
 def open_client(
-    dsn: str, application_name: str, *, encoder: Encoder | None = None, decoder: Decoder | None = None
+    dsn: str,
+    application_name: str,
+    *,
+    encoder: Encoder | None = None,
+    decoder: Decoder | None = None,
+    command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> PgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
     transaction."""
     return PgqueClient.connect(
-        with_keepalives(dsn, application_name), autocommit=True, encoder=encoder, decoder=decoder
+        with_keepalives(dsn, application_name),
+        autocommit=True,
+        encoder=encoder,
+        decoder=decoder,
+        command_timeout=command_timeout,
     )
+
+
+def open_client_before(
+    stopper: Stopper, seconds: float, opening: Callable[[], PgqueClient]
+) -> PgqueClient:
+    """Return the client that `opening` opens; HandlerInterrupted if that takes longer than some seconds after
+    a stop."""
+    opened: list[PgqueClient] = []
+    given_up = False
+
+    def connect() -> None:
+        opened.append(opening())
+        if given_up:
+            opened[0].close()
+
+    try:
+        stopper.give_up_after(seconds, connect)
+    except BaseException:
+        given_up = True
+        raise
+    return opened[0]
 
 
 class Progress:
@@ -69,12 +100,13 @@ def keep_connected(
                 if error is fault:
                     raise
                 raise error from fault
+            if done():
+                log.warning("stopped without the database: %s", one_line(error))
+                return
             if progress.made:
                 growing = pauses(_MAX_PAUSE)
                 log.warning("lost the database, connecting again: %s", one_line(error))
                 pause = first_pause()
-            elif done():
-                return
             else:
                 pause = next(growing)
                 log.warning("failed, next try in %.1f s: %s", pause, one_line(error))

@@ -1,6 +1,8 @@
-"""Connection strings of long-lived connections."""
+"""Connection strings that notice a dead network."""
 
 from __future__ import annotations
+
+import os
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -17,8 +19,8 @@ _KEEPALIVES = {
 }
 
 
-def with_keepalives(dsn: str, application_name: str) -> str:
-    """Return a connection string that notices a dead network, and has a name; what `dsn` says stays.
+def with_keepalives(dsn: str, application_name: str | None = None) -> str:
+    """Return a connection string that notices a dead network, and may have a name; what `dsn` says stays.
 
     Raises PgqueBadArgument when it is not a connection string.
     """
@@ -27,4 +29,8 @@ def with_keepalives(dsn: str, application_name: str) -> str:
     except psycopg.ProgrammingError as error:
         raise PgqueBadArgument(f"not a connection string: {error}") from error
     added = {key: value for key, value in _KEEPALIVES.items() if key not in given}
-    return make_conninfo(dsn, fallback_application_name=application_name[:63], **added)
+    if "PGCONNECT_TIMEOUT" in os.environ:
+        added.pop("connect_timeout", None)
+    if application_name is not None:
+        added["fallback_application_name"] = application_name[:63]
+    return make_conninfo(dsn, **added)
