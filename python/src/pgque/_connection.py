@@ -15,6 +15,7 @@ from . import _telemetry
 from ._backoff import first_pause, pauses
 from ._dsn import with_keepalives
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT
 from ._payloads import Decoder
 from ._stopper import Stopper
 from .client import PgqueClient
@@ -35,6 +36,7 @@ def open_client(
     encoder: Encoder | None = None,
     decoder: Decoder | None = None,
     read_committed: bool = False,
+    command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> PgqueClient:
     """Return a client over a connection of its own that notices a dead network; each call is a
     transaction, at the isolation level of the database or READ COMMITTED, which calls of workers need.
@@ -43,7 +45,11 @@ def open_client(
     stay in them.
     """
     client = PgqueClient.connect(
-        with_keepalives(dsn, application_name), autocommit=True, encoder=encoder, decoder=decoder
+        with_keepalives(dsn, application_name),
+        autocommit=True,
+        encoder=encoder,
+        decoder=decoder,
+        command_timeout=command_timeout,
     )
     if read_committed:
         try:
@@ -69,6 +75,27 @@ def _set_read_committed(client: PgqueClient) -> None:
         sqlstate="25000",
         hint=f"alter role {client.conn.info.user} set default_transaction_isolation = 'read committed'",
     )
+
+
+def open_client_before(
+    stopper: Stopper, seconds: float, opening: Callable[[], PgqueClient]
+) -> PgqueClient:
+    """Return the client that `opening` opens; HandlerInterrupted if that takes longer than some seconds after
+    a stop."""
+    opened: list[PgqueClient] = []
+    given_up = False
+
+    def connect() -> None:
+        opened.append(opening())
+        if given_up:
+            opened[0].close()
+
+    try:
+        stopper.give_up_after(seconds, connect)
+    except BaseException:
+        given_up = True
+        raise
+    return opened[0]
 
 
 class Progress:
@@ -105,12 +132,13 @@ def keep_connected(
                 if error is fault:
                     raise
                 raise error from fault
+            if done():
+                log.warning("stopped without the database: %s", one_line(error))
+                return
             if progress.made:
                 growing = pauses(_MAX_PAUSE)
                 log.warning("lost the database, connecting again: %s", one_line(error))
                 pause = first_pause()
-            elif done():
-                return
             else:
                 pause = next(growing)
                 log.warning("failed, next try in %.1f s: %s", pause, one_line(error))

@@ -14,6 +14,7 @@ from ._cli import (
     EXIT_NOTHING,
     age,
     as_dict,
+    connect,
     dsn_option,
     dump,
     echo,
@@ -24,7 +25,6 @@ from ._cli import (
     read_input,
     warn_unread,
 )
-from .client import connect
 from .types import Message, Outcome
 
 P = ParamSpec("P")

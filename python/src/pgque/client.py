@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TypeVar, overload
@@ -21,9 +21,10 @@ from psycopg_pool import ConnectionPool
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
 from ._direct import is_direct
-from ._dsn import given_or_default
+from ._dsn import given_or_default, with_keepalives
 from ._encode import MessageOrId
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT, LimitedConnection, check_command_timeout, within
 from ._payloads import Decoder
 from ._renamed import Renamed
 from ._version import __version__
@@ -120,13 +121,19 @@ class PgqueClient:
         autocommit: bool = False,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> PgqueClient:
         """Open a connection and return a client of it; see `connect`."""
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         try:
-            conn = Connection.connect(
-                given_or_default(dsn), autocommit=autocommit, row_factory=tuple_row, prepare_threshold=None
+            conn = LimitedConnection.connect(
+                with_keepalives(given_or_default(dsn)),
+                autocommit=autocommit,
+                row_factory=tuple_row,
+                prepare_threshold=None,
             )
+            conn.command_timeout = command_timeout
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         client = cls(conn, encoder=encoder, decoder=decoder)
@@ -722,11 +729,12 @@ class PgqueClient:
     def drop_queue(self, queue: str, force: bool = False) -> int:
         """Drop a queue; `force` also drops its consumers and messages. Calls `pgque.drop_queue`. Raises
         PgqueQueueNotFound, PgqueQueueInUse."""
-        return self._value(
-            int,
-            "select pgque.drop_queue(%(queue)s::text, %(force)s::bool)",
-            {"queue": queue, "force": force},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.drop_queue(%(queue)s::text, %(force)s::bool)",
+                {"queue": queue, "force": force},
+            )
 
     def pause(self, queue: str) -> None:
         """Pause a queue: senders get PgqueQueueDisabled, consumers still receive. Calls `pgque.pause`. Raises
@@ -787,12 +795,14 @@ class PgqueClient:
     def expire_messages(self, queue: str) -> int:
         """Delete expired messages from the retry queue, and return their number. Calls
         `pgque.expire_messages`."""
-        return self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
 
     def delete_expired(self, queue: str) -> int:
         """Delete dead letters whose message has expired since, and return their number. Calls
         `pgque.delete_expired`."""
-        return self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
 
     def set_schedule(self, job: str, every: Seconds | str) -> str:
         """Set how often the job "expire" or "delete_expired" runs; "" turns it off. Calls
@@ -826,7 +836,8 @@ class PgqueClient:
 
     def maint(self) -> None:
         """Do all maintenance that is due: retries, rotation, retention. Calls `pgque.maint`."""
-        self._run("select pgque.maint()")
+        with self._unlimited():
+            self._run("select pgque.maint()")
 
     def start(self) -> None:
         """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoScheduler if pg_cron is
@@ -1073,11 +1084,12 @@ class PgqueClient:
         Its position and its pending retries stay. Its open batch goes to the workers. Raises
         PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers.
         """
-        return self._value(
-            int,
-            "select pgque.share_consumer(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.share_consumer(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     def unshare_consumer(self, queue: str, consumer: str) -> int:
         """Turn a pool of workers into a consumer that reads on its own: return 1, or 0 if it is one. Calls
@@ -1087,20 +1099,22 @@ class PgqueClient:
         PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers or
         `keyed_order`.
         """
-        return self._value(
-            int,
-            "select pgque.unshare_consumer(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.unshare_consumer(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     def retry_now(self, queue: str, consumer: str) -> int:
         """Make every message of a consumer in state retry due now, and return their number. Calls
         `pgque.retry_now`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
-        return self._value(
-            int,
-            "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     def list_messages(
         self,
@@ -1170,7 +1184,8 @@ class PgqueClient:
         Dead letters and the archive stay. Returns how many messages the slowest consumer had ahead of it.
         Raises PgqueQueueNotFound.
         """
-        return self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
 
     def purge_key(self, queue: str, key: str) -> int:
         """Remove the pending message with a key and return 1, or 0 if there is none. Calls `pgque.purge_key`.
@@ -1192,7 +1207,8 @@ class PgqueClient:
     def archive_poison(self, queue: str) -> int:
         """Move the dead letters that `list_poison` returns to the archive, and return their number. Calls
         `pgque.archive_poison`."""
-        return self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
 
     def archive_list(
         self,
@@ -1243,11 +1259,12 @@ class PgqueClient:
     def archive_purge(self, queue: str, before: datetime) -> int:
         """Delete the days (UTC) of the archive that ended before a time, and return their number. Calls
         `pgque.archive_purge`. A datetime without time zone is local time."""
-        return self._value(
-            int,
-            "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
-            {"queue": queue, "before": _encode.moment(before)},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
+                {"queue": queue, "before": _encode.moment(before)},
+            )
 
     # -- dead letters
     # --------------------------------------------------------------------------------------------------
@@ -1324,9 +1341,10 @@ class PgqueClient:
         PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
-        return self._value(
-            int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
-        )
+        with self._unlimited():
+            return self._value(
+                int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
+            )
 
     def dlq_replay(self, dl_id: int) -> int:
         """Send a dead letter to every consumer as a new message, and return the new id. Calls
@@ -1346,11 +1364,12 @@ class PgqueClient:
         that `dlq_reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
-        return self._row(
-            f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
-            {"queue": queue, **params},
-            ReplayResult,
-        )
+        with self._unlimited():
+            return self._row(
+                f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
+                {"queue": queue, **params},
+                ReplayResult,
+            )
 
     def dlq_purge(
         self, queue: str, older_than: Seconds = timedelta(days=30), reason: str | None = None
@@ -1362,11 +1381,12 @@ class PgqueClient:
         Raises PgqueQueueNotFound, PgqueBadArgument.
         """
         named, params = _encode.arguments({"reason": ("text", reason)})
-        return self._value(
-            int,
-            f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
-            {"queue": queue, "age": _encode.interval(older_than), **params},
-        )
+        with self._unlimited():
+            return self._value(
+                int,
+                f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
+                {"queue": queue, "age": _encode.interval(older_than), **params},
+            )
 
     # -- how a call is made
     # --------------------------------------------------------------------------------------------
@@ -1403,6 +1423,10 @@ class PgqueClient:
     ) -> list[Outcome]:
         call, params = _statements.outcomes(function, batch_id, msgs, options)
         return self._rows(f"select {_statements.OUTCOME} from {call} as o", params, Outcome)
+
+    def _unlimited(self) -> AbstractContextManager[None]:
+        """Return a block whose calls may take any time, as their work grows with the queue."""
+        return within(self._conn, None)
 
     def _rows(self, sql: str, params: Mapping[str, object], make: Callable[..., T]) -> list[T]:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
@@ -1474,6 +1498,7 @@ def connect(
     autocommit: bool = False,
     encoder: Encoder | None = None,
     decoder: Decoder | None = None,
+    command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> PgqueClient:
     """Connect to a database that has pgque, and return a client.
 
@@ -1486,6 +1511,13 @@ def connect(
     leads directly to the server: behind a pooler in transaction mode the name of a prepared statement can be
     that of another client's.
 
+    A call that the server does not answer for `command_timeout` seconds raises PgqueConnectionError, and the
+    connection is closed; None is no limit. The limit counts for your own statements on `conn` as well. It
+    does not count for calls that are long by nature: `maint`, `drop_queue`, `purge`, and those that move or
+    delete all dead letters or archived messages of a queue.
+
     Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """
-    return PgqueClient.connect(dsn, autocommit=autocommit, encoder=encoder, decoder=decoder)
+    return PgqueClient.connect(
+        dsn, autocommit=autocommit, encoder=encoder, decoder=decoder, command_timeout=command_timeout
+    )

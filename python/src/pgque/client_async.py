@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TypeVar, overload
@@ -20,9 +20,10 @@ from psycopg_pool import AsyncConnectionPool
 from . import _encode, _otel, _payloads, _statements
 from ._decode import reading
 from ._direct import is_direct
-from ._dsn import given_or_default
+from ._dsn import given_or_default, with_keepalives
 from ._encode import MessageOrId
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT, AsyncLimitedConnection, check_command_timeout, within
 from ._payloads import Decoder
 from ._renamed import Renamed
 from ._version import __version__
@@ -119,13 +120,19 @@ class AsyncPgqueClient:
         autocommit: bool = False,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> AsyncPgqueClient:
         """Open a connection and return a client of it; see `connect_async`."""
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         try:
-            conn = await AsyncConnection.connect(
-                given_or_default(dsn), autocommit=autocommit, row_factory=tuple_row, prepare_threshold=None
+            conn = await AsyncLimitedConnection.connect(
+                with_keepalives(given_or_default(dsn)),
+                autocommit=autocommit,
+                row_factory=tuple_row,
+                prepare_threshold=None,
             )
+            conn.command_timeout = command_timeout
         except psycopg.Error as error:
             raise from_psycopg(error) from error
         client = cls(conn, encoder=encoder, decoder=decoder)
@@ -721,11 +728,12 @@ class AsyncPgqueClient:
     async def drop_queue(self, queue: str, force: bool = False) -> int:
         """Drop a queue; `force` also drops its consumers and messages. Calls `pgque.drop_queue`. Raises
         PgqueQueueNotFound, PgqueQueueInUse."""
-        return await self._value(
-            int,
-            "select pgque.drop_queue(%(queue)s::text, %(force)s::bool)",
-            {"queue": queue, "force": force},
-        )
+        with self._unlimited():
+            return await self._value(
+                int,
+                "select pgque.drop_queue(%(queue)s::text, %(force)s::bool)",
+                {"queue": queue, "force": force},
+            )
 
     async def pause(self, queue: str) -> None:
         """Pause a queue: senders get PgqueQueueDisabled, consumers still receive. Calls `pgque.pause`. Raises
@@ -786,12 +794,14 @@ class AsyncPgqueClient:
     async def expire_messages(self, queue: str) -> int:
         """Delete expired messages from the retry queue, and return their number. Calls
         `pgque.expire_messages`."""
-        return await self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return await self._value(int, "select pgque.expire_messages(%(queue)s::text)", {"queue": queue})
 
     async def delete_expired(self, queue: str) -> int:
         """Delete dead letters whose message has expired since, and return their number. Calls
         `pgque.delete_expired`."""
-        return await self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return await self._value(int, "select pgque.delete_expired(%(queue)s::text)", {"queue": queue})
 
     async def set_schedule(self, job: str, every: Seconds | str) -> str:
         """Set how often the job "expire" or "delete_expired" runs; "" turns it off. Calls
@@ -825,7 +835,8 @@ class AsyncPgqueClient:
 
     async def maint(self) -> None:
         """Do all maintenance that is due: retries, rotation, retention. Calls `pgque.maint`."""
-        await self._run("select pgque.maint()")
+        with self._unlimited():
+            await self._run("select pgque.maint()")
 
     async def start(self) -> None:
         """Schedule the ticker with pg_cron. Calls `pgque.start`. Raises PgqueNoScheduler if pg_cron is
@@ -1072,11 +1083,12 @@ class AsyncPgqueClient:
         Its position and its pending retries stay. Its open batch goes to the workers. Raises
         PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers.
         """
-        return await self._value(
-            int,
-            "select pgque.share_consumer(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return await self._value(
+                int,
+                "select pgque.share_consumer(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     async def unshare_consumer(self, queue: str, consumer: str) -> int:
         """Turn a pool of workers into a consumer that reads on its own: return 1, or 0 if it is one. Calls
@@ -1086,20 +1098,22 @@ class AsyncPgqueClient:
         PgqueQueueNotFound, PgqueConsumerNotFound, and PgqueQueueInUse if it has subconsumers or
         `keyed_order`.
         """
-        return await self._value(
-            int,
-            "select pgque.unshare_consumer(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return await self._value(
+                int,
+                "select pgque.unshare_consumer(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     async def retry_now(self, queue: str, consumer: str) -> int:
         """Make every message of a consumer in state retry due now, and return their number. Calls
         `pgque.retry_now`. Raises PgqueQueueNotFound, PgqueConsumerNotFound."""
-        return await self._value(
-            int,
-            "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
-            {"queue": queue, "consumer": consumer},
-        )
+        with self._unlimited():
+            return await self._value(
+                int,
+                "select pgque.retry_now(%(queue)s::text, %(consumer)s::text)",
+                {"queue": queue, "consumer": consumer},
+            )
 
     async def list_messages(
         self,
@@ -1169,7 +1183,8 @@ class AsyncPgqueClient:
         Dead letters and the archive stay. Returns how many messages the slowest consumer had ahead of it.
         Raises PgqueQueueNotFound.
         """
-        return await self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return await self._value(int, "select pgque.purge(%(queue)s::text)", {"queue": queue})
 
     async def purge_key(self, queue: str, key: str) -> int:
         """Remove the pending message with a key and return 1, or 0 if there is none. Calls `pgque.purge_key`.
@@ -1191,7 +1206,8 @@ class AsyncPgqueClient:
     async def archive_poison(self, queue: str) -> int:
         """Move the dead letters that `list_poison` returns to the archive, and return their number. Calls
         `pgque.archive_poison`."""
-        return await self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
+        with self._unlimited():
+            return await self._value(int, "select pgque.archive_poison(%(queue)s::text)", {"queue": queue})
 
     async def archive_list(
         self,
@@ -1242,11 +1258,12 @@ class AsyncPgqueClient:
     async def archive_purge(self, queue: str, before: datetime) -> int:
         """Delete the days (UTC) of the archive that ended before a time, and return their number. Calls
         `pgque.archive_purge`. A datetime without time zone is local time."""
-        return await self._value(
-            int,
-            "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
-            {"queue": queue, "before": _encode.moment(before)},
-        )
+        with self._unlimited():
+            return await self._value(
+                int,
+                "select pgque.archive_purge(%(queue)s::text, %(before)s::timestamptz)",
+                {"queue": queue, "before": _encode.moment(before)},
+            )
 
     # -- dead letters
     # --------------------------------------------------------------------------------------------------
@@ -1323,9 +1340,10 @@ class AsyncPgqueClient:
         PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
-        return await self._value(
-            int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
-        )
+        with self._unlimited():
+            return await self._value(
+                int, f"select pgque.dlq_requeue_all(%(queue)s::text{named})", {"queue": queue, **params}
+            )
 
     async def dlq_replay(self, dl_id: int) -> int:
         """Send a dead letter to every consumer as a new message, and return the new id. Calls
@@ -1345,11 +1363,12 @@ class AsyncPgqueClient:
         that `dlq_reasons` returns, only dead letters with this reason. Raises PgqueQueueNotFound.
         """
         named, params = _encode.arguments({"limit_count": ("int", limit), "reason": ("text", reason)})
-        return await self._row(
-            f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
-            {"queue": queue, **params},
-            ReplayResult,
-        )
+        with self._unlimited():
+            return await self._row(
+                f"select {columns(ReplayResult, 'r')} from pgque.dlq_replay_all(%(queue)s::text{named}) as r",
+                {"queue": queue, **params},
+                ReplayResult,
+            )
 
     async def dlq_purge(
         self, queue: str, older_than: Seconds = timedelta(days=30), reason: str | None = None
@@ -1361,11 +1380,12 @@ class AsyncPgqueClient:
         Raises PgqueQueueNotFound, PgqueBadArgument.
         """
         named, params = _encode.arguments({"reason": ("text", reason)})
-        return await self._value(
-            int,
-            f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
-            {"queue": queue, "age": _encode.interval(older_than), **params},
-        )
+        with self._unlimited():
+            return await self._value(
+                int,
+                f"select pgque.dlq_purge(%(queue)s::text, %(age)s::interval{named})",
+                {"queue": queue, "age": _encode.interval(older_than), **params},
+            )
 
     # -- how a call is made
     # --------------------------------------------------------------------------------------------
@@ -1402,6 +1422,10 @@ class AsyncPgqueClient:
     ) -> list[Outcome]:
         call, params = _statements.outcomes(function, batch_id, msgs, options)
         return await self._rows(f"select {_statements.OUTCOME} from {call} as o", params, Outcome)
+
+    def _unlimited(self) -> AbstractContextManager[None]:
+        """Return a block whose calls may take any time, as their work grows with the queue."""
+        return within(self._conn, None)
 
     async def _rows(self, sql: str, params: Mapping[str, object], make: Callable[..., T]) -> list[T]:
         """Run one statement and return each row as a `make`, with the columns as its arguments."""
@@ -1473,6 +1497,7 @@ async def connect_async(
     autocommit: bool = False,
     encoder: Encoder | None = None,
     decoder: Decoder | None = None,
+    command_timeout: float | None = COMMAND_TIMEOUT,
 ) -> AsyncPgqueClient:
     """Connect to a database that has pgque, and return a client.
 
@@ -1485,6 +1510,13 @@ async def connect_async(
     leads directly to the server: behind a pooler in transaction mode the name of a prepared statement can be
     that of another client's.
 
+    A call that the server does not answer for `command_timeout` seconds raises PgqueConnectionError, and the
+    connection is closed; None is no limit. The limit counts for your own statements on `conn` as well. It
+    does not count for calls that are long by nature: `maint`, `drop_queue`, `purge`, and those that move or
+    delete all dead letters or archived messages of a queue.
+
     Raises PgqueConnectionError, and PgqueVersionError if the database has no pgque or an unknown version.
     """
-    return await AsyncPgqueClient.connect(dsn, autocommit=autocommit, encoder=encoder, decoder=decoder)
+    return await AsyncPgqueClient.connect(
+        dsn, autocommit=autocommit, encoder=encoder, decoder=decoder, command_timeout=command_timeout
+    )

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import psycopg
@@ -19,10 +21,11 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 
 from . import _otel, _payloads, _telemetry
 from ._batches import ACK, MessageOutcome, failure_outcome, outcome_of
-from ._connection_async import Progress, keep_connected, open_client
+from ._connection_async import Progress, keep_connected, open_client, open_client_before
 from ._encode import interval, total_seconds
 from ._handlers import Handlers, check_async_handler
 from ._json import Encoder
+from ._limit import COMMAND_TIMEOUT, check_command_timeout, within
 from ._listen_async import TickWatch, listen
 from ._min_interval import check_min_interval, next_receive_at
 from ._payloads import BadPayload, Decoder
@@ -146,6 +149,8 @@ class AsyncConsumer:
         decoder: as of a client, for the messages that handlers get.
         bad_payload: outcome if a handler raises PgquePayloadError, or the payload does not fit its model:
             "dead" gives the message up, with the reason; "retry" treats it as any error.
+        command_timeout: seconds in which the server has to answer each call; then the consumer connects
+            again. It does not count for the statements of a handler with `transactional=True`.
     """
 
     def __init__(
@@ -166,6 +171,7 @@ class AsyncConsumer:
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if consumer is None:
             consumer = name
@@ -185,6 +191,7 @@ class AsyncConsumer:
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
@@ -199,6 +206,7 @@ class AsyncConsumer:
         self.encoder = encoder
         self.decoder = decoder
         self.bad_payload = bad_payload
+        self.command_timeout = command_timeout
         self._handlers: Handlers[AsyncHandler | AsyncTransactionalHandler] = Handlers(
             "Consumer", "@consumer.handler", check_async_handler, consumer, log
         )
@@ -276,11 +284,7 @@ class AsyncConsumer:
 
     async def _session(self, progress: Progress) -> None:
         """Consume over one connection. Progress is a batch that was handled, or an empty queue."""
-        name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
-        own = not self.transactional  # a handler writes at the isolation level of its database
-        async with await open_client(
-            self.dsn, name, encoder=self.encoder, decoder=self.decoder, read_committed=own
-        ) as client:
+        async with self._connected() as client:
             client.conn.add_notify_handler(self._on_notify)
             self._settings = await listen(client, self.queue)
             watch = TickWatch(self.queue, log)
@@ -307,6 +311,26 @@ class AsyncConsumer:
                     await watch.check(client)
             with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
                 await self._report(client)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AsyncPgqueClient]:
+        """Connect. Neither that nor a call over the connection takes long after a stop."""
+        name = f"pgque {self.queue}/{self.subconsumer or self.consumer}"
+        opening = partial(
+            open_client,
+            self.dsn,
+            name,
+            encoder=self.encoder,
+            decoder=self.decoder,
+            read_committed=not self.transactional,  # a handler writes at the isolation level of its database
+            command_timeout=self.command_timeout,
+        )
+        client = await open_client_before(self._stopper, _STOP_TIMEOUT, opening)
+        try:
+            with self._stopper.stop_deadline(client.conn, _STOP_TIMEOUT):
+                yield client
+        finally:
+            await client.close()
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         # Comes in with the answer to another statement: the batch may have been ticked after that statement
@@ -430,7 +454,11 @@ class AsyncConsumer:
         outcome of its message."""
         async with client.conn.transaction() as savepoint:
             try:
-                outcome = self._outcome(await self._stopper.handle(handler, message, client.conn))
+                with (
+                    within(client.conn, None),
+                    self._stopper.stop_deadline(client.conn, self.command_timeout or math.inf),
+                ):
+                    outcome = self._outcome(await self._stopper.handle(handler, message, client.conn))
             finally:
                 # The next statement would wait for ever, also the rollback to the savepoint.
                 is_busy = _is_busy(client.conn)

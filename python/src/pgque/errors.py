@@ -10,6 +10,8 @@ import threading
 
 import psycopg
 
+from ._limit import NoAnswerError
+
 
 class PgqueError(Exception):
     """Report that a pgque call failed. Its text is the message and, on a second line, the hint.
@@ -206,7 +208,7 @@ def from_psycopg(error: psycopg.Error, queue: str | None = None) -> PgqueError:
     return from_fields(
         diag.message_primary or str(error).strip() or type(error).__name__,
         sqlstate=error.sqlstate,
-        hint=diag.message_hint,
+        hint=error.hint if isinstance(error, NoAnswerError) else diag.message_hint,
         context=diag.context,
         is_lost=isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
         and not isinstance(error, psycopg.errors.PipelineAborted),

@@ -25,11 +25,12 @@ from psycopg.rows import args_row
 from . import _batches, _encode, _otel, _payloads, _telemetry
 from ._batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Refused, Statement
 from ._concurrency import Lock, ThreadPool, check_until_idle, run_worker
-from ._connection import Progress, keep_connected, open_client
+from ._connection import Progress, keep_connected, open_client, open_client_before
 from ._decode import reading
 from ._handlers import Handlers, check_handler
 from ._json import Encoder
 from ._leases import Heartbeat, kept
+from ._limit import COMMAND_TIMEOUT, check_command_timeout
 from ._listen import TickWatch, listen, queue_of
 from ._liveness import Liveness
 from ._middleware import Middleware
@@ -152,6 +153,7 @@ class WorkQueue:
         consumer: name of the consumer, which must be subscribed; not needed for sending.
         encoder: as of a client.
         decoder: as of a client.
+        command_timeout: as of a client.
     """
 
     def __init__(
@@ -162,14 +164,17 @@ class WorkQueue:
         consumer: str | None = None,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if not queue:
             raise ValueError("a work queue needs the name of its queue")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.encoder = encoder
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., WorkMessage] = _payloads.message_maker(
             WorkMessage, decoder
         )
@@ -360,7 +365,13 @@ class WorkQueue:
     def _connected(self) -> PgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = open_client(self.dsn, name, encoder=self.encoder, read_committed=True)
+            self._client = open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            )
         return self._client
 
     def _listen(self) -> PgqueClient:
@@ -449,6 +460,7 @@ class Worker:
             error. The log has no traceback of it, which might show the payload.
         liveness_file: a file to touch every second while the worker is alive and the database answers. An old
             file means that the worker hangs.
+        command_timeout: seconds in which the server has to answer each call; then the worker connects again.
     """
 
     def __init__(
@@ -473,6 +485,7 @@ class Worker:
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
         liveness_file: str | os.PathLike[str] | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if unknown_handler_policy not in ("nack", "ack"):
             raise ValueError(
@@ -486,6 +499,7 @@ class Worker:
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
         self.queue = ", ".join(weights)
@@ -506,6 +520,7 @@ class Worker:
         self.decoder = decoder
         self.bad_payload = bad_payload
         self.liveness_file = liveness_file
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
         self._handlers: Handlers[WorkHandler] = Handlers(
             "Worker", "@worker.handler", check_handler, consumer, log
@@ -600,8 +615,10 @@ class Worker:
         which calls `stop()`.
 
         After a stop the worker receives no more messages and releases those that were not started. Running
-        handlers have `shutdown_timeout` seconds to finish; one second later the worker cancels a statement
-        that still waits for a lock or for the server.
+        handlers have `shutdown_timeout` seconds to finish; one second later the worker gives up a statement
+        that still waits for a lock or for the server. A second signal, half a second or more after the
+        first, ends the worker at once: running handlers are left, and their messages are redelivered when
+        their lease has expired.
 
         After a fault of the database the worker connects again, after a growing random pause, without limit.
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
@@ -657,6 +674,18 @@ class Worker:
         return list(self._batches.values())
 
     def _run_sessions(self) -> None:
+        self._run_sessions_to_end()
+        running = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
+        if self._stopper.is_abandoned and running:
+            log.warning(
+                "worker %s ends at the second signal: %s handlers are left, and their messages are"
+                " redelivered when their lease of %g s has expired",
+                self.worker,
+                running,
+                self._lease_seconds,
+            )
+
+    def _run_sessions_to_end(self) -> None:
         while not self._is_done():
             with suppress(HandlerInterrupted):  # while it waited for a connection
                 keep_connected(
@@ -727,21 +756,18 @@ class Worker:
 
     def _connect(self, stopper: Stopper, seconds: float) -> PgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
-        opened: list[PgqueClient] = []
-        given_up = False
-
-        def connect() -> None:
-            name = f"pgque {self.queue}/{self.worker}"
-            opened.append(open_client(self.dsn, name, encoder=self.encoder, read_committed=True))
-            if given_up:
-                opened[0].close()
-
-        try:
-            stopper.give_up_after(seconds, connect)
-        except BaseException:
-            given_up = True
-            raise
-        return opened[0]
+        name = f"pgque {self.queue}/{self.worker}"
+        return open_client_before(
+            stopper,
+            seconds,
+            lambda: open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            ),
+        )
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -889,6 +915,8 @@ class Worker:
         released."""
         if unfinished == 0:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
+        if self._stopper.is_abandoned:
+            return True
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are released", unfinished)

@@ -24,11 +24,12 @@ from psycopg.rows import args_row
 from . import _batches, _encode, _otel, _payloads, _telemetry
 from ._batches import ACK, ARCHIVE, RELEASE, Batch, MessageOutcome, Refused, Statement
 from ._concurrency import AsyncLock, TaskPool, check_until_idle, run_worker_async
-from ._connection_async import Progress, keep_connected, open_client
+from ._connection_async import Progress, keep_connected, open_client, open_client_before
 from ._decode import reading
 from ._handlers import Handlers, check_async_handler
 from ._json import Encoder
 from ._leases import AsyncHeartbeat, kept
+from ._limit import COMMAND_TIMEOUT, check_command_timeout
 from ._listen_async import TickWatch, listen, queue_of
 from ._liveness import Liveness
 from ._middleware import Middleware
@@ -151,6 +152,7 @@ class AsyncWorkQueue:
         consumer: name of the consumer, which must be subscribed; not needed for sending.
         encoder: as of a client.
         decoder: as of a client.
+        command_timeout: as of a client.
     """
 
     def __init__(
@@ -161,14 +163,17 @@ class AsyncWorkQueue:
         consumer: str | None = None,
         encoder: Encoder | None = None,
         decoder: Decoder | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if not queue:
             raise ValueError("a work queue needs the name of its queue")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
+        check_command_timeout(command_timeout)
         self.dsn = dsn
         self.queue = queue
         self.consumer = consumer
         self.encoder = encoder
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., AsyncWorkMessage] = _payloads.message_maker(
             AsyncWorkMessage, decoder
         )
@@ -359,7 +364,13 @@ class AsyncWorkQueue:
     async def _connected(self) -> AsyncPgqueClient:
         if self._client is None or self._client.conn.closed:
             name = f"pgque {self.queue}/{self.consumer}" if self.consumer else f"pgque {self.queue}"
-            self._client = await open_client(self.dsn, name, encoder=self.encoder, read_committed=True)
+            self._client = await open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            )
         return self._client
 
     async def _listen(self) -> AsyncPgqueClient:
@@ -447,6 +458,7 @@ class AsyncWorker:
             error. The log has no traceback of it, which might show the payload.
         liveness_file: a file to touch every second while the worker is alive and the database answers. An old
             file means that the worker hangs.
+        command_timeout: seconds in which the server has to answer each call; then the worker connects again.
     """
 
     def __init__(
@@ -471,6 +483,7 @@ class AsyncWorker:
         decoder: Decoder | None = None,
         bad_payload: BadPayload = "dead",
         liveness_file: str | os.PathLike[str] | None = None,
+        command_timeout: float | None = COMMAND_TIMEOUT,
     ) -> None:
         if unknown_handler_policy not in ("nack", "ack"):
             raise ValueError(
@@ -484,6 +497,7 @@ class AsyncWorker:
         retry_interval(retry_after, "retry_after")
         _payloads.check_functions(encoder=encoder, decoder=decoder)
         _payloads.check_bad_payload(bad_payload)
+        check_command_timeout(command_timeout)
         weights = check_weights(queue, queues, priority)
         self.dsn = dsn
         self.queue = ", ".join(weights)
@@ -504,6 +518,7 @@ class AsyncWorker:
         self.decoder = decoder
         self.bad_payload = bad_payload
         self.liveness_file = liveness_file
+        self.command_timeout = command_timeout
         self._make_message: Callable[..., Message] = _payloads.message_maker(Message, decoder)
         self._handlers: Handlers[AsyncWorkHandler] = Handlers(
             "Worker", "@worker.handler", check_async_handler, consumer, log
@@ -598,8 +613,10 @@ class AsyncWorker:
         which calls `stop()`.
 
         After a stop the worker receives no more messages and releases those that were not started. Running
-        handlers have `shutdown_timeout` seconds to finish; one second later the worker cancels a statement
-        that still waits for a lock or for the server.
+        handlers have `shutdown_timeout` seconds to finish; one second later the worker gives up a statement
+        that still waits for a lock or for the server. A second signal, half a second or more after the
+        first, ends the worker at once: running handlers are left, and their messages are redelivered when
+        their lease has expired.
 
         After a fault of the database the worker connects again, after a growing random pause, without limit.
         After a stop it tries for `shutdown_timeout` at most, if handlers run or outcomes are not reported,
@@ -655,6 +672,18 @@ class AsyncWorker:
         return list(self._batches.values())
 
     async def _run_sessions(self) -> None:
+        await self._run_sessions_to_end()
+        running = sum(batch.unfinished for batch in self._batches.values() if not batch.lost)
+        if self._stopper.is_abandoned and running:
+            log.warning(
+                "worker %s ends at the second signal: %s handlers are left, and their messages are"
+                " redelivered when their lease of %g s has expired",
+                self.worker,
+                running,
+                self._lease_seconds,
+            )
+
+    async def _run_sessions_to_end(self) -> None:
         while not self._is_done():
             with suppress(HandlerInterrupted):  # while it waited for a connection
                 await keep_connected(
@@ -725,21 +754,18 @@ class AsyncWorker:
 
     async def _connect(self, stopper: AsyncStopper, seconds: float) -> AsyncPgqueClient:
         """Connect; HandlerInterrupted if that takes longer than so many seconds after a stop."""
-        opened: list[AsyncPgqueClient] = []
-        given_up = False
-
-        async def connect() -> None:
-            name = f"pgque {self.queue}/{self.worker}"
-            opened.append(await open_client(self.dsn, name, encoder=self.encoder, read_committed=True))
-            if given_up:
-                await opened[0].close()
-
-        try:
-            await stopper.give_up_after(seconds, connect)
-        except BaseException:
-            given_up = True
-            raise
-        return opened[0]
+        name = f"pgque {self.queue}/{self.worker}"
+        return await open_client_before(
+            stopper,
+            seconds,
+            lambda: open_client(
+                self.dsn,
+                name,
+                encoder=self.encoder,
+                read_committed=True,
+                command_timeout=self.command_timeout,
+            ),
+        )
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         self._sources.wake(queue_of(notify.channel))
@@ -887,6 +913,8 @@ class AsyncWorker:
         released."""
         if unfinished == 0:
             return not any(batch.has_outcomes for batch in self._batches.values()) and not self._finished
+        if self._stopper.is_abandoned:
+            return True
         if self._stopper.stopped_for() < self.shutdown_timeout:
             return False
         log.warning("%s handlers did not finish in time, their messages are released", unfinished)

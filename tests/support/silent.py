@@ -1,0 +1,92 @@
+"""A path to the server that goes silent: what is sent is acknowledged, and no answer ever comes.
+
+The proxy has processes of its own, one for each connection. A stopped process keeps its sockets: the kernel still
+accepts connections and acknowledges bytes, and nothing else happens. A proxy in the test's own process would stop
+with the interpreter that it is to observe.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+_PROXY = """
+import os, selectors, signal, socket, sys
+
+host, port = sys.argv[1:]
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    near, _ = listener.accept()
+    if os.fork() == 0:
+        break
+    near.close()
+listener.close()
+if host.startswith("/"):
+    far = socket.socket(socket.AF_UNIX)
+    far.connect(f"{host}/.s.PGSQL.{port}")
+else:
+    far = socket.create_connection((host, int(port)))
+with selectors.DefaultSelector() as selector:
+    selector.register(near, selectors.EVENT_READ, far)
+    selector.register(far, selectors.EVENT_READ, near)
+    while True:
+        for key, _ in selector.select():
+            data = key.fileobj.recv(65536)
+            if not data:
+                sys.exit()
+            key.data.sendall(data)
+"""
+
+
+class SilentPath:
+    """A path to the server that the test can silence."""
+
+    def __init__(self, process: subprocess.Popen[str], dsn: str) -> None:
+        self._process = process
+        self.dsn = dsn
+
+    def _connections(self) -> list[int]:
+        pid = self._process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def silence(self, *, new_ones: bool = True) -> None:
+        """Silence the connections that there are, and those that are opened from now on, unless `new_ones` is
+        False."""
+        if new_ones:
+            os.kill(self._process.pid, signal.SIGSTOP)
+        for pid in self._connections():
+            os.kill(pid, signal.SIGSTOP)
+
+    @property
+    def connections(self) -> int:
+        """How many connections lead over the path, silent ones included."""
+        return len(self._connections())
+
+
+@contextmanager
+def silent_path(dsn: str) -> Iterator[SilentPath]:
+    """Yield a path to the database that works until the test silences it."""
+    given = conninfo_to_dict(dsn)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROXY, str(given["host"]), str(given["port"])],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        # gssencmode and sslmode ask the server before they begin: nothing that matters here.
+        yield SilentPath(process, make_conninfo(dsn, host="127.0.0.1", port=port, sslmode="disable"))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
