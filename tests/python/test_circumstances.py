@@ -46,7 +46,7 @@ class Place:
     admin: Connection
     dsn: str
     direct: str
-    role: Role
+    role: Role  # with the password that is valid now
     happens: Callable[[], AbstractContextManager[object]] = nullcontext
     logs: frozenset[str] = frozenset()  # words of warnings that belong to it
     tell: Callable[[Callable[[], object], str], None] = field(default=lambda condition, what: None)
@@ -163,7 +163,7 @@ def _connections_that_end(place: Place, stack: ExitStack) -> None:
 @circumstance
 def _a_password_that_changes(place: Place, stack: ExitStack) -> None:
     """The new one is in the password file when connections end."""
-    file = Path(conninfo_to_dict(place.dsn)["passfile"] or "")
+    file = Path(str(conninfo_to_dict(place.dsn)["passfile"]))
 
     @contextmanager
     def change() -> Iterator[None]:
@@ -208,15 +208,15 @@ def programs(dsn: str, queue: str) -> Iterator[dict[str, list[Any]]]:
 
     @worker.handler("*")
     def work(message: pgque.Message) -> None:
-        seen["worker"].append(int(message.payload))
+        seen["worker"].append(int(message.payload or ""))
 
     @consumer.handler("*")
     def consume(message: pgque.Message) -> None:
-        seen["consumer"].append(int(message.payload))
+        seen["consumer"].append(int(message.payload or ""))
 
     @alone.handler("*")
     async def work_alone(message: pgque.Message) -> None:
-        seen["async worker"].append(int(message.payload))
+        seen["async worker"].append(int(message.payload or ""))
 
     with ExitStack() as stack:
         for run, end in (
@@ -278,7 +278,7 @@ def _command_line(dsn: str) -> None:
 
 def _page(place: Place) -> None:
     parts = {**conninfo_to_dict(place.dsn), "user": None, "password": None, "passfile": None}
-    app = pgque.web.app(make_conninfo("", **{name: part for name, part in parts.items() if part is not None}))
+    app: Any = pgque.web.app(make_conninfo("", **{name: part for name, part in parts.items() if part is not None}))
     try:
         browser = Browser(app)
         assert "Log out" in text(browser.log_in(place.role))

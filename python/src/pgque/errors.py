@@ -296,6 +296,6 @@ def is_permanent(error: PgqueError) -> bool:
         # An upgrade may have taken a function from under a running call, and a restore may not have created a
         # table yet. Who connects again is told whether the versions fit, and prepares nothing.
         return False
-    # 25000: not READ COMMITTED; 28: authentication; 42: missing function, missing right, and the like; 3D: no such
-    # database.
+    # 25000: not READ COMMITTED; 28: authentication; 42: missing function, missing right, and the like; 3D: no
+    # such database.
     return error.sqlstate == "25000" or (error.sqlstate or "")[:2] in {"28", "42", "3D"}
