@@ -237,7 +237,7 @@ def test_each_message_is_handled_once_by_every_program(
         CIRCUMSTANCES[name](place, stack)
         with pgque.connect(place.dsn, autocommit=True) as client:
             client.create_queue("q")
-            for consumer in ("worker", "async worker", "consumer"):
+            for consumer in ("worker", "async worker", "consumer", "command"):
                 client.subscribe("q", consumer)
         with caplog.at_level(logging.WARNING, "pgque"), programs(place.dsn, "q") as seen:
 
@@ -271,14 +271,17 @@ def _send_more(dsn: str) -> None:
 
 
 def _command_line(dsn: str) -> None:
-    for command in (["send", "q", str(2 * SENT)], ["queues"], ["status"], ["health"]):
+    receive = ["receive", "q", "command", "--worker", "w"]
+    for command in (["send", "q", str(2 * SENT)], receive, ["queues"], ["status"], ["health"]):
         done = CliRunner().invoke(main, [*command, "--dsn", dsn])
         assert done.exit_code == 0, (command, done.output, done.exception)
 
 
 def _page(place: Place) -> None:
     parts = {**conninfo_to_dict(place.dsn), "user": None, "password": None, "passfile": None}
-    app: Any = pgque.web.app(make_conninfo("", **{name: part for name, part in parts.items() if part is not None}))
+    app: Any = pgque.web.app(
+        make_conninfo("", **{name: part for name, part in parts.items() if part is not None})
+    )
     try:
         browser = Browser(app)
         assert "Log out" in text(browser.log_in(place.role))

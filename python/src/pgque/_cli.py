@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import click
+from psycopg import IsolationLevel
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -83,8 +84,13 @@ def command_timeout() -> float | None:
 
 
 def connect(dsn: str, *, autocommit: bool = False) -> PgqueClient:
-    """Return a client of the database, with the time limit of this command."""
-    return PgqueClient.connect(dsn, autocommit=autocommit, command_timeout=command_timeout())
+    """Return a client of the database, with the time limit of this command.
+
+    Its transactions are READ COMMITTED, which some calls need, whatever the default of the database is.
+    """
+    client = PgqueClient.connect(dsn, autocommit=autocommit, command_timeout=command_timeout())
+    client.conn.isolation_level = IsolationLevel.READ_COMMITTED
+    return client
 
 
 def json_option(command: Callable[P, R]) -> Callable[P, R]:

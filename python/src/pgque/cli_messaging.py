@@ -171,10 +171,11 @@ def receive(
     """
     if sys.stdout is None:
         raise click.UsageError("standard output is closed: nothing can be printed")
-    with connect(dsn, autocommit=True) as client:
+    with connect(dsn) as client:
         batch = client.receive(
             queue, consumer, max_messages, worker=worker, visibility_timeout=visibility_timeout
         )
+        client.conn.commit()
         for message in batch:
             echo(dump(as_dict(message)) if as_json else _text(message))
         sys.stdout.flush()
