@@ -397,36 +397,41 @@ begin
 end
 $$;
 
--- Gives up messages that wait in the retry queue since before p_cutoff.  Returns 1 if
--- it gave up 10,000, the most for one call.  A lease without an end does not keep a
--- message.
+-- Gives up messages of the retry queue that could be delivered since before p_cutoff.  The
+-- time counts from when a message was due, and not from the send: a message with a long
+-- delay keeps its retries.  A lease without an end does not keep a message: then the time
+-- counts from the delivery.  Returns 1 if it gave up 10,000, the most for one call.
 create or replace function pgque._give_up_waiting(p_queue pgque.queue, p_cutoff timestamptz) returns int
 language plpgsql as $$
 declare
-  v_now    timestamptz := pgque.clock();
+  v_held   bigint[];
   v_aside  record;
   v_item   pgque.retry_queue;
   v_sub    pgque.subscriber;
   v_count  int := 0;
 begin
+  v_held := array(
+    select h.ev_batch
+    from (
+      select distinct e.ev_owner, e.ev_batch from pgque.retry_queue e
+      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_retry_after = 'infinity'
+    ) h
+    where coalesce((pgque._lease(h.ev_owner, h.ev_batch)).pos_time, '-infinity') < p_cutoff);
   v_aside := pgque._claim_aside(p_queue.queue_id, array(
     select pgque._slim_waiting(e)
     from (
       select e.* from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and e.ev_key is not null and e.ev_receives = 0 and (e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
+      where e.ev_queue = p_queue.queue_id and e.ev_retry_after < p_cutoff and e.ev_owner <> 0
+        and e.ev_key is not null and e.ev_receives = 0
       limit 10000
       for update skip locked
     ) e));
   for v_item in
     with found as materialized (
       select e.ctid from pgque.retry_queue e
-      where e.ev_queue = p_queue.queue_id and e.ev_time < p_cutoff and e.ev_owner <> 0
-        and (e.ev_batch is null or e.ev_retry_after <= v_now or e.ev_retry_after = 'infinity')
+      where e.ev_queue = p_queue.queue_id and e.ev_owner <> 0 and (e.ev_retry_after < p_cutoff or e.ev_batch = any (v_held))
         and (e.ev_key is null or e.ev_receives > 0
           or (e.ev_owner, e.ev_id) in (select f.owner, f.id from unnest(v_aside.owners, v_aside.ids) f (owner, id)))
-        -- For a requeued dead letter, the time counts from when it was requeued.
-        and (e.ev_receives > 0 or e.ev_retry > 0 or e.ev_retry_after < p_cutoff)
       limit 10000
       for update skip locked
     )
