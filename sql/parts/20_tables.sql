@@ -200,8 +200,8 @@ comment on column pgque.queue.queue_ticker_idle_period is 'Time between two tick
 comment on column pgque.queue.queue_max_retries is
   'How often a rejected message is redelivered before it is given up: n retries are n + 1 deliveries. Unit: retries.';
 comment on column pgque.queue.queue_retention_period is
-  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). 0 '
-  'restores the default.';
+  'How far a consumer may lag. A consumer that lags for longer is moved forward, and the messages that it missed are given up (see drop_policy). So '
+  'are retries that were due for longer. For a delayed message the time counts from when it could be delivered. 0 restores the default.';
 comment on column pgque.queue.queue_paused is 'Whether senders are refused; see pause().';
 comment on column pgque.queue.queue_event_seq is 'Sequence of its message ids.';
 comment on column pgque.queue.queue_tick_seq is 'Sequence of its tick ids. A value above the newest tick requests a tick; see force_next_tick().';

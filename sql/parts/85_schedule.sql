@@ -48,7 +48,7 @@ $$;
 
 -- Returns the settings of the loop and the time of the last stop(); the defaults while the
 -- table is locked, since ticks must not wait for it.
-create or replace function pgque._loop_config(out stopped_at timestamptz, out period interval, out share float8)
+create or replace function pgque._loop_bounds(out stopped_at timestamptz, out period interval, out share float8)
 language plpgsql set lock_timeout = '20ms' as $$
 begin
   period := '100 milliseconds';
@@ -74,7 +74,7 @@ declare
   v_now    timestamptz := clock_timestamp();
   v_retry  timestamptz;
 begin
-  select c.* into stopped_at, period, share from pgque._loop_config() c;
+  select c.* into stopped_at, period, share from pgque._loop_bounds() c;
   select least(min(q.queue_tick_gap), period), v_now + least('1 second', min(least(q.queue_ticker_idle_period, nullif(q.queue_ticker_max_lag, '0'))))
   into gap, look_at
   from pgque.queue q;

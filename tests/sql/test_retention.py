@@ -206,11 +206,11 @@ def test_what_waits_too_long_is_taken_away_in_parts(own: Connection) -> None:
         batch = take(own, "q", "w1", 5_000)
         value(
             own,
-            "select count(*) from pgque.nack(%s, %s::bigint[], '10 days')",
+            "select count(*) from pgque.nack(%s, %s::bigint[], '1 day')",
             batch[0].batch_id,
             ids(batch),
         )
-    move_clock(own, "8 days")
+    move_clock(own, "8 days 1 minute")
     left = []
     while True:
         more = value(own, RETAIN)
