@@ -42,7 +42,10 @@ begin
 
   if v_turn.due and v_room > 0 then
     v_pos.pos_shelf := pgque._take_waiting(v_queue, v_sub, v_token, v_room, $4, v_turn.until);
-    if v_pos.pos_shelf > 0 then
+    if v_pos.pos_shelf is null then
+      v_pos.pos_shelf := 0;
+      v_room := 0;
+    elsif v_pos.pos_shelf > 0 then
       return query select * from pgque._waiting_of(v_sub.sub_id, v_token, v_queue.queue_name);
       v_pos := case when v_pos.pos_done_id is null then pgque._with_window(v_pos, null) else v_pos end;   -- the window was opened for nothing
     end if;
@@ -112,7 +115,8 @@ comment on function pgque.receive(text, text, int, text, interval, bigint, pgque
   'redeliveries or new messages, and redeliveries go first. Without worker, the same batch is redelivered under its id until ack(batch_id), '
   'without the messages that were nacked. With worker (any name), the messages are leased to the worker for visibility_timeout (NULL: the queue''s '
   'setting, 30 seconds). Each call of each worker gets other messages. When the lease expires, messages without an outcome are redelivered to the '
-  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. ack_batch: a batch that '
+  'next worker that calls, with receive_count + 1; for them the batch ids of earlier deliveries are invalid from then on. Their last attempt is alone in its worker: '
+  'the worker receives it when it holds nothing else, and nothing besides. ack_batch: a batch that '
   'is acknowledged first, in the same transaction. A delivery locks the consumer until the transaction ends. So receive in a transaction of its '
   'own, and do the work and the ack in another one; workers that do all of it in one transaction take turns. Errors: PQ001 no such queue; PQ004 '
   'invalid worker name; PQ005 max_return is below 1, visibility_timeout is not positive or above 100 years, or the consumer has workers and worker '
@@ -197,6 +201,10 @@ begin
   select q as queue, exists (select from pgque.retry_queue r where r.ev_owner = sub.sub_id and r.ev_retry_after <= v_now) as due,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'key') as keyed,
     exists (select from pgque.queue_option o where o.opt_queue = sub.sub_queue and o.opt_name = 'ttl') as expiring,
+    sub.sub_role = 'pool' and exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = sub.sub_id and r.ev_worker = p_worker and r.ev_batch is not null and r.ev_receives > coalesce(r.ev_retry, 0) + 1
+        and r.ev_receives >= q.queue_max_receive_attempts and r.ev_retry_after > v_now) as alone,   -- as _is_suspect() had it
     pos.pos_sub is null or j.journal_cur <> leaf or pos.leaf <> leaf as newer
   into v_found from pgque.queue q, pgque.journal j where q.queue_id = sub.sub_queue;
   queue := v_found.queue;
@@ -215,7 +223,7 @@ begin
   if sub.sub_role = 'coop_main' then
     perform pgque._touch(pgque._worker(sub, p_worker));
   end if;
-  room := p_max;
+  room := case when v_found.alone then 0 else p_max end;
   until := case when sub.sub_role = 'pool' then v_now + coalesce(p_timeout, queue.queue_visibility_timeout) else 'infinity' end;
   if open is not null then
     return;

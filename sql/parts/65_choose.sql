@@ -136,12 +136,33 @@ $$;
 -- time, and on the last attempt each one alone.  With 5 attempts and 100 messages these
 -- are 100, 22, 5, 1.  So a message that kills its worker is alone at last.  A message
 -- that was requeued while it was leased counts from zero.
+--
+-- A worker that dies takes all that it holds with it.  So a message of which a delivery
+-- was lost gets its last attempt alone in its worker: the worker holds nothing else, and
+-- receives nothing until it is done (see _turn).  Otherwise messages that were delivered
+-- beside poison would use up their attempts with it.
 create or replace function pgque._piece(p_receives int, p_attempts int, p_max bigint) returns bigint
 language sql immutable as $$
   select case
     when least(p_attempts, 5) - greatest(p_receives, 1) <= 1 then 1
     else pg_catalog.ceil(pg_catalog.power(p_max, (least(p_attempts, 5) - greatest(p_receives, 1) - 1)::numeric / (least(p_attempts, 5) - 2)))::bigint
   end
+$$;
+
+-- Returns whether a message that is due has its last attempt before it, and a delivery of
+-- it was lost.  A delivery that ends with a nack adds one to both numbers.
+create or replace function pgque._is_suspect(p_receives int, p_retry int, p_attempts int) returns boolean
+language sql immutable as $$ select p_receives = p_attempts - 1 and p_receives > coalesce(p_retry, 0) $$;
+
+-- Returns whether a worker of a pool holds messages.
+create or replace function pgque._holds(p_sub pgque.subscriber, p_worker text, p_now timestamptz) returns boolean
+language plpgsql set enable_seqscan = off set jit = off as $$
+begin
+  return exists (
+      select from pgque.retry_queue r
+      where r.ev_owner = p_sub.sub_id and r.ev_batch is not null and r.ev_worker = p_worker and r.ev_retry_after > p_now)
+    or exists (select from pgque._held(p_sub.sub_id) h where (h.lease).pos_worker = p_worker and h.until > p_now);
+end
 $$;
 
 -- Locks messages of a consumer in the retry queue that are due, without those in p_but.
@@ -171,7 +192,9 @@ $$;
 
 -- Leases messages in the retry queue that are due, and returns their number.  Messages
 -- that expired, or whose attempts are used up, are removed instead.  A message with an
--- expired lease may be poison: other messages are not delivered with it.
+-- expired lease may be poison: other messages are not delivered with it.  Returns null
+-- if the worker has to finish what it holds first.  It waits for a visibility timeout at
+-- most, since a name that many processes share may always hold something.
 create or replace function pgque._take_waiting(
   p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
 ) returns int
@@ -194,6 +217,12 @@ begin
     v_rows := pgque._due(p_sub, 1, v_now, v_busy, null);
     exit when pg_catalog.cardinality(v_rows) = 0;
     v_lapsed := v_rows[1].ev_batch is not null;
+    if p_sub.sub_role = 'pool' and pgque._is_suspect(v_rows[1].ev_receives, v_rows[1].ev_retry, v_attempts) and (v_rows[1].ev_expires <= v_now) is not true then
+      if v_rows[1].ev_retry_after > v_now - p_queue.queue_visibility_timeout and pgque._holds(p_sub, p_worker, v_now) then
+        return null;
+      end if;
+      p_max := 1;
+    end if;
     v_piece := case when v_lapsed and p_sub.sub_role = 'pool' then pgque._piece(v_rows[1].ev_receives, v_attempts, p_max) else p_max end;
     -- Messages that are not to be delivered are removed many at a time.  After a try in
     -- which all messages were being replaced, twice as many are read.
@@ -203,6 +232,9 @@ begin
     end if;
     if v_look > 1 then
       v_rows := pgque._due(p_sub, v_look, v_now, v_busy, case when v_lapsed then v_rows[1].ev_receives else -1 end);
+      if p_max > 1 then
+        v_rows := array(select r from pg_catalog.unnest(v_rows) r where not pgque._is_suspect(r.ev_receives, r.ev_retry, v_attempts));
+      end if;
     end if;
     v_doomed := array(select r from pg_catalog.unnest(v_rows) r where r.ev_receives >= v_attempts or r.ev_expires <= v_now);
     v_good := pgque._weed(p_queue, p_sub, v_doomed, v_now);
