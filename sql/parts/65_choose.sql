@@ -8,9 +8,10 @@
 -- was checked.  ids are the messages to deliver, and rows is the query for them.  p_passed
 -- is how many messages the caller has passed since it last found one to deliver: the next
 -- slice is as long.  With null the slice is the whole window, for a caller that reads the
--- rest of it without this function.
+-- rest of it without this function.  p_bytes limits the size of the messages to deliver;
+-- there is at least one.
 create or replace function pgque._sift(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint,
+  p_queue pgque.queue, p_sub pgque.subscriber, p_pos pgque.position, p_token bigint, p_max bigint, p_passed bigint, p_bytes bigint default null,
   out pos pgque.position, out ids bigint[], out rows text
 )
 language plpgsql set enable_seqscan = off set jit = off as $$
@@ -27,6 +28,7 @@ declare
   v_claim  record;
   v_out    text[];
   v_found  record;
+  v_fit    bigint;
 begin
   pos := p_pos;
   pos.pos_done_count := 0;
@@ -51,42 +53,53 @@ begin
   if p_sub.sub_keyed then
     v_out := pgque._lanes_out(p_sub);
   end if;
-  with looked as materialized (
-    select e.ev_id, e.ev_extra1 as lane,
-      case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
-    from pg_catalog.unnest(v_rows) e
-  ),
-  busy_lane as materialized (
-    select l.lane
-    from looked l
-    where l.what = 'good' and l.lane is not null
-    group by 1
-    having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
-  ),
-  judged as (
-    select l.ev_id, l.lane,
-      case
-        when l.what <> 'good' or l.lane is null then l.what
-        when l.lane in (select b.lane from busy_lane b)
-          or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
-        else 'good'
-      end as what
-    from looked l
-  ),
-  counted as (
-    select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
-  )
-  select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
-    array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
-    count(*) filter (where c.what = 'expired') as expired,
-    array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
-    max(c.ev_id) as last, count(*) as looked
-  into v_found
-  from counted c
-  -- Messages after the last one stay in the window.
-  where c.n < p_max or c.n = p_max and c.what = 'good';
+  loop
+    with looked as materialized (
+      select e.ev_id, e.ev_extra1 as lane,
+        case when e.ev_id = any (v_gone) then 'gone' when e.ev_expires <= v_now then 'expired' when e.ev_id = any (v_busy) then 'busy' else 'good' end as what
+      from pg_catalog.unnest(v_rows) e
+    ),
+    busy_lane as materialized (
+      select l.lane
+      from looked l
+      where l.what = 'good' and l.lane is not null
+      group by 1
+      having l.lane = any (v_out) or exists (select from pgque.retry_queue r where r.ev_owner = p_sub.sub_id and r.ev_lane = l.lane)
+    ),
+    judged as (
+      select l.ev_id, l.lane,
+        case
+          when l.what <> 'good' or l.lane is null then l.what
+          when l.lane in (select b.lane from busy_lane b)
+            or pg_catalog.row_number() over (partition by l.lane, l.what in ('gone', 'expired') order by l.ev_id) > 1 then 'busy'
+          else 'good'
+        end as what
+      from looked l
+    ),
+    counted as (
+      select j.*, count(*) filter (where j.what = 'good') over (order by j.ev_id rows unbounded preceding) as n from judged j
+    )
+    select array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'good') as good,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what <> 'good') as skip,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what = 'busy') as aside,
+      array_agg(c.ev_id order by c.ev_id) filter (where c.what in ('good', 'expired')) as sealed,
+      count(*) filter (where c.what = 'expired') as expired,
+      array_agg(c.lane) filter (where c.what = 'good' and c.lane is not null) as lanes,
+      max(c.ev_id) as last, count(*) as looked
+    into v_found
+    from counted c
+    -- Messages after the last one stay in the window.
+    where c.n < p_max or c.n = p_max and c.what = 'good';
+    exit when p_bytes is null or pg_catalog.cardinality(v_found.good) > 1 is not true;
+    pos.pos_last_id := v_found.last;
+    execute pg_catalog.format(
+      'select count(*) from (select sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by e.ev_id) as bytes from (%s) e) s where s.bytes <= $2',
+      pgque._renewed_sql(p_queue.queue_id, pgque._slice_sql(p_sub, pos, ' and pgque._among($1, e.ev_id)')))
+    into v_fit using v_found.good, p_bytes;
+    exit when v_fit = pg_catalog.cardinality(v_found.good);
+    p_max := greatest(v_fit, 1);
+    p_bytes := null;
+  end loop;
   pos.pos_last_id := case when v_more or v_found.looked < pg_catalog.cardinality(v_rows) then v_found.last end;
   pos.pos_done_count := v_found.looked;
   pos.pos_keys := v_found.lanes;
@@ -196,7 +209,7 @@ $$;
 -- if the worker has to finish what it holds first.  It waits for a visibility timeout at
 -- most, since a name that many processes share may always hold something.
 create or replace function pgque._take_waiting(
-  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz
+  p_queue pgque.queue, p_sub pgque.subscriber, p_token bigint, p_max bigint, p_worker text, p_until timestamptz, p_bytes bigint default null
 ) returns int
 language plpgsql set enable_seqscan = off set jit = off as $$
 declare
@@ -246,6 +259,17 @@ begin
     -- no more than some thousands are read.
     v_busy := v_busy || array(select r.ev_id from pg_catalog.unnest(v_rows) r);
     v_ids := array(select r.ev_id from pg_catalog.unnest(v_good) r limit v_piece);
+    if p_bytes is not null then
+      v_ids := array(
+        select s.id
+        from (
+          select i.id, i.n, sum(pgque._size(e.ev_data, e.ev_bytes, e.ev_headers)) over (order by i.n) as bytes
+          from pg_catalog.unnest(v_ids) with ordinality i (id, n)
+          cross join lateral (select e.* from pgque.retry_queue e where e.ev_owner = p_sub.sub_id and e.ev_id = i.id offset 0) e
+        ) s
+        where s.n = 1 or s.bytes <= p_bytes
+        order by s.n);
+    end if;
     if pg_catalog.cardinality(v_ids) > 0 then
       -- One index lookup for each message, whatever number of rows the planner expects.
       with found as materialized (
@@ -259,7 +283,7 @@ begin
       where r.ctid = f.ctid;
       -- A message that waited for its first delivery was not delivered before.
       perform pgque._tally(p_queue.queue_id, p_sub.sub_id, 'redelivered', count(*))
-      from (select r.* from pg_catalog.unnest(v_good) r limit v_piece) r
+      from (select r.* from pg_catalog.unnest(v_good) r limit pg_catalog.cardinality(v_ids)) r
       where r.ev_receives > 0 or r.ev_retry > 0;
       return pg_catalog.cardinality(v_ids);
     end if;
